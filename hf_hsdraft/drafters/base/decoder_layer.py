@@ -58,7 +58,7 @@ class LayerSizes:
 
     @classmethod
     def like(cls, config: Any, **fields: Any) -> LayerSizes:
-        """Returns sizes like the target's, by its text configuration; `fields` override them."""
+        """Returns sizes like the target's; `fields` override them."""
         heads = own_integer(config, "num_attention_heads") or 1
         groups = own_integer(config, "num_key_value_heads") or heads
         sizes = {
@@ -121,8 +121,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward block."""
-
     def __init__(self, size: int, inner: int, act: str = "silu") -> None:
         super().__init__()
         self.gate_proj = nn.Linear(size, inner, bias=False)
@@ -156,12 +154,10 @@ class DecoderLayer(nn.Module):
 
 
 class Rotary:
-    """Rotary embeddings of any type that transformers supports, computed in float32.
+    """Rotary embeddings of any type that transformers supports, by `rope_parameters`, `head_dim` and
+    `max_position_embeddings` of a configuration.
 
-    Not a module, so casting the drafter does not round its frequencies.
-
-    Args:
-        config: has `rope_parameters`, `head_dim` and `max_position_embeddings`.
+    Computed in float32; not a module, so casting the drafter does not round its frequencies.
     """
 
     def __init__(self, config: Any) -> None:
@@ -178,15 +174,10 @@ class Rotary:
 
 
 def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
-    """Builds the rotary embeddings from fields of a drafter's configuration.
+    """Builds the rotary embeddings from a drafter's `fields`.
 
-    Args:
-        fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`, and `max_position_embeddings`. Missing
-            fields take transformers' defaults, `rope_theta` 10,000.
-        sizes: of the layers.
-
-    Raises:
-        ValueError: transformers does not know the rope type, or cannot build it from these values.
+    These are `rope_parameters`, or the older `rope_theta` and `rope_scaling`, and `max_position_embeddings`. Missing
+    ones take transformers' defaults, `rope_theta` 10,000. Raises a ValueError if transformers cannot build it.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
     known = {name: fields[name] for name in names if fields.get(name) is not None}

@@ -75,7 +75,6 @@ class DraftOptions:
 
     @property
     def draw_temperature(self) -> float:
-        """Temperature for drawing nodes; 1 if none are drawn."""
         return self.temperature if self.drawn else 1.0
 
     def shared_by(self, rows: int) -> DraftOptions:
@@ -89,7 +88,6 @@ class DraftOptions:
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:
-        """The same options for a target that can only read chains."""
         return replace(self, beam_width=1, tree_size=max(self.depth, 1) + self.ngram_continuation)
 
     @classmethod
@@ -176,7 +174,6 @@ def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
 
 
 def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
-    """Checks that rules are known and compatible."""
     rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
     for name, allowed in rules.items():
         if option(name) not in allowed:
@@ -202,11 +199,7 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
 def default_options(
     num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
 ) -> GenerationConfig:
-    """The default drafting options of a family; options of verification rules are added when set.
-
-    Args:
-        own: options of the family, see `Drafter.own_options`.
-    """
+    """The default options of a family; `own` are its `Drafter.own_options`. Options of rules are added when set."""
     return GenerationConfig(
         num_assistant_tokens=num_assistant_tokens,
         tree_size=tree_size,

@@ -27,5 +27,4 @@ class Read:
 
 
 def weights_of(*modules: nn.Module | None) -> int:
-    """Returns the number of weights."""
     return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())

@@ -85,11 +85,7 @@ def formats() -> list[Format]:
 
 
 def recognise(checkpoint: Checkpoint) -> Format:
-    """Returns the format of a checkpoint.
-
-    Raises:
-        ValueError: no format matches; the message says what was found.
-    """
+    """Returns the format of a checkpoint; raises a ValueError that says what was found if none matches."""
     config = checkpoint.config
     candidates = [form for form in formats() if form.possible(config)]
     for form in candidates:

@@ -21,12 +21,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm: bool) -> LayerSizes:
-    """Reads the sizes of the layers; raises a ValueError for a missing or invalid field.
-
-    Args:
-        fields: describe the layers.
-        attention_bias, output_bias, qk_norm: as in `LayerSizes`; formats express them differently.
-    """
+    """Reads sizes; the flags are as in `LayerSizes`, and formats express them differently."""
     fields.expect("mlp_bias", False)
     for name in _SOMETIMES_READ:
         fields.integer(name, None, least=0)
@@ -56,15 +51,11 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
 
 
 def read_rope(fields: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
-    """Reads the rotary embedding, in the form that `rotary_of` takes.
+    """Reads the rotary embedding in the form that `rotary_of` takes; raises a ValueError if heads are rotated in part.
 
     Args:
-        fields: describe the layers.
         kind: layer type whose entry is read if `rope_parameters` has one per type.
         whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
-
-    Raises:
-        ValueError: a value is invalid, or only part of each head is rotated.
     """
     rope = {name: value for name in ("rope_theta",) if (value := fields.number(name, None)) is not None}
     if (longest := fields.integer("max_position_embeddings", None)) is not None:
@@ -100,16 +91,7 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
 
 
 def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
-    """Reads the sliding window of each layer; None for full attention.
-
-    Args:
-        fields: describe the layers.
-        kinds: `layer_types`.
-        count: number of layers.
-
-    Raises:
-        ValueError: `layer_types` is missing or invalid, or `sliding_window` is missing.
-    """
+    """Reads the sliding window of each layer, None for full attention; `kinds` is the checked `layer_types`."""
     if not _are_kinds(kinds, count):
         wanted = f"{count} of {' and '.join(_KINDS)}"
         raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")

@@ -32,11 +32,7 @@ class Placement:
 
     @classmethod
     def taken_from(cls, given: MutableMapping[str, Any]) -> Placement:
-        """Pops dtype (also `torch_dtype`), device and attention from loading arguments.
-
-        Raises:
-            ValueError: one of them is invalid.
-        """
+        """Pops dtype (also `torch_dtype`), device and attention from `given`; raises a ValueError if one is invalid."""
         dtypes = {name: dtype_of(given[name]) for name in ("dtype", "torch_dtype") if given.get(name) is not None}
         if len(set(dtypes.values())) > 1:
             raise ValueError(f"dtype={given['dtype']!r} contradicts torch_dtype={given['torch_dtype']!r}: pass one")
@@ -69,14 +65,7 @@ def _device_of(device_map: Any) -> torch.device | None:
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns the requested dtype; None for the dtype of the files.
-
-    Args:
-        dtype: a dtype or its name; `None` or `"auto"` for the dtype of the files.
-
-    Raises:
-        ValueError: not a floating-point dtype.
-    """
+    """Returns a floating-point dtype, given by name or itself; None and `"auto"` give None, the dtype of the files."""
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -86,29 +75,14 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str = OPTIONS) -> None:
-    """Applies the drafting options of a folder, then those passed by the caller.
-
-    Options of other projects in that file are ignored.
-
-    Args:
-        drafter: may be on the meta device.
-        folder: of its files.
-        given: options from the caller; they override the folder's.
-        file: name of the options file.
-
-    Raises:
-        TypeError: no such option.
-        ValueError: an option from the caller is out of range.
-    """
+    """As `give_options`, with the options saved in a folder's `file`. The drafter may be on the meta device."""
     give_options(drafter, stored_options(folder / file), given)
 
 
 def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Applies saved options, ignoring unknown ones, then options from the caller.
 
-    Raises:
-        TypeError: no such option.
-        ValueError: an option from the caller is out of range.
+    Raises a TypeError if the caller names an unknown option, and a ValueError if one is out of range.
     """
     names = option_names(drafter)
     refuse_unknown(type(drafter).__name__, given, names)

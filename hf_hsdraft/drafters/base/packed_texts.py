@@ -57,9 +57,8 @@ class PackedTexts:
     Attention can be recomputed, so gradient checkpointing gives the same result.
 
     Args:
-        past: what earlier forwards read; not changed.
         position_ids, document_ids: `[T]`, of the pairs.
-        starts: `[S]`, the pairs at which chains start; `None` for the last one only.
+        starts: `[S]`, the pairs at which chains start; None for the last one only.
         window: attended positions, including the position itself; None for all.
         steps: K.
     """

@@ -26,12 +26,9 @@ class TokenBias:
     """
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, S]` of nodes whose children are at depth `level`.
+        """Returns the states `[B, n, S]` of nodes with `tokens` `[B, n]`, int64, whose children are at depth `level`.
 
-        Args:
-            level: 1 or more.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, S]`, states of their parents; None at level 1, where the nodes are roots.
+        `states` `[B, n, S]` are those of their parents; None at level 1, where the nodes are roots.
         """
         raise NotImplementedError
 
@@ -56,7 +53,6 @@ class _Part:
         columns: `[B, C]`, int64; None for all.
         up: maps codes to biases of these columns.
         logits: `[B, depth, C]`.
-        race: among these columns.
         reach: `[B, depth, C]`, where the bias applies; None for everywhere.
         refined_up: the refinement's last product for these columns.
     """
@@ -75,11 +71,10 @@ class ParallelExpansion(Expansion):
 
     Attributes:
         logits: `[B, depth, V']`, before any token of the path is known.
-        bias: of the path's tokens; None if there is none, and nodes have no states then.
+        bias: of the path's tokens; without it, nodes have no states.
         temperature: of the returned distributions.
         race: with foreseen target draws; probabilities are then those of winning the race.
         reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
-        refinement: refines the logits by the path's tokens; None for none.
     """
 
     logits: torch.Tensor

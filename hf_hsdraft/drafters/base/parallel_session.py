@@ -39,11 +39,7 @@ class ParallelSession(ReadingSession):
         self._refiner = refiner_of(drafter, options, weights, rows)
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
-        """Returns the slots `[B, slots, D]`. Pending positions have not been read yet, see `read_pending`.
-
-        Args:
-            depth: number of drafts that are used.
-        """
+        """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""
         raise NotImplementedError
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:

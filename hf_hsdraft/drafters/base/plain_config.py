@@ -19,14 +19,13 @@ def number(least: float = 0.0) -> Limit:
 
 
 class PlainConfig:
-    """Base of configuration dataclasses: methods for pipelines and training reports (TensorBoard, Weights & Biases)."""
+    """Base of configuration dataclasses, for pipelines and training reports (TensorBoard, Weights & Biases)."""
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Returns a configuration that pipelines find equal to any target's."""
         return any_special_tokens(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name; nested dataclasses become dictionaries."""
         return asdict(self)  # type: ignore[call-overload]
 
     def to_json_string(self) -> str:

@@ -161,7 +161,7 @@ class Session:
         """Takes accepted tokens; the first news are the prompts'."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows continue from here on. May be called again with fewer rows."""
+        """Continues with these rows only. May be called again with fewer rows."""
 
     def memory(self, length: int) -> Any:
         """State that lets the next call on the same cache continue a sequence of `length` tokens, or None."""
@@ -228,35 +228,22 @@ class Drafter:
         """Raises DraftingRefused, naming the field, if this drafter was made for another target."""
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """May warn before a call that the drafter suits the target badly.
+        """May warn before a call that the drafter suits the target badly; `tokenizer` is the target's, if known.
 
-        Args:
-            tokenizer: the target's, if the call has it.
-            all_processes: whether all processes must run the same forwards.
+        With `all_processes`, all processes must run the same forwards.
         """
 
     def session(self, call: Call) -> Session:
         raise NotImplementedError
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
-        """Weights that a draft of one sequence reads; () if that takes negligible time.
-
-        Args:
-            depth: of the draft.
-            width: nodes expanded per depth.
-        """
+        """Weights read by a draft of one sequence, expanding `width` nodes per depth; () if the time is negligible."""
         return ()
 
     def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
-        """Writes the drafter in another project's format.
+        """Writes the drafter in another project's format `form`; raises a ValueError that says why if it cannot be.
 
-        Args:
-            form: name of the format.
-            folder: created if missing.
-            target_name: written as the target's name; by default the one that the drafter knows.
-
-        Raises:
-            ValueError: the drafter cannot be written in this format; the message says why.
+        `folder` is created if missing; `target_name` is by default the one that the drafter knows.
         """
         if form not in self.saved_as:
             raise ValueError(
@@ -266,10 +253,6 @@ class Drafter:
         self.save_pretrained(folder, **named)  # type: ignore[attr-defined]
 
     def verifier(self, options: DraftOptions) -> Verifier:
-        """The rule that accepts its drafts.
-
-        Raises:
-            ValueError: the rule needs trained files that are missing beside the drafter's weights.
-        """
+        """The rule that accepts its drafts; raises a ValueError if its trained files are missing beside the weights."""
         rule = VERIFIERS[options.verification].with_options(options.own)
         return rule.learned(getattr(self, "loaded_from", None))

@@ -22,8 +22,6 @@ from .target_weights import TargetWeights
 
 
 class Refinement(Protocol):
-    """The refinement of one draft."""
-
     @property
     def state_size(self) -> int:
         """S."""
@@ -36,9 +34,7 @@ class Refinement(Protocol):
     def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
         """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes with `states` `[B, n, S]`.
 
-        Args:
-            logits: `[B, n or 1, C]`, the drafter's.
-            up: from `among`, for the same columns.
+        `logits` `[B, n or 1, C]` are the drafter's; `up` is from `among` for the same columns.
         """
         ...
 
@@ -48,8 +44,6 @@ class Refinement(Protocol):
 
 
 class Refiner(Protocol):
-    """Refines the drafts of one call."""
-
     @classmethod
     def check(cls, drafter: Any, share: float) -> None:
         """Raises a ValueError if the drafter lacks what this refiner needs."""
@@ -57,11 +51,7 @@ class Refiner(Protocol):
 
     @classmethod
     def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
-        """Returns the refiner of a call.
-
-        Raises:
-            OSError, ValueError: its files are missing, damaged, or made for another target.
-        """
+        """Returns the refiner of a call; raises an OSError or ValueError for missing, damaged or unfit files."""
         ...
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:

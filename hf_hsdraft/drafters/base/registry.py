@@ -24,7 +24,6 @@ class TokenizerOfTarget:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> TokenizerOfTarget:
-        """Reads no file."""
         return cls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

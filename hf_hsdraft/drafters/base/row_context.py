@@ -18,28 +18,14 @@ _NOWHERE = 2**62  # position of an empty slot, beyond any query
 
 @dataclass(frozen=True)
 class Slots:
-    """Where accepted positions are stored.
-
-    Attributes:
-        rows: `[n]`, int64, row of each position.
-        slots: `[n]`, int64, slot in the row's buffer.
-    """
+    """Where accepted positions are stored: `[n]`, int64, row of each, and slot in the row's buffer."""
 
     rows: torch.Tensor
     slots: torch.Tensor
 
 
 class RowContext:
-    """Keys and values of accepted positions. Each row fills its buffer from slot 0.
-
-    Args:
-        layers: number of layers that attend.
-        kv_heads, head_dim: of a layer.
-        device, dtype: of keys and values.
-
-    Attributes:
-        lengths: filled slots of each row.
-    """
+    """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots."""
 
     def __init__(
         self, rows: int, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
@@ -51,16 +37,10 @@ class RowContext:
 
     @property
     def capacity(self) -> int:
-        """Slots of each buffer."""
         return self._positions.shape[1]
 
     def reserve(self, counts: dict[int, int], positions: torch.Tensor) -> Slots:
-        """Makes room for further positions.
-
-        Args:
-            counts: number of positions of each row, row by row.
-            positions: `[n]`, int64, all of them.
-        """
+        """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
         rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
@@ -73,14 +53,9 @@ class RowContext:
         return slots
 
     def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
-        """Makes room for drafted positions after the accepted ones; they are not counted and have no positions.
+        """Makes room for drafted positions after the accepted ones, and returns their slots row by row.
 
-        Args:
-            begin: number of earlier drafted positions of each row.
-            count: number of positions of each row.
-
-        Returns:
-            their slots, row by row.
+        They are not counted and have no positions. Each row already has `begin` of them and gets `count` more.
         """
         self._make_room(self._longest(rows) + begin + count)
         device = self._positions.device
@@ -115,11 +90,7 @@ class RowContext:
             room[slots.rows, :, slots.slots] = states.to(room.dtype)
 
     def view(self, layer: int, rows: Sequence[int], drafted: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values `[B, kv_heads, P, head_dim]`.
-
-        Args:
-            drafted: drafted positions to include, after the accepted ones of the longest row.
-        """
+        """Returns keys and values `[B, kv_heads, P, head_dim]`, up to `drafted` slots after the longest row."""
         end = self._longest(rows) + drafted
         keys, values = (self._picked(room[:, :, :end], rows) for room in self._layers[layer])
         return keys, values
@@ -134,7 +105,6 @@ class RowContext:
         Args:
             last: `[B, n]`, int64, the last position that each query may see.
             window: visible positions up to `last`, for all queries or `[B, n]`; None for all positions.
-            drafted: as in `view`.
         """
         positions = self._picked(self._positions[:, : self._longest(rows) + drafted], rows)[:, None]
         mask = positions <= last[..., None]
@@ -151,7 +121,6 @@ class RowContext:
         return room.index_select(0, on_device(list(rows), room.device))
 
     def forget(self, row: int) -> None:
-        """Empties the buffer of a row that has ended."""
         self.lengths[row] = 0
         self._positions[row] = _NOWHERE
 

@@ -36,14 +36,10 @@ class SavedDrafter(Drafter):
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes configuration, weights if any, drafting options and a card.
+        """Writes configuration, weights if any, drafting options and a card; raises a ValueError for an invalid option.
 
-        Args:
-            save_directory: created if missing; its files are replaced once all are written.
-            kwargs: accepted as by transformers models, and ignored.
-
-        Raises:
-            ValueError: a drafting option is invalid.
+        An existing folder's files are replaced once all are written. `kwargs` of transformers models are accepted and
+        ignored.
         """
         self.check_options()
         folder = Path(save_directory)
@@ -83,27 +79,14 @@ class PublishedDrafter(SavedDrafter):
     why_not_exported = "it is written in the format of speculators only"
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
-        """Returns the contents of this drafter's files.
-
-        Args:
-            target_name: by default the one in the configuration.
-
-        Raises:
-            ValueError: the format cannot express what the drafter computes.
-        """
+        """Returns the contents of its files; raises a ValueError if the format cannot express what it computes."""
         raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a drafter of this family; checks it before allocating anything large. `AutoDrafter` loads it too.
+        """Loads a drafter of this family from a folder or the Hub; checks it before allocating anything large.
 
-        Args:
-            pretrained_model_name_or_path: folder or Hub name, in any known format.
-            kwargs: as for `AutoDrafter.from_pretrained`.
-
-        Raises:
-            OSError: no such folder or repository.
-            ValueError: not a drafter of this family, or its files contradict each other.
+        Arguments and errors as in `AutoDrafter.from_pretrained`, which loads it too.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
@@ -118,15 +101,9 @@ class PublishedDrafter(SavedDrafter):
             return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
-        """Writes configuration, weights, drafting options and a card, in the speculators format.
+        """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
 
-        Args:
-            save_directory: created if missing; its files are replaced once all are written.
-            target_name: written as the target's name; by default the one in the configuration.
-            kwargs: accepted as by transformers models, and ignored.
-
-        Raises:
-            ValueError: a drafting option is invalid, or the format cannot express what the drafter computes.
+        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
         """
         self.check_options()
         files = self.in_files(target_name)
@@ -157,16 +134,11 @@ class WeightlessDrafter(SavedDrafter):
     def of_document(
         cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
     ) -> Any:
-        """Builds a drafter from its files.
+        """Builds a drafter from its config.json and saved options; raises a ValueError if one is invalid.
 
         Args:
-            document: config.json.
-            stored: saved drafting options.
             given: options from the caller; they override the saved ones.
             where: path of config.json, for messages.
-
-        Raises:
-            ValueError: the document is damaged, or an option is invalid.
         """
         raise NotImplementedError
 
@@ -176,16 +148,7 @@ class WeightlessDrafter(SavedDrafter):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads what `save_pretrained` wrote.
-
-        Args:
-            pretrained_model_name_or_path: folder or Hub name.
-            kwargs: as for `AutoDrafter.from_pretrained`; dtype and device are ignored.
-
-        Raises:
-            OSError: no such folder or repository.
-            ValueError: not a drafter of this family, or an option is invalid.
-        """
+        """Loads what `save_pretrained` wrote; as in `AutoDrafter.from_pretrained`, but dtype and device are ignored."""
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         Placement.taken_from(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):

@@ -47,7 +47,6 @@ class Sight:
         return mask if self.window is None else mask & (self.at[:, None] - self.places[columns] < self.window)
 
     def of(self, rows: slice | torch.Tensor) -> Sight:
-        """The sight of these rows only."""
         return replace(self, rows=self.rows[rows], own=self.own[rows], at=self.at[rows])
 
     def ahead(self, steps: int) -> Sight:

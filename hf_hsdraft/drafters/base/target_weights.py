@@ -43,15 +43,10 @@ def borrow(
     dtype: torch.dtype,
     scaled: bool = True,
 ) -> TargetWeights:
-    """Collects the target's embedding and its output rows of the draft vocabulary.
+    """Collects the target's embedding and its output rows of `vocab_ids` `[V']`, int64.
 
-    With the full vocabulary, rows are only copied to another device or dtype.
-
-    Args:
-        output_head: the target's output layer; None leaves its rows out.
-        vocab_ids: `[V']`, int64, token id of each row.
-        device, dtype: of the drafter.
-        scaled: whether embeddings include the target's scaling; if not, they are the bare rows.
+    With the full vocabulary, rows are only copied to another `device` or `dtype`, those of the drafter. No
+    `output_head` leaves its rows out. Embeddings include the target's scaling unless `scaled` is False.
     """
     vocab_ids = vocab_ids.to(device)
     head = None
@@ -119,11 +114,7 @@ class StateNetwork(PreTrainedModel):
     norm: RMSNorm
 
     def add_fusion(self, reads_tokens: bool) -> None:
-        """Adds the modules that fuse the hidden states of a position.
-
-        Args:
-            reads_tokens: also fuse the embedding of the next token.
-        """
+        """Adds the modules that fuse a position's hidden states, plus the next token's embedding with `reads_tokens`."""
         config = self.config
         size, taps = config.target_hidden_size, len(config.target_tap_layers)
         self.tap_norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(taps))
@@ -146,11 +137,9 @@ class StateNetwork(PreTrainedModel):
                 nn.init.zeros_(module.bias)
 
     def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
-        """Returns the fused inputs `[T, D]` of positions i.
+        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and embeddings of x_{i+1} `[T, D]`.
 
-        Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i, concatenated.
-            embeds: `[T, D]`, embeddings of the tokens x_{i+1}; ignored by networks that do not read tokens.
+        Networks that do not read tokens ignore the embeddings.
         """
         parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
         if self.token_norm is not None:
@@ -170,10 +159,6 @@ class StateNetwork(PreTrainedModel):
         return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
 
     def borrow(self, embedding: Any, output_head: Any, with_head: bool = True) -> TargetWeights:
-        """Collects the target's embedding and its output rows of the draft vocabulary.
-
-        Args:
-            with_head: False leaves the rows out, which are copied.
-        """
+        """Collects the target's embedding and output rows; `with_head=False` leaves out the rows, which are copied."""
         head = output_head if self.lm_head is None and with_head else None
         return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)

@@ -46,7 +46,6 @@ def training_attention(
 
     Args:
         context: keys and values `[T, kv_heads, head_dim]` of each layer.
-        sights: of the layers.
         position_ids, document_ids: `[T]`, of the context.
         starts: `[S]`, index of the last context position that each block sees.
         positions: `[S, slots]`, of the slots.

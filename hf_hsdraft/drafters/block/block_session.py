@@ -29,10 +29,8 @@ from .network import BlockNetwork
 class BlockBias(TokenBias):
     """The bias that a head computes from the tokens of a path.
 
-    Attributes:
-        hidden: `[B, slots, D]`.
-        projected: `[B, slots, P]`, the head's `project` of all slots.
-        first_slot: slot of the first draft.
+    hidden is `[B, slots, D]`, projected `[B, slots, P]` the head's `project` of it, `first_slot` that of the first
+    draft.
     """
 
     head: TokenHead
@@ -104,7 +102,7 @@ class BlockSession(ParallelSession):
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
     def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
-        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each row's root.
+        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each root.
 
         The whole block is computed whatever the depth: its slots see each other.
         """

@@ -107,7 +107,6 @@ class BlockConfig(PlainConfig):
 
     @property
     def num_draft_steps(self) -> int:
-        """Drafts per block."""
         return self.block_size - self.first_slot
 
     @property

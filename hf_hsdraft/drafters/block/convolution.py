@@ -10,12 +10,9 @@ from torch import nn
 class BlockConvolution(nn.Module):
     """Two convolutions over a block's slots, before and after a part of a layer.
 
-    Slot i becomes the sum over tau of (base[tau] + delta[i, tau]) * x[i - tau], with zeros before the block. The
-    channels of a group share one delta. Both deltas are computed from the input of the first convolution.
-
-    Args:
-        kernel_size: K, slots that contribute to a slot.
-        group_size: channels per group.
+    Slot i becomes the sum over tau of (base[tau] + delta[i, tau]) * x[i - tau], with zeros before the block. Channels
+    of a group share one delta. Both deltas are computed from the input of the first convolution. Kernels span
+    `kernel_size` slots, groups `group_size` channels.
     """
 
     def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:

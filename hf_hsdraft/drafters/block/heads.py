@@ -20,19 +20,15 @@ from ...core.tensors import best_of
 class TokenHead(nn.Module):
     """Base of token heads; parameters have the names of the speculators package.
 
-    Attributes:
-        needs_hidden: whether a node's state depends on the slot that drafted it.
+    `needs_hidden` says whether a node's state depends on the slot that drafted it.
     """
 
     needs_hidden = False
 
     def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[..., S]` of nodes.
+        """Returns the states `[..., S]` of nodes with `tokens` `[...]`, int64.
 
-        Args:
-            tokens: `[...]`, int64.
-            hidden: `[..., D]`, slots that drafted the nodes; None at the anchor.
-            states: `[..., S]`, states of their parents; None at the anchor.
+        `hidden` `[..., D]` are the slots that drafted them, `states` those of their parents; both None at the anchor.
         """
         raise NotImplementedError
 
@@ -43,8 +39,7 @@ class TokenHead(nn.Module):
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Returns the bias before its last product, `[..., r]`, of nodes with states `[..., S]`.
 
-        Args:
-            projected: `[..., P]`, `project` of the slot of their children.
+        `projected` `[..., P]` is `project` of the slot of their children.
         """
         raise NotImplementedError
 

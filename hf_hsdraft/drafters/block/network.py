@@ -69,8 +69,6 @@ def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[tor
 
 
 class BlockNetwork(nn.Module):
-    """The network of a block drafter (DFlash, DFlash2, DSpark)."""
-
     loss_function: Any = None
 
     def __init__(self, config: BlockConfig) -> None:
@@ -139,24 +137,16 @@ class BlockNetwork(nn.Module):
         return attention.keys(states, rope), attention.values(states)
 
     def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
-        """Returns the slots `[B, slots, D]` after the final norm.
-
-        Args:
-            embeds: `[B, slots, D]`, embeddings of anchor and masks.
-            positions: `[B, slots]`, int64.
-            attend: attention by layer.
-        """
+        """Returns the slots `[B, slots, D]` after the final norm, from their embeddings and positions `[B, slots]`."""
         x, rope = embeds, self.rotary(positions, embeds.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, partial(attend, index))
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns block embeddings `[B, slots, D]`.
+        """Returns block embeddings `[B, slots, D]` from those of the anchors, `[B, D]`, and of `mask_token_id`, `[D]`.
 
-        Args:
-            anchors: `[B, D]`, embeddings of the anchors.
-            mask: `[D]`, the target's embedding of `mask_token_id`; unused with a learned mask embedding.
+        A learned mask embedding replaces the latter.
         """
         mask = self.mask_embedding.to(anchors.dtype) if self.config.learned_mask else mask
         masks = mask.expand(len(anchors), self.config.block_size - 1, -1)
@@ -245,21 +235,14 @@ class BlockNetwork(nn.Module):
         return None if self.token_head is None or states is None else self.token_head(hidden, states)
 
     def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
-        """Returns `[V']`, int64, the token id of each row of the head.
-
-        Args:
-            vocab_size: of the target, for drafters of any vocabulary.
-        """
+        """Returns `[V']`, int64, the token id of each row of the head; drafters of any vocabulary need `vocab_size`."""
         ids = torch.arange(self.config.draft_vocab_size or vocab_size or 0, device=self.device)
         return ids + cast(torch.Tensor, self.d2t) if self.config.has_own_head else ids
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
-        """Collects the target's embedding, and its output rows if the drafter has none.
+        """Collects the target's embedding, and unless `with_head` is False its output rows if the drafter has none.
 
         Nothing is copied if dtype and device agree.
-
-        Args:
-            with_head: False leaves the rows out.
         """
         scale = self.config.embedding_scale
         is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)

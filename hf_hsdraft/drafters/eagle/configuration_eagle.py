@@ -157,7 +157,6 @@ class EagleConfig(PlainConfig):
 
     @property
     def num_taps(self) -> int:
-        """Number of hidden states that the drafter reads."""
         return 3 if self.target_tap_layers is None else len(self.target_tap_layers)
 
     def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:

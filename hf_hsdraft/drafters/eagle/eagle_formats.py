@@ -124,7 +124,6 @@ def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns what `hsdraft info` shows of a drafter's files."""
     told = fields_told(checkpoint)
     try:
         config = read(checkpoint, mask_token_id=0).config

@@ -39,13 +39,10 @@ def can_be_tried(config: EagleConfig) -> bool:
 
 
 class FeedbackTrial:
-    """Compares both readings on one sequence during decoding, and switches the drafter to the better one.
+    """Compares both readings on one sequence during decoding, and sets the network's `norm_output` to the better one.
 
     From each accepted pair both draft a chain; after the prompt, the text is the target's output. It counts tokens up
     to the first wrong one. Counts are stored on the drafter, so that the next call continues a short trial.
-
-    Args:
-        network: its `norm_output` is changed.
     """
 
     def __init__(self, network: EagleNetwork, weights: TargetWeights) -> None:

@@ -52,11 +52,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, mask_token_id: int | None = None, **options: Any) -> Any:
-        """Loads a drafter from a checkpoint; see `from_pretrained`.
-
-        Args:
-            mask_token_id: for a parallel drafter whose files lack it.
-        """
+        """As `from_pretrained`; `mask_token_id` is for a parallel drafter whose files lack it."""
         placement, reading = Placement.taken_from(options), read(checkpoint, mask_token_id)
         with torch.device("meta"):
             drafter = cls(reading.config)

@@ -18,16 +18,15 @@ from .trunk import GrowingText, read, roll
 class HSCandidateGenerator(CandidateGenerator):
     """Drafts chains for one sequence from the target's hidden states.
 
-    Only chains are drafted, verified by the target's choices: exact for greedy decoding and sampling.
+    A chain is verified by the target's choices, which is exact for greedy decoding and sampling.
 
     Args:
-        weights: from `HSDraftNetwork.borrow`.
-        options: has drafting options as attributes; `drafter.generation_config` by default. It uses
-            `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight`.
+        options: has `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight` as attributes;
+            `drafter.generation_config` by default.
         max_length: limit of the sequence, drafts included.
 
     Attributes:
-        draws: draws the call's tokens as plain decoding does; None otherwise.
+        draws: draws the call's tokens as plain decoding does, if set.
     """
 
     requires_model_outputs = True
@@ -92,14 +91,9 @@ class HSCandidateGenerator(CandidateGenerator):
     def _draft(
         self, taps: torch.Tensor, following: torch.Tensor, positions: torch.Tensor, accepted: list[int], length: int
     ) -> list[int]:
-        """Reads accepted pairs and drafts a chain.
+        """Reads accepted pairs and drafts a chain; `accepted` are the accepted tokens of the last draft.
 
-        Args:
-            taps: `[n, taps * D]`, hidden states h_i.
-            following: `[n]`, tokens x_{i+1}.
-            positions: `[n]`, positions i.
-            accepted: accepted tokens of the last draft.
-            length: of the sequence.
+        taps `[n, taps * D]` are h_i, following `[n]` x_{i+1}, positions `[n]` i.
         """
         leftover = Leftover.of(self._drafted, self._root, accepted)
         self._root = int(following[-1])
@@ -126,10 +120,8 @@ class HSCandidateGenerator(CandidateGenerator):
     def _chain(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None) -> tuple[list[int], float]:
         """Returns the greedy chain and the number of its tokens expected to be accepted.
 
-        Args:
-            hidden: `[K, D]`, drafted states.
-            logits: `[K, V']`, of the head alone.
-            since: the injector's state before the root, for states drafted without the root.
+        hidden `[K, D]` are drafted states, logits `[K, V']` the head's; `since` is the injector's state before the
+        root, for states drafted without the root.
         """
         injector, state, told = self._working.injector, since, since is not None
         chain, score, worth = [], 0.0, 0.0
@@ -147,7 +139,6 @@ class HSCandidateGenerator(CandidateGenerator):
         return chain, worth
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        """The injector's state `[1, S]` after a token."""
         embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
         return self._working.injector.advance(embeds, state)
 

@@ -50,7 +50,6 @@ class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for a batch from the target's hidden states.
 
     Args:
-        weights: from `HSDraftNetwork.borrow`.
         options: `drafter.generation_config`'s by default.
         working: weights for decoding; built from drafter and weights by default.
         foresight: of the target's draws, used by beams only: rejection needs nodes drawn by independent random numbers.
@@ -209,7 +208,6 @@ class HSDraftSession(TreeSession):
         return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        """As every session, plus reuse of the last round's leftovers."""
         hidden = self._rolled([ask.row for ask in asks], depth)
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
@@ -232,7 +230,6 @@ class HSDraftSession(TreeSession):
         return trees
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        """The injector's state `[1, S]` after a token."""
         embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
         return self._working.injector.advance(embeds, state)
 

@@ -42,15 +42,12 @@ class InjectedTokens(TokenBias):
         return self.injector.up(code)
 
     def among(self, columns: torch.Tensor) -> Transform | None:
-        """As in `TokenBias`; for a single sequence, if the product supports it."""
         of_outputs = getattr(self.injector.up, "of", None)
         return None if of_outputs is None or len(columns) > 1 else of_outputs(columns[0])
 
 
 @dataclass(frozen=True)
 class Expansion(ParallelExpansion):
-    """Expands drafted states of a batch."""
-
     @classmethod
     def of(
         cls,

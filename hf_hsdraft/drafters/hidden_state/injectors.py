@@ -139,11 +139,9 @@ Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Leftover:
-    """Drafted states of one row that still predict future positions.
+    """Drafted states g_{a+1} .. g_{K-1} of one row, `[K', D]`, that still predict future positions.
 
-    Attributes:
-        hidden: `[K', D]`, g_{a+1} .. g_{K-1}.
-        path: tokens accepted since they were drafted, beginning with their root.
+    `path` are the tokens accepted since they were drafted, beginning with their root.
     """
 
     hidden: torch.Tensor
@@ -151,7 +149,7 @@ class Leftover:
 
     @classmethod
     def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:
-        """The leftover of states `[K, D]` drafted from `root`, after `accepted` tokens."""
+        """What is left of states `[K, D]` drafted from `root`, after `accepted` tokens."""
         if drafted is None or len(drafted) <= len(accepted) + 1:
             return None
         return cls(drafted[len(accepted) + 1 :], (root, *accepted))
@@ -174,12 +172,10 @@ def ensemble(
     injector: Injector,
     advance: Advance,
 ) -> None:
-    """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position.
+    """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position and weighted by `weight`.
 
-    Args:
-        root: the last accepted token. The first new state has read it; the old one gets it from the injector.
-        weight: of the old logits, relative to the new ones.
-        head: maps drafted states to draft logits.
+    The first new state has read the last accepted token `root`; the old one gets it from the injector. `head` maps
+    drafted states to logits.
     """
     hidden = leftover.hidden[: len(logits)]
     old = head(hidden)

@@ -25,8 +25,6 @@ from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequ
 
 
 class HSDraftAttention(nn.Module):
-    """Parameters of grouped-query attention."""
-
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
         query_size = config.num_attention_heads * config.head_dim
@@ -115,12 +113,10 @@ class HSDraftNetwork(StateNetwork):
         of_layer: Callable[[HSDraftLayer], Layer] = lambda layer: layer,
         fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> Trunk:
-        """Builds the trunk; by default from the modules themselves.
+        """Builds the trunk. `made_of` converts norms and projections, `of_layer` layers; by default modules are used as
+        they are.
 
-        Args:
-            made_of: converts a norm or a projection.
-            of_layer: converts a layer; steps that share the layer share the result.
-            fuse_inputs: replaces the drafter's method.
+        Steps that share a layer share its conversion. `fuse_inputs` replaces the method.
         """
         of_layer = cache(of_layer)
         steps = tuple(
@@ -131,7 +127,6 @@ class HSDraftNetwork(StateNetwork):
         return Trunk(fuse_inputs or self.fuse_inputs, layers, steps, self.frequencies())
 
     def frequencies(self) -> torch.Tensor:
-        """`[head_dim / 2]`, float32, of the rotary embedding."""
         return rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.device)
 
 
@@ -145,7 +140,6 @@ class WorkingWeights(Trunk):
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> WorkingWeights:
-        """Returns a drafter's weights unconverted; `head` is `TargetWeights.head`."""
         trunk = drafter.trunk(of_layer=lambda layer: layer.products(side_by_side))
         return cls(
             **vars(trunk),

@@ -26,8 +26,7 @@ from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
 class QuickWeights(WorkingWeights):
     """Working weights, fused, packed and in 8 bits.
 
-    Attributes:
-        spare: objects that calls leave for the next call with these weights; None if the weights serve one call.
+    `spare` has objects that calls leave for the next call with these weights; None if the weights serve one call.
     """
 
     spare: list[Any] | None = field(default=None, compare=False, repr=False)
@@ -72,10 +71,8 @@ def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], t
 class _Seen:
     """Fingerprint of a tensor that detects changes without reading values.
 
-    Attributes:
-        tensor: weak reference, so a new tensor at the same address differs.
-        place: address of its values.
-        version: its write counter; None for inference tensors, which have none.
+    A weak reference, since another tensor may get the same address; the address of the values; and the write counter,
+    None for inference tensors, which have none.
     """
 
     tensor: weakref.ref[torch.Tensor]

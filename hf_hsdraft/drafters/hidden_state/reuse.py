@@ -21,7 +21,7 @@ REUSE_OPTIONS = (
 
 
 def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
-    """Returns the form of reuse, and the weight of old logits in `"ensemble"` relative to new ones."""
+    """Returns the form of reuse, and the weight of old logits relative to new ones."""
     reuse, weight = options["reuse"], options["reuse_weight"]
     if reuse == _GONE:
         logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")

@@ -34,7 +34,6 @@ class RollOut:
         return DraftContext([(keys[:, held].clone(), values[:, held].clone()) for keys, values in pairs])
 
     def resume(self, context: DraftContext) -> None:
-        """Continues a single sequence from an earlier context."""
         text, sides = self._text, zip(*context.layers, strict=True)
         text.keys, text.values = ([state.clone() for state in side] for side in sides)
         text.length = context.length
@@ -55,11 +54,10 @@ class RollOut:
         num_draft_steps: int,
         rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        """Reads accepted positions, then rolls from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
+        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
 
         Args:
             taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`], row by row.
-            num_draft_steps: K, at least 1.
             rows: for a batch, the number of pairs of each row, in order.
         """
         x, ropes, context = self.read(taps, embeds, position_ids, num_draft_steps - 1, rows)

@@ -68,7 +68,6 @@ class StaticRollOut(RollOut):
             keep_in_place(*used, text.keys, text.values)
 
     def forget(self) -> None:
-        """Begins another sequence."""
         self._text.length = 0
         for states in (
             *self._text.keys,
@@ -125,11 +124,9 @@ def roll_out(
     place: torch.Tensor,
     num_draft_steps: int,
 ) -> torch.Tensor:
-    """As [`RollOut`] with padded accepted positions: `[K, D]`, g_0 .. g_{K-1}, always by the same operations.
+    """As [`RollOut`] with padded `[columns, ...]` inputs: `[K, D]`, g_0 .. g_{K-1}, always by the same operations.
 
-    Args:
-        keys, values, window, place: see `StaticText`.
-        taps, embeds, position_ids: `[columns, ...]`, padded.
+    For keys, values, window and place see `StaticText`.
     """
     text = StaticText(keys, values, window, len(taps), place)
     x, ropes = read(trunk, taps, embeds, position_ids, text, num_draft_steps - 1)
@@ -145,9 +142,7 @@ def static_roll_out(
 ) -> Iterator[StaticRollOut]:
     """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors.
 
-    Args:
-        weights: with `spare`.
-        slots: greatest length of the sequence.
+    `weights` must have `spare`; `slots` is the greatest length of the sequence.
     """
     sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), weights.spare
     assert spare is not None

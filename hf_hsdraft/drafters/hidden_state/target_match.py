@@ -44,7 +44,7 @@ class TargetMatch:
 
 
 def can_measure(target: Any, length: int) -> bool:
-    """Whether a forward over `length` tokens has no side effect, as longer ones have where rope scaling is dynamic."""
+    """Whether a forward over `length` tokens leaves the target unchanged; longer ones may switch its rope."""
     return (
         not target.config.is_encoder_decoder
         and length <= furthest_position(target)
@@ -93,10 +93,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:
     """Why a drafter may draft little for a target, with measurements; empty if it does as well as for its own.
 
-    Measured once per target and drafter, so later training or switches are not seen.
-
-    Args:
-        tokenizer: the target's, if known.
+    Measured once per target and drafter, so later training or switches are not seen. `tokenizer` is the target's.
     """
     config, reference = drafter.config, drafter.config.target_reference
     made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
@@ -134,12 +131,7 @@ def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
 
 
 def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, right: int) -> None:
-    """Adds the result of a call; warns once if another target explains poor drafts.
-
-    Args:
-        drafts: number of drafts.
-        right: drafts whose first guess was the next token.
-    """
+    """Adds the counts of a call, see `_Guesses`; warns once if another target explains poor drafts."""
     reference = drafter.config.target_reference
     seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
     if reference is None or seen.drafts >= TUNING.fit_trusted:

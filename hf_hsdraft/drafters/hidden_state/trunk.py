@@ -23,11 +23,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_
 
 
 class Context(Protocol):
-    """Keys and values, and attention masks.
-
-    Attributes:
-        starts: the pairs at which chains start, as an index: `[S]` or a slice.
-    """
+    """Keys and values, and attention masks; `starts`, an index `[S]` or a slice, are the pairs where chains start."""
 
     starts: Any
 
@@ -71,9 +67,8 @@ Layer = Callable[..., torch.Tensor]  # a `LayerProducts`, or a module with the s
 class StepProducts:
     """Products of a roll-out step (PRISM, a processing module).
 
-    Attributes:
-        norm, project: from the previous drafted state to the input of the step.
-        layers: one for each of the trunk's last layers, whose keys and values it reads and extends.
+    `norm` and `project` map the previous drafted state to the input. Each layer reads and extends the keys and values
+    of one of the trunk's last layers.
     """
 
     norm: Transform
@@ -105,10 +100,9 @@ class Trunk:
 def read(
     trunk: Trunk, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, context: Context, ahead: int
 ) -> tuple[torch.Tensor, list[Rope]]:
-    """Reads accepted positions into the context; returns g_0 of each chain, `[S, D]`, and the ropes of `ahead` steps.
+    """Reads accepted positions `[T, ...]`, as in [`HSDrafter.forward`], into the context.
 
-    Args:
-        taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`].
+    Returns g_0 of each chain, `[S, D]`, and the ropes of `ahead` steps.
     """
     count, x = len(position_ids), trunk.fuse_inputs(taps, embeds)
     starts = position_ids[context.starts]
@@ -122,11 +116,7 @@ def read(
 def roll(
     trunk: Trunk, x: torch.Tensor, ropes: Sequence[Rope], context: Context, chains: int | None = None
 ) -> list[torch.Tensor]:
-    """Rolls hidden states without tokens from g_0 `[S, D]`: g_0 .. g_{K-1}.
-
-    Args:
-        chains: roll only the first so many; None for all.
-    """
+    """Rolls the first `chains` (None for all) from g_0 `[S, D]` without tokens: g_0 .. g_{K-1}."""
     states = [x]
     if chains is not None:
         x, ropes = x[:chains], [(cos[:chains], sin[:chains]) for cos, sin in ropes]
@@ -141,11 +131,7 @@ def roll(
 def _through(
     layers: Sequence[Layer], x: torch.Tensor, rope: Rope, attend: Attend, first: int = 0, rows: Any = None
 ) -> torch.Tensor:
-    """Runs layers on `[n, D]`; the last one returns `rows` only.
-
-    Args:
-        first: index of the first layer's keys and values.
-    """
+    """Runs layers on `[n, D]`, the last one for `rows` only; `first` is the first layer's index of keys and values."""
     for index, layer in enumerate(layers, 1):
         x = layer(x, rope, partial(attend, first + index - 1), rows if index == len(layers) else None)
     return x

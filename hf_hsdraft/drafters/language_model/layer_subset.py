@@ -16,11 +16,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
-    """Returns the model's layer list and its name; see `decoder_list`.
-
-    Raises:
-        ValueError: it cannot be found, or the layers depend on each other.
-    """
+    """Returns the name and list of the model's layers; raises a ValueError if layers depend on each other."""
     if getattr(text_config(model), "num_kv_shared_layers", 0):
         raise ValueError(
             f"{type(model).__name__} cannot do without some layers: later ones share the keys and values of others"
@@ -46,11 +42,7 @@ def are_layers(numbers: Sequence[Any], count: int) -> bool:
 def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
     """Returns indices of layers spread evenly, including the first and the last; for one layer, the first.
 
-    Args:
-        name: of `num_kept`, for the message.
-
-    Raises:
-        ValueError: there are fewer layers.
+    Raises a ValueError if there are fewer layers; `name` is that of `num_kept`, for the message.
     """
     if not 1 <= num_kept <= num_layers:
         raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
@@ -58,16 +50,10 @@ def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int
 
 
 def with_layers(model: Any, kept: Sequence[int]) -> Any:
-    """Returns a model with some of a model's layers, which shares the weights but nothing else.
+    """Returns a model with the layers `kept` (ascending indices), which shares the weights but nothing else.
 
-    Its configuration has the new number of layers, and cache slots are renumbered.
-
-    Args:
-        model: a text-generating transformers model; not changed.
-        kept: ascending indices of layers.
-
-    Raises:
-        ValueError: there are no such layers, or the layers depend on each other.
+    Its configuration has the new number of layers, and cache slots are renumbered. Raises a ValueError if there are no
+    such layers, or layers depend on each other.
     """
     numbers = checked_layers(model, kept)
     name, layers = layers_of(model)

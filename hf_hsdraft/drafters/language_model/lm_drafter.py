@@ -113,14 +113,7 @@ class CausalLMDrafter(nn.Module, Drafter):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the model, its tokenizer, and the drafting options in a separate file.
 
-        `AutoModelForCausalLM` can load the folder too.
-
-        Args:
-            save_directory: created if missing.
-            kwargs: of the model's `save_pretrained`.
-
-        Raises:
-            ValueError: a drafting option is invalid.
+        `AutoModelForCausalLM` can load the folder too. `kwargs` go to the model; an invalid option raises a ValueError.
         """
         self.check_options()
         self.model.save_pretrained(save_directory, **kwargs)
@@ -154,11 +147,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(f"this model cannot draft: {reason}")
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """Compares both tokenizers, if known.
-
-        Raises:
-            DraftingRefused: their ids stand for different tokens.
-        """
+        """Raises DraftingRefused if both tokenizers are known and their ids stand for different tokens."""
         if self.tokenizer is None or tokenizer is None:
             return
         reason = what_differs(self.tokenizer, tokenizer)

@@ -37,10 +37,7 @@ class LMExpansion(Expansion):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level - 1]`.
 
-        Args:
-            level: depth of the children.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, level - 2]`, paths of the nodes' parents; None at level 1.
+        `states` `[B, n, level - 2]` are the paths of the nodes' parents; None at level 1.
         """
         if states is None:
             logits, paths = self.first, tokens[..., None][..., :0]

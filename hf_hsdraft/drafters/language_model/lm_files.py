@@ -69,12 +69,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
 def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     """Builds a checkpoint's model on the meta device, and compares the files' tensors with it.
 
-    Args:
-        kwargs: as for `AutoModelForCausalLM.from_pretrained`.
-
-    Raises:
-        ValueError: an argument asks for code of the repository or for weights that differ from the files, or shapes of
-            tensors contradict config.json.
+    `kwargs` are those of `AutoModelForCausalLM.from_pretrained`. Raises a ValueError if they ask for code of the
+    repository or for weights that differ from the files, or if shapes of tensors contradict config.json.
     """
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         if kwargs.get(name):
@@ -100,13 +96,9 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
 
 
 def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
-    """Loads a checkpoint's model, without its code.
+    """Loads a checkpoint's model, without its code; `kwargs` as for `empty_model`.
 
-    Args:
-        kwargs: as for `AutoModelForCausalLM.from_pretrained`, restricted by `empty_model`.
-
-    Raises:
-        ValueError: weights are missing or unknown.
+    Raises a ValueError if weights are missing or unknown.
     """
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         kwargs.pop(name, None)

@@ -39,11 +39,7 @@ def why_it_cannot_draft(model: Any) -> str:
 
 
 def kinds_for_trees(model: Any) -> list[AttentionKind]:
-    """Returns the attention types that need separate masks.
-
-    Raises:
-        ValueError: the model cannot read trees; the message says why.
-    """
+    """Returns the attention types that need separate masks; raises a ValueError if the model cannot read trees."""
     cache = empty_cache(model)
     reason = why_no_trees(model, cache)
     if reason:

@@ -22,12 +22,7 @@ from .lm_texts import LMTexts, groups_of_rows, shared_length
 
 @dataclass(frozen=True)
 class LMMemory:
-    """What a language model has read of one sequence; stored on the target's cache.
-
-    Attributes:
-        tokens: those read.
-        texts: the sequence in the model's cache; copy it before continuing.
-    """
+    """Tokens that a language model has read, with its cache, stored on the target's cache. Copy `texts` before use."""
 
     tokens: tuple[int, ...] = ()
     texts: LMTexts | None = None
@@ -58,7 +53,6 @@ class _Text:
 
     @property
     def known(self) -> list[int]:
-        """Tokens including supposed ones."""
         return self.tokens + self.supposed if self.supposed else self.tokens
 
 
@@ -80,12 +74,11 @@ class CausalLMSession(TreeSession):
         self._resumed: LMMemory | None = None
 
     def _begin(self, rows: Sequence[int]) -> LMTexts:
-        """Returns rows of which nothing has been read."""
         return LMTexts(self._model, rows, self._kinds, self._most_drafted)
 
     @property
     def _most_drafted(self) -> int:
-        """The greatest number of drafted tokens per row that the model reads."""
+        """Most drafted tokens of a row in the model's cache."""
         return max(self._options.depth * self._options.beam_width, self._options.tree_size)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:

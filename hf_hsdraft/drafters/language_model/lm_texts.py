@@ -58,7 +58,6 @@ class LMTexts:
         return self._reference()
 
     def copied(self) -> LMTexts:
-        """Returns an independent copy."""
         other = copy.copy(self)
         other.rows, other.kept = list(self.rows), list(self.kept)
         other._slots = CacheSlots(copy.deepcopy(self._slots.cache))
@@ -77,14 +76,9 @@ class LMTexts:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
-        """Reads further accepted tokens of each row into the cache.
+        """Reads further accepted tokens of each row, if any, into the cache.
 
-        Args:
-            tokens: of each row; may be empty.
-            wanted: n, number of last tokens whose logits are returned, aligned at the end.
-
-        Returns:
-            `[B, n, V]`, logits; undefined for rows without tokens.
+        Returns logits `[B, wanted, V]` of the last tokens, aligned at the end; undefined for rows without tokens.
         """
         return self.read_states(tokens, wanted).logits
 
@@ -124,12 +118,9 @@ class LMTexts:
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads drafted tokens after their ancestors; `forget` drops them.
 
-        Args:
-            tokens: `[B, n]`, int64, nodes of one depth; children of the root have depth 1.
-            paths: `[B, n, depth - 1]`, int64, each node's ancestors below the root, as columns of the draft.
-
-        Returns:
-            Logits `[B, n, V]` after each node, and their paths `[B, n, depth]`, including the nodes' columns.
+        tokens `[B, n]`, int64, are nodes of one depth, 1 for children of the root; paths `[B, n, depth - 1]`, int64,
+        their ancestors below the root, as columns of the draft. Returns logits `[B, n, V]` after each node, and paths
+        `[B, n, depth]` that include the nodes.
         """
         drafted = self._drafted = (self._drafted or DraftedLevels.nothing(tokens)).with_level(tokens, paths)
         kept = on_device(self.kept, tokens.device)
@@ -141,13 +132,11 @@ class LMTexts:
         return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
 
     def forget(self) -> None:
-        """Drops all drafted tokens."""
         if self._drafted is not None:
             self._slots.drop(self._drafted.count)
             self._drafted = None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps only these rows."""
         places = [place for place, row in enumerate(self.rows) if row in rows]
         if len(places) == len(self.rows):
             return
@@ -234,7 +223,6 @@ def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Seque
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the common prefix."""
     least = min(len(one), len(other))
     if one[:least] == other[:least]:
         return least

@@ -53,7 +53,6 @@ class FollowerTable:
         return token in known
 
     def enter(self, path: Sequence[int], token: int) -> None:
-        """Enters the token that followed a path."""
         if len(path) < self.length:
             return
         leader = tuple(path[-self.length :])
@@ -68,15 +67,11 @@ class FollowerTable:
 
 
 class NgramCache:
-    """N-grams of one sequence, with leaders of 1 to `length` tokens.
+    """N-grams of one sequence, with leaders of 1 to `length` tokens; `own` are its tables.
 
     Args:
-        length: longest leader in tokens, at least 1.
         frozen: tables of other texts, consulted after the sequence's table of the same length, and never changed.
         vocab_size: ids outside 0 to `vocab_size - 1` are no tokens, and in no n-gram; 0 for no limit.
-
-    Attributes:
-        own: tables of the sequence itself.
     """
 
     def __init__(self, length: int, frozen: Sequence[FollowerTable] = (), vocab_size: int = 0) -> None:
@@ -112,11 +107,9 @@ class NgramCache:
         threshold: float = 0.0,
         after: Sequence[int] = (),
     ) -> DraftTree:
-        """Returns the most probable continuations as a tree.
+        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root.
 
         Args:
-            tree_size: most nodes besides the root.
-            depth: greatest depth of a node.
             width: most children of a node; 1 gives a chain, None is no limit.
             threshold: least probability of a path, 0 to 1.
             after: supposed next tokens, in no n-gram.
@@ -157,12 +150,9 @@ class NgramCache:
         """Returns likely tokens after a path with probabilities, the most probable first.
 
         Longer leaders come first; shorter ones share the remaining probability. Probabilities were counted at all
-        occurrences of a leader. After a drafted token they assume that it is right; then the text repeats itself, and
-        in greedy texts the next token is right more often, so its probability is raised. Sampled texts do not show
-        this, but there the error costs little.
-
-        Args:
-            drafted: whether the last token of the path is drafted.
+        occurrences of a leader. If the path ends in a `drafted` token, they assume that it is right; then the text
+        repeats itself, and in greedy texts the next token is right more often, so its probability is raised. Sampled
+        texts do not show this, but there the error costs little.
         """
         found: dict[int, float] = {}
         left = 1.0

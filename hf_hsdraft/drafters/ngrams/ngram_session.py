@@ -11,12 +11,7 @@ from .ngram_cache import FollowerTable, NgramCache
 
 
 class NgramSession(Session):
-    """Drafts by the n-grams of each row.
-
-    Args:
-        call: its option `ngram_length` is at least 1.
-        frozen: tables of other texts, see `NgramCache`.
-    """
+    """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`."""
 
     free = True
     takes_ngrams = False
@@ -43,14 +38,11 @@ class NgramSession(Session):
         return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold, supposed)
 
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
-        """Extends the most probable path of another drafter's tree by n-grams, beyond that drafter's depth.
+        """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
 
         Adds at most `ngram_continuation` nodes; in a full tree they replace the least probable ones. A lone root stays
         alone: nothing is to be drafted. FLy (arXiv:2511.22972) also drafts on two levels to exceed its drafter's
         window.
-
-        Args:
-            ask: limits of the longer tree.
         """
         if len(tree) == 1 or self._caches[ask.row].last != ask.root:
             return tree
@@ -61,7 +53,6 @@ class NgramSession(Session):
         return kept.extended(kept.likeliest_path()[-1], following) if following else tree
 
     def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
-        """Returns the n-gram continuation of a tree's most probable path."""
         path = tree.likeliest_path()
         most = min(self._options.ngram_continuation, ask.depth - len(path))
         return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
