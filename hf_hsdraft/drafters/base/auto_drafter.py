@@ -17,7 +17,7 @@ from .registry import FAMILIES, Family
 
 
 class AutoDrafter:
-    """Loads drafters of all families. Those of other projects load unchanged, without running their code.
+    """Loads drafters of all families. Other projects' drafters load unchanged, without running their code.
 
     drafter = AutoDrafter.from_pretrained("user/SmolLM2-135M-Instruct-hsdraft")
     """

@@ -230,7 +230,7 @@ class Drafter:
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """May warn before a call that the drafter suits the target badly; `tokenizer` is the target's, if known.
 
-        With `all_processes`, all processes must run the same forwards.
+        `all_processes`: whether all processes must run the same forwards.
         """
 
     def session(self, call: Call) -> Session:

@@ -28,7 +28,7 @@ class Refinement(Protocol):
         ...
 
     def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, S]` of nodes from those of their parents; None for roots."""
+        """Returns the states `[B, n, S]` of nodes from their parents' states; None for roots."""
         ...
 
     def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:

@@ -114,7 +114,7 @@ class StateNetwork(PreTrainedModel):
     norm: RMSNorm
 
     def add_fusion(self, reads_tokens: bool) -> None:
-        """Adds the modules that fuse a position's hidden states, plus the next token's embedding with `reads_tokens`."""
+        """Adds the modules that fuse a position's hidden states; `reads_tokens` includes the next token's embedding."""
         config = self.config
         size, taps = config.target_hidden_size, len(config.target_tap_layers)
         self.tap_norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(taps))

@@ -118,7 +118,7 @@ class TravellingDrafter(PreTrainedModel):
         return None
 
     def check_target(self, target: Any) -> None:
-        """Raises a ValueError if the target's sizes differ."""
+        """Raises a ValueError if the target's sizes differ from the configured ones."""
         has, wanted = target.config.get_text_config(decoder=True), self.config
         layers = getattr(has, "num_decoder_layers", None) or has.num_hidden_layers
         for name, found, expected in (

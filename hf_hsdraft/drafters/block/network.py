@@ -144,7 +144,8 @@ class BlockNetwork(nn.Module):
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns block embeddings `[B, slots, D]` from those of the anchors, `[B, D]`, and of `mask_token_id`, `[D]`.
+        """Returns block embeddings `[B, slots, D]` from embeddings of the anchors, `[B, D]`, and of `mask_token_id`,
+        `[D]`.
 
         A learned mask embedding replaces the latter.
         """
