@@ -113,10 +113,10 @@ class HSDraftNetwork(StateNetwork):
         of_layer: Callable[[HSDraftLayer], Layer] = lambda layer: layer,
         fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> Trunk:
-        """Builds the trunk. `made_of` converts norms and projections, `of_layer` layers; by default modules are used as
-        they are.
+        """Builds the trunk; by default from the modules as they are.
 
-        Steps that share a layer share its conversion. `fuse_inputs` replaces the method.
+        `made_of` converts norms and projections, `of_layer` layers; steps that share a layer share its conversion.
+        `fuse_inputs` replaces the method.
         """
         of_layer = cache(of_layer)
         steps = tuple(

@@ -69,10 +69,7 @@ class StaticRollOut(RollOut):
 
     def forget(self) -> None:
         self._text.length = 0
-        for states in (
-            *self._text.keys,
-            *self._text.values,
-        ):  # masked values must be finite
+        for states in (*self._text.keys, *self._text.values):  # masked values must be finite
             states.zero_()
 
     def resume(self, context: DraftContext) -> None:

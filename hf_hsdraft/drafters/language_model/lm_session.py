@@ -155,7 +155,7 @@ class CausalLMSession(TreeSession):
         return depths
 
     def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
-        """The trees of some rows of a group; its other rows are in each forward, but without new tokens."""
+        """The trees of some rows of a group; the others are in each forward too, without new tokens or a tree."""
         options = self.options_for(ask, trees=bool(self._kinds))
         tokens = [
             self._texts[row].known[kept:] if row in depths else []
