@@ -91,7 +91,7 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
 
 
 def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
-    """Reads the sliding window of each layer, None for full attention; `kinds` is the checked `layer_types`."""
+    """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`."""
     if not _are_kinds(kinds, count):
         wanted = f"{count} of {' and '.join(_KINDS)}"
         raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")

@@ -148,10 +148,7 @@ class BlockConfig(PlainConfig):
             markov_rank: rank of the token head; 0 for none.
             draft_vocab_size: number of draftable tokens; all by default.
             target_tap_layers: hidden states to read; by default spread evenly over the target.
-            overrides: further fields of the configuration and of `LayerSizes`.
-
-        Raises:
-            ValueError: an override is unknown or invalid.
+            overrides: further fields of the configuration and of `LayerSizes`. An invalid one raises a ValueError.
         """
         config = target_config.get_text_config(decoder=True)
         layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})

@@ -51,15 +51,11 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     @classmethod
     def for_target(cls, target: Any, draft_vocab_ids: Sequence[int] | None = None, **overrides: Any) -> BlockDrafter:
-        """Makes an untrained drafter for a target, in float32 on the CPU.
+        """Makes an untrained drafter for a text-generating transformers model, in float32 on the CPU.
 
-        Args:
-            target: a text-generating transformers model.
-            draft_vocab_ids: draftable token ids, ascending; all by default.
-            overrides: as for `BlockConfig.for_target_config`.
-
-        Raises:
-            ValueError: an override is invalid, or ids are not ascending or beyond the vocabulary.
+        `draft_vocab_ids` are the draftable token ids, all by default; `overrides` as for
+        `BlockConfig.for_target_config`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
+        vocabulary.
         """
         if draft_vocab_ids is not None:
             overrides["draft_vocab_size"] = len(draft_vocab_ids)
@@ -73,11 +69,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     @torch.no_grad()
     def take_head(self, output_head: Any, ids: Sequence[int]) -> None:
-        """Copies the target's output rows of the token ids `ids` `[V']`.
-
-        Raises:
-            ValueError: ids are not ascending or beyond the vocabulary.
-        """
+        """Copies the target's output rows of `ids` `[V']`; raises a ValueError unless they are ascending and known."""
         size = self.config.vocab_size or 0
         found = torch.tensor(list(ids))
         if len(found) != self.config.draft_vocab_size or bool((found.diff() <= 0).any()) or found[0] < 0:

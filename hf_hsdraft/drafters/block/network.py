@@ -214,13 +214,9 @@ class BlockNetwork(nn.Module):
     ) -> torch.Tensor | None:
         """Returns the token head's states after tokens of the text, in training; None without such a head.
 
-        Args:
-            tokens: `[N]`, int64; at depth 0 the anchors.
-            hidden: `[N, D]`, slots that predict these tokens; None for anchors.
-            states: `[N, S]`, states before these tokens; None for anchors.
-
-        Raises:
-            ValueError: an "rnn" head of the fill-in layout would need the anchors' slots.
+        `tokens` `[N]` are int64, at depth 0 the anchors. `hidden` `[N, D]` are the slots that predict them, `states`
+        `[N, S]` those before them; both None for anchors. Raises a ValueError for an "rnn" head of the fill-in layout,
+        which would need the anchors' slots.
         """
         if self.token_head is None:
             return None

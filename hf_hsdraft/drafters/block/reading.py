@@ -306,7 +306,6 @@ def is_refused(checkpoint: Checkpoint) -> bool:
 
 
 def is_speculators(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is a block drafter in the speculators format."""
     return speculators_type(checkpoint) in _SPECULATORS
 
 
@@ -319,22 +318,18 @@ def is_deepspec(checkpoint: Checkpoint) -> bool:
 
 
 def is_gemma_dspark(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is DeepSpec's DSpark with Gemma 4 layers."""
     return is_deepspec(checkpoint) and "Gemma4DSparkModel" in str(checkpoint.config.get("architectures"))
 
 
 def is_transformers(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is transformers' DFlash drafter."""
     return names_transformers(checkpoint.config)
 
 
 def names_transformers(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of transformers' DFlash drafter."""
     return config.get("model_type") == "muse_glimmer_assistant"
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is z-lab's DFlash or DFlash2."""
     if speculators_type(checkpoint):
         return False
     known = {"fc.weight", "hidden_norm.weight"} <= checkpoint.shapes.keys()

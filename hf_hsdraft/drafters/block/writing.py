@@ -25,8 +25,7 @@ def kind_of(config: BlockConfig) -> str:
 def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns a drafter's config.json, with all switches, since readers have different defaults.
 
-    Raises:
-        ValueError: the format cannot express what the drafter computes.
+    Raises a ValueError if the format cannot express what the drafter computes.
     """
     _check_can_be_written(config)
     kind, sizes, sights = kind_of(config), config.sizes, config.sights

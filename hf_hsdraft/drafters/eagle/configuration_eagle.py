@@ -119,15 +119,11 @@ class EagleConfig(PlainConfig):
         """Derives the configuration of a new drafter from a loaded target: one layer like the target's.
 
         Args:
-            target: a text-generating transformers model.
             num_draft_steps: K.
             draft_vocab_size: V'; by default the number of `draft_vocab_ids`, or the whole vocabulary.
             draft_vocab_ids: draftable token ids; the first V' by default.
             target_tap_layers: hidden states to read; by default a low, a middle and a high one.
-            fields: other fields of the constructor.
-
-        Raises:
-            ValueError: a field is invalid.
+            fields: other fields of the constructor. An invalid one raises a ValueError.
         """
         config = text_config(target)
         rope = getattr(config, "rope_parameters", None) or {}

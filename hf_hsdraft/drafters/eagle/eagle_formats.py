@@ -85,8 +85,7 @@ class Reading:
     def complete_config(self) -> EagleConfig:
         """Returns the configuration with the ids of the draft vocabulary.
 
-        Raises:
-            ValueError: they are not distinct tokens of the target, or the files contradict each other.
+        Raises a ValueError if they are not distinct tokens of the target, or the files contradict each other.
         """
         config = self.config
         if config.draft_vocab_size == config.vocab_size:  # maps mean nothing then
@@ -110,13 +109,9 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 
 
 def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
-    """Reads a drafter's configuration in any of the formats.
+    """Reads a drafter's configuration in any of the formats; `mask_token_id` is for files that lack it.
 
-    Args:
-        mask_token_id: for a parallel drafter whose files lack it.
-
-    Raises:
-        ValueError: a field is missing, invalid or unknown, or the drafter is of an unsupported type.
+    Raises a ValueError if a field is missing, invalid or unknown, or the drafter is of an unsupported type.
     """
     if speculators_type(checkpoint):
         return _read_speculators(checkpoint)

@@ -49,11 +49,7 @@ class EagleLayer(DecoderLayer):
 
 
 class EagleNetwork(nn.Module):
-    """Network of an EAGLE-3 drafter, or of a parallel one (P-EAGLE).
-
-    Raises:
-        ValueError: transformers does not know the rope type.
-    """
+    """Network of an EAGLE-3 drafter, or of a parallel one (P-EAGLE); raises a ValueError for an unknown rope type."""
 
     loss_function: Callable[..., Any] | None = None
 

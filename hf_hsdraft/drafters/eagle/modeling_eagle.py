@@ -33,13 +33,11 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
     """An EAGLE-3 drafter, or a parallel one (P-EAGLE), in any published format.
 
     Holds weights, configuration and, in `generation_config`, the drafting options common to all drafters, but no state
-    of a call, so several threads may share it. The constructor makes an untrained drafter.
+    of a call, so several threads may share it. The constructor makes an untrained drafter; an unknown rope type raises
+    a ValueError.
 
         drafter = AutoDrafter.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
         out = model.generate(**inputs, assistant_model=drafter)
-
-    Raises:
-        ValueError: transformers does not know the rope type.
     """
 
     takes_tree_builders = True
@@ -132,11 +130,9 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
 
     @torch.no_grad()
     def limit_vocabulary(self, ids: Sequence[int]) -> None:
-        """Keeps only the head's rows of the distinct token ids `ids`, so that drafts are faster and limited to these
-        tokens.
+        """Limits the head to the distinct token ids `ids`, for faster drafts of these tokens only.
 
-        Raises:
-            ValueError: the drafter cannot propose some of them.
+        Raises a ValueError if the drafter cannot propose some of them.
         """
         places = {token: place for place, token in enumerate(self.draft_vocab_ids().tolist())}
         wanted = [int(token) for token in ids]

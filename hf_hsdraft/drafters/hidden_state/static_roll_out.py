@@ -34,15 +34,14 @@ def room_for(slots: int, num_draft_steps: int) -> int:
 
 
 class StaticRollOut(RollOut):
-    """A [`RollOut`] of fixed shape for a single sequence. Prompts are read as in `RollOut`.
+    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
 
     Args:
         room: capacity in positions, see `room_for`.
-        num_draft_steps: K, always rolled in full.
         compile_config: of transformers; None compiles nothing.
 
     Attributes:
-        made_for: the last three arguments.
+        made_for: room, K and compile configuration.
     """
 
     def __init__(

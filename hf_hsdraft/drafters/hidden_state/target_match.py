@@ -143,7 +143,6 @@ def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, righ
 
 
 def warn_of_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> None:
-    """Warns once per target and drafter."""
     warned = _warned.setdefault(target, weakref.WeakSet())
     if drafter in warned:
         return

@@ -41,8 +41,7 @@ class NgramSession(Session):
         """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
 
         Adds at most `ngram_continuation` nodes; in a full tree they replace the least probable ones. A lone root stays
-        alone: nothing is to be drafted. FLy (arXiv:2511.22972) also drafts on two levels to exceed its drafter's
-        window.
+        alone: nothing is to be drafted. FLy (arXiv:2511.22972) drafts on two levels for drafts longer than its window.
         """
         if len(tree) == 1 or self._caches[ask.row].last != ask.root:
             return tree
