@@ -49,7 +49,7 @@ class Note:
 
 
 class NotedDrafter(WrappedDrafter):
-    """Wraps a drafter to time and count its drafts: chains of `depth`, or trees of its default sizes if that is None."""
+    """Wraps a drafter to time and count its drafts: chains of `depth`, or trees of its default sizes if None."""
 
     def __init__(self, drafter: Drafter, depth: int | None) -> None:
         super().__init__(drafter)

@@ -65,7 +65,7 @@ class PathLM(nn.Module):
         self.up = nn.Linear(sizes.rank, sizes.draft_vocab_size)
 
     def advance(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., S]` after one more token, from its embedding `[..., D]` and the states before it."""
+        """Returns the states `[..., S]` after one more token, from its embedding `[..., D]` and the states before."""
         token = self.read(self.norm(embeds))
         return torch.cat([token, states[..., : -self.sizes.width]], dim=-1)
 

@@ -1,4 +1,4 @@
-"""Training of what steers a small language model ("Steering Pretrained Drafters", SD^2, section 3)."""
+"""Training of the steering of a small language model ("Steering Pretrained Drafters", SD^2, section 3)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .steering import Steering, SteeringSizes
 class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
     """A steered language model with the forward of training.
 
-    A token of the text at position j is read with the vector of position j - 1, as accepted tokens are. The token at
-    depth d of the chain at position i is read with the vector of position i: it is d + 1 positions old, as in a draft.
+    A token of the text at position j is read with the vector of position j - 1, like accepted tokens. The token at
+    depth
+    d of the chain at position i is read with the vector of position i, which is d + 1 positions old, as in a draft.
     """
 
     apart = True
@@ -46,7 +47,7 @@ class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
 
 
 class SteeredLMFamily(LMFamily):
-    """Small language models that the target's hidden states steer. The language model itself stays as it is."""
+    """Small language models steered by the target's hidden states. The language model itself is frozen."""
 
     name = "steered-lm"
     drafter = TrainedSteeredLM
@@ -66,13 +67,7 @@ class SteeredLMFamily(LMFamily):
         return drafter
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
-        """Returns the drafter to start from: a steered one, or a language model with a new steering.
-
-        Args:
-            name: its folder or Hub name.
-            target: the target that a new steering is to read.
-            fields: fields of the plan.
-        """
+        """Returns the drafter to start from: a steered one, or a language model with a new steering."""
         if has_steering(Checkpoint.open(name)):
             steered: Any = self.drafter.from_pretrained(name, dtype=torch.float32)
             return self._frozen(steered)
