@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness with and without a drafter. lm_eval does the work; here its results are compared."""
+"""Runs tasks of lm-evaluation-harness with and without a drafter, and compares the results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .lm_eval_model import HSDraftLM, as_fields, what_drafting_did
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one run of lm_eval gave.
+    """Results of one run of lm_eval.
 
     Attributes:
-        results: as `lm_eval.simple_evaluate` returns them, samples included.
-        seconds: wall-clock time of each call of `generate()`, in the order of the calls.
-        drafting: what drafting did; `None` without a drafter.
+        results: of `lm_eval.simple_evaluate`, samples included.
+        seconds: wall-clock time of each call of `generate()`, in order.
+        drafting: drafting statistics; `None` without a drafter.
     """
 
     results: dict[str, Any]
@@ -31,7 +31,7 @@ class Evaluation:
     drafting: AttachmentStatistics | None
 
     def results_with_drafting(self) -> dict[str, Any]:
-        """The results, with what drafting did under `drafting`."""
+        """The results, with drafting statistics under `drafting`."""
         return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}
 
     def answers(self) -> dict[tuple[str, int], Any]:
@@ -40,7 +40,7 @@ class Evaluation:
         return {(task, sample["doc_id"]): sample["resps"] for task in samples for sample in samples[task]}
 
     def scores(self) -> dict[tuple[str, str], Any]:
-        """The scores by task and metric, without their standard errors."""
+        """The scores by task and metric, without standard errors."""
         table: Mapping[str, Mapping[str, Any]] = self.results["results"]
         return {(task, name): table[task][name] for task in table for name in table[task] if "_stderr" not in name}
 
@@ -51,11 +51,11 @@ class Comparison:
 
     Attributes:
         answers: number of documents.
-        other_answers: task and number of the documents whose answers are not the same.
-        same_scores: whether every score of every task is the same.
+        other_answers: task and number of the documents whose answers differ.
+        same_scores: whether every score of every task is equal.
         seconds: of all calls of `generate()`, plain and drafted.
-        call_ratios: seconds of a plain call by those of the drafted one, for each call of `generate()`; none where
-            `batch_size="auto"` found different sizes.
+        call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
+            different sizes.
     """
 
     answers: int
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def speed_up(self) -> float | None:
-        """Seconds of all plain calls by those of all drafted ones; `None` where nothing was generated."""
+        """Plain over drafted seconds of all calls; `None` where nothing was generated."""
         plain, drafted = self.seconds
         return plain / drafted if plain and drafted else None
 
@@ -77,9 +77,8 @@ def run_tasks(
     """Evaluates a target on tasks, with its generated texts drafted.
 
     Args:
-        model, tokenizer: the target.
-        drafter: what proposes; `None` decodes plainly. Its attachment ends with the run.
-        tasks: names of tasks, or what else `simple_evaluate` takes.
+        drafter: `None` decodes plainly. Its attachment ends with the run.
+        tasks: as `simple_evaluate` takes them.
         batch_size: texts in a call, `"auto"` for as many as fit.
         options: further arguments of `simple_evaluate`; `max_batch_size` is the most that `"auto"` tries.
 
@@ -112,7 +111,7 @@ def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
 
 
 def print_evaluation(run: Evaluation, console: Console) -> None:
-    """Prints lm_eval's own tables, and what drafting did."""
+    """Prints lm_eval's tables and drafting statistics."""
     said = [make_table(run.results)]
     if run.results.get("groups"):
         said.append(make_table(run.results, "groups"))
@@ -121,7 +120,7 @@ def print_evaluation(run: Evaluation, console: Console) -> None:
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
-    """Prints whether answers and scores are the same, and how the times compare."""
+    """Prints whether answers and scores are equal, and how the times compare."""
     said = f"same answers: {found.answers - len(found.other_answers)} of {found.answers}"
     if found.other_answers:
         said += f"; not those of {few([f'{task} {number}' for task, number in found.other_answers])}"

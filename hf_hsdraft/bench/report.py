@@ -29,14 +29,12 @@ _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 @dataclass
 class BenchResult:
-    """Everything that a comparison found.
+    """All results of a comparison.
 
     Attributes:
-        settings: settings, machine and versions of the comparison.
-        weights: digest of the weights of each of our systems, so that nobody takes its figures for another drafter's.
-        categories: category of each prompt.
-        measured: all calls.
-        profiles: profile of each system.
+        settings: settings, machine and versions.
+        weights: digest of the weights of each of our systems, so that figures are not attributed to another drafter.
+        categories: of each prompt.
         sweeps: points of each sweep, by axis; see `sweeps`.
     """
 
@@ -100,7 +98,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
 
 
 def write_report(result: BenchResult, path: Path) -> None:
-    """Writes the report. The file is replaced only when the new one is complete."""
+    """Writes the report, atomically."""
     write_json(path, as_document(result))
 
 
@@ -238,7 +236,7 @@ def _sweep_cell(axis: str, row: Summary, total: int) -> str:
 
 
 def _first_calls(measured: Measured) -> list[str]:
-    """Returns a line about the first call of each system; no line if there was none."""
+    """Returns a line about the first call of each system, if there was one."""
     found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
     return [f"first calls: {', '.join(found)}"] if found else []
 

@@ -1,4 +1,4 @@
-"""The systems that are compared: what the name of a variant stands for, and how it decodes."""
+"""The systems to compare: variants by name, and how they decode."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Variant:
         text: the name as given.
         kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
             `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
-        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`; `None` if it was not given.
-        depth: DEPTH of `treeSIZExDEPTH`; `None` if it was not given.
-        options: drafting options that were named.
-        folder: folder of an economize drafter.
-        cycle: number of tokens of a cycle of economize.
-        confidence: probability below which economize stops drafting; `None` if it never does.
-        model: folder or Hub name of the weights of a peer.
+        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`, if given.
+        depth: DEPTH of `treeSIZExDEPTH`, if given.
+        options: named drafting options.
+        folder: of an economize drafter.
+        cycle: tokens of a cycle of economize.
+        confidence: probability below which economize stops drafting; `None` to never stop.
+        model: folder or Hub name of a peer's weights.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Variant:
 
     @property
     def public_text(self) -> str:
-        """The name without what names places of this machine."""
+        """The name without local paths."""
         place = self.model or str(self.folder or "")
         return self.text.replace(place, public_name(place)) if place else self.text
 
@@ -81,14 +81,14 @@ class Variant:
         return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
 
     def each(self, drafter: Drafter) -> list[Variant]:
-        """Returns what this name stands for: `chains` for chains of all lengths of a drafter, others for themselves."""
+        """Returns the variants it expands to: chains of all lengths for `chains`, otherwise itself."""
         if self.kind != _CHAINS:
             return [self]
         longest = min(LONGEST_CHAIN, drafter.num_draft_steps)
         return [Variant(f"chain{length}", "chain", length) for length in range(1, longest + 1)]
 
     def for_depth(self, most: int) -> Variant:
-        """Returns the variant for a drafter of some greatest depth: one that is deeper is cut, and named by what it is.
+        """Returns the variant with its depth, and its name, cut to the drafter's greatest depth.
 
         So one list of variants fits drafters of different depths.
         """
@@ -101,10 +101,10 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads the name of a variant. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
+        """Parses a variant's name. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
 
         Raises:
-            ValueError: there is no such variant, or no such folder.
+            ValueError: there is no such variant or folder.
             ImportError: it needs a package that is missing.
         """
         if text in _FIXED:
@@ -137,7 +137,7 @@ class Variant:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Reads a comma-separated list of variants.
+    """Parses a comma-separated list of variants.
 
     Raises:
         ValueError: see `Variant.parse`; or a variant is named twice, or none is named.
@@ -156,17 +156,17 @@ class System:
     """One way of decoding.
 
     Attributes:
-        name: name of its row in the table.
+        name: of its row in the table.
         generate_kwargs: arguments of `generate()` besides the common settings.
-        drafter: the `assistant_model`; `None` for none.
-        options: drafting options that are set on the drafter during a call.
-        decode: function that decodes instead of `generate()`.
-        ours: whether it drafts with a drafter that was named. If such a system fails, the whole comparison fails.
+        drafter: the `assistant_model`, if any.
+        options: drafting options set on the drafter during a call.
+        decode: decodes instead of `generate()`.
+        ours: whether it drafts with a drafter that the user named. If such a system fails, the comparison fails.
         draws_as_plain: whether sampling with the same seed gives plain decoding's text.
-        static: whether its cache has a fixed length. Its forwards may then be compiled.
+        static: whether its cache has a fixed length; its forwards may then be compiled.
         drafts_later: whether nothing is drafted in the prompt's forward.
         packed: whether the target's weights are packed for the whole call.
-        exact: whether its rule of verification keeps the target's own distribution.
+        exact: whether its verification keeps the target's distribution.
     """
 
     name: str
@@ -183,7 +183,7 @@ class System:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether the comparison goes on without this system if it fails."""
+        """Whether the comparison continues without this system if it fails."""
         return not self.ours and self.name != PLAIN
 
     def shown_options(self) -> dict[str, Any]:
@@ -197,12 +197,7 @@ class System:
 
 
 def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> System:
-    """Returns the system of one of our variants.
-
-    Args:
-        variant: the variant.
-        drafter: its drafter.
-        label: label of the drafter, where several are compared.
+    """Returns the system of one of our variants; `label` names the drafter where several are compared.
 
     Raises:
         ValueError: the drafter has no such option, or the option cannot have that value.
@@ -241,7 +236,7 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
 
 
 def _untrained(drafter: Any) -> Any:
-    """Returns a drafter of the same shape with random weights. It shows what useless drafts cost.
+    """Returns a drafter of the same shape with random weights, to show the cost of useless drafts.
 
     Raises:
         ValueError: the drafter has no weights.
@@ -264,7 +259,7 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
 def other_system(variant: Variant, target: Any) -> System:
     """Returns the system of a variant that is not ours."""
     if variant.kind == "lookup":
-        # It draws at all drafted places at once, so the same seed gives another text than plain decoding does.
+        # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
         kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
         return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
     if variant.kind == "static":
@@ -287,12 +282,9 @@ def other_system(variant: Variant, target: Any) -> System:
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:
-    """Returns the systems of some variants, in the order given. Each of our variants comes with each drafter.
+    """Returns the systems of some variants, in order. Each of our variants comes with each drafter.
 
-    Args:
-        variants: the variants.
-        target: the target.
-        drafters: drafters by label. Labels are shown only if there are several.
+    Labels of drafters are shown only if there are several.
 
     Raises:
         ValueError: an option does not fit its drafter.

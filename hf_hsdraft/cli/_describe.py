@@ -1,4 +1,6 @@
-"""`hsdraft info` and `hsdraft list`: what a drafter is, by its files; nothing is built and no code of it is run."""
+"""`hsdraft info` and `hsdraft list`: describes drafters from their files, building nothing and running none of their
+code.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,9 @@ class CachedDrafter:
     """A drafter in the Hub's cache: one commit of one repository.
 
     Attributes:
-        name: Name of the repository.
-        commit: Commit that is cached.
-        refs: Branches and tags that point to it.
+        refs: Branches and tags that point to the commit.
         target: Name of the target it was made for.
-        format: Format of its files: a version of our own, or the name of another project's.
+        format: A version of our format, or the name of another project's.
         bytes: Size of its weights, 0 if they are not fetched yet.
         problem: Why it cannot be loaded; empty if nothing is known.
     """
@@ -141,7 +141,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
 
 
 def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The figures of each variant of each report, by what was measured; what looks the same is numbered."""
+    """The figures of each variant of each report, by description; equal descriptions are numbered."""
     found: dict[str, str] = {}
     for benchmark in benchmarks:
         settings = benchmark["settings"]
@@ -161,7 +161,7 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """What is known of a drafter in a format of another project."""
+    """Describes a drafter in another project's format."""
     form = recognise(checkpoint)
     parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
     return {
@@ -175,7 +175,7 @@ def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
-    """What is known of a drafter of another family than the hidden-state one."""
+    """Describes a drafter of a family other than hidden-state."""
     options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
     shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
     return {
@@ -207,7 +207,7 @@ def _config_in(folder: Path) -> dict[str, Any]:
 
 
 def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
-    """Returns the name of another project's format; empty if a folder holds no drafter of any that is known."""
+    """Returns the name of another project's format; empty if the folder holds no known one."""
     checkpoint = Checkpoint(name, folder, config)
     try:
         form = recognise(checkpoint)

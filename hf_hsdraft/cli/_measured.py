@@ -1,4 +1,4 @@
-"""`hsdraft card`: enters measurements into a drafter's `figures.json` and draws its card anew."""
+"""`hsdraft card`: enters measurements into a drafter's `figures.json`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from ..training.files import write_json
 
 
 def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) -> list[dict[str, Any]]:
-    """Puts what `hsdraft bench --json` wrote into a drafter's figures, in place of what was entered before.
+    """Replaces the benchmarks in a drafter's figures by reports of `hsdraft bench --json`; returns their entries.
 
-    Args:
-        folder: Of the drafter.
-        reports: Files of the reports.
-        keep: Whether reports that were entered before stay, except those of the same command.
-
-    Returns:
-        The entries, one a report.
+    With `keep`, earlier entries stay, except those of the same command.
 
     Raises:
-        ValueError: A report is none, or is about other weights.
+        ValueError: A file is no such report, or is about other weights.
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]

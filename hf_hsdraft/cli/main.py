@@ -1,4 +1,4 @@
-"""`hsdraft`: demo, bench and train from the command line. A new command is a file beside this one or of a method."""
+"""`hsdraft`, the command line. A new command is a file beside this one or of a method."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def common(version: Annotated[bool, typer.Option("--version", help="Print the ve
 
 
 def main() -> None:
-    """The command; what a user got wrong is said in a line, not in a traceback."""
+    """Runs the command; errors of the user are printed in a line, without a traceback."""
     try:
         if "--help" not in sys.argv and (why := needs_newer()) is not None:
             raise ImportError(why)

@@ -96,7 +96,7 @@ def verify_server(
 
 
 def _token(file: Path | None) -> str:
-    """The bearer token, by a file or by the environment: command lines are seen by other users.
+    """The bearer token, from a file or the environment, since other users can see command lines.
 
     Raises:
         ValueError: the file is empty, or the token cannot stand in a header.
@@ -137,7 +137,7 @@ def fleet(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, prompt included.")] = 1024,
     least: Annotated[float, typer.Option(min=0.001, help="Tokens/s that each device should get.")] = 10.0,
 ) -> None:
-    """Says how many devices a server serves, by a model of queues; runs nothing.
+    """Estimates how many devices a server serves, by a model of queues; runs nothing.
 
     The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
     """

@@ -104,7 +104,7 @@ def _serve_by_vllm(
     num_speculative_tokens: int | None,
     further: list[str],
 ) -> NoReturn:
-    """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
+    """Replaces this process by vLLM's server, so that signals and the exit status are vLLM's."""
     from ..hub.checkpoint import Checkpoint
     from ..hub.drafter_files import weight_files
     from ..runtime.target_loading import DEFAULT_TARGET, target_folder
@@ -158,7 +158,7 @@ def chat(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """A chat in the terminal: drafted tokens coloured, tau and tokens/s after each answer."""
+    """Chats in the terminal, with drafted tokens coloured, and tau and tokens/s after each answer."""
     import torch
 
     from ..serve.chat import TerminalChat, warm_up

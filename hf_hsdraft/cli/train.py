@@ -217,7 +217,7 @@ def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, An
 
 
 def _say(line: str) -> None:
-    """Prints a line whole, and at once."""
+    """Prints a line unwrapped and unbuffered."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()
 
