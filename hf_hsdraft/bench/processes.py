@@ -87,8 +87,7 @@ class FirstCalls:
 def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: int) -> list[FirstCalls]:
     """Measures calls of each length, `repeats` plain and `repeats` drafted ones, each in a fresh process.
 
-    Raises:
-        ValueError: there is no length, or one is below 1.
+    Raises a ValueError if there is no length, or one is below 1.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
@@ -146,8 +145,7 @@ def run_concurrent(
 ) -> list[ConcurrentCalls]:
     """Measures each number of concurrent calls in a fresh process; the calls take the prompts in turn.
 
-    Raises:
-        ValueError: a count is below 1, or the system does not report a process's peak memory.
+    Raises a ValueError if a count is below 1, or the system does not report a process's peak memory.
     """
     if min(counts) < 1:
         raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
@@ -158,8 +156,7 @@ def run_concurrent(
 def measure_calls(target: Any, drafter: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> ConcurrentCalls:
     """Makes one plain call, then decodes all inputs concurrently, each in a thread.
 
-    Raises:
-        ValueError: the system does not report a process's peak memory.
+    Raises a ValueError if the system does not report a process's peak memory.
     """
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
     target.generate(**inputs[0], **settings)

@@ -199,8 +199,7 @@ class System:
 def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> System:
     """Returns the system of one of our variants; `label` names the drafter where several are compared.
 
-    Raises:
-        ValueError: the drafter has no such option, or the option cannot have that value.
+    Raises a ValueError if the drafter has no such option, or the option cannot have that value.
     """
     variant, options = variant.for_depth(drafter.num_draft_steps), {}
     names = option_names(drafter)
@@ -238,8 +237,7 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
 def _untrained(drafter: Any) -> Any:
     """Returns a drafter of the same shape with random weights, to show the cost of useless drafts.
 
-    Raises:
-        ValueError: the drafter has no weights.
+    Raises a ValueError if the drafter has no weights.
     """
     if not hasattr(drafter, "parameters"):
         raise ValueError(f"variant 'untrained' needs a drafter with weights: a {type(drafter).__name__} has none")

@@ -45,8 +45,7 @@ def run_throughput(
 ) -> list[Throughput]:
     """Measures greedy decoding of `calls` left-padded batches of each size. Prompts of similar length go together.
 
-    Raises:
-        ValueError: there are fewer prompts than a batch needs.
+    Raises a ValueError if there are fewer prompts than a batch needs.
     """
     system = System(_DRAFTED, {"assistant_model": drafter}, drafter, ours=True)
     results = []

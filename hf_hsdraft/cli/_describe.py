@@ -58,9 +58,9 @@ class CachedDrafter:
 
 
 def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
-    """Yields the drafters in the cache, by name, and no models of other types.
+    """Yields the drafters in the cache, by name.
 
-    Of other projects' formats only those with weights: the names of the tensors tell what they are.
+    Drafters in other projects' formats need their weights, since only tensor names identify them.
     """
     try:
         repositories = scan_cache_dir(cache_dir).repos
@@ -85,12 +85,12 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
 
 
 def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dict[str, str]]:
-    """Returns what is known of a drafter, as sections of lines.
+    """Describes a drafter as sections of lines.
 
     Args:
         name: Folder or Hub name.
-        with_weights: Whether to fetch the weights too, and compare them with their digests. Of other projects' formats
-            no more is fetched than tells the names of the tensors; for files that are pickled, that is all.
+        with_weights: Whether to fetch the weights too and compare them with their digests. For other projects' formats
+            only the part that names the tensors is fetched, or the whole file if it is pickled.
         hub: What to ask the Hub with, see `find_folder`.
 
     Raises:

@@ -128,8 +128,7 @@ def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
 def verification_options(text: str) -> dict[str, Any]:
     """Parses a verification rule, with options if it is lossy: `walk`, `fly` or `fly+fly_window=2`.
 
-    Raises:
-        ValueError: there is no such rule or option, or the value is out of range.
+    Raises a ValueError if there is no such rule or option, or the value is out of range.
     """
     from ..verify.lossy_rule import Rule
     from ..verify.registry import VERIFIERS
@@ -143,8 +142,7 @@ def verification_options(text: str) -> dict[str, Any]:
 def set_verification(drafter: Any, text: str) -> None:
     """Sets a drafter's verification rule, see `verification_options`, and prints a note if it is lossy.
 
-    Raises:
-        ValueError: there is no such rule, or it does not go with the drafter's other options.
+    Raises a ValueError if there is no such rule, or it does not go with the drafter's other options.
     """
     from ..drafters.base.draft_options import DraftOptions
     from ..verify.registry import is_lossy

@@ -154,8 +154,7 @@ def _decoding(
 def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
     """The drafter that was named, or a fresh one on the meta device.
 
-    Raises:
-        ValueError: the drafter was made for another target, or there is no such family.
+    Raises a ValueError if the drafter was made for another target, or there is no such family.
     """
     import torch
     from transformers import AutoModelForCausalLM

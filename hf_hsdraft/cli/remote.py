@@ -98,8 +98,7 @@ def verify_server(
 def _token(file: Path | None) -> str:
     """The bearer token, from a file or the environment, since other users can see command lines.
 
-    Raises:
-        ValueError: the file is empty, or the token cannot stand in a header.
+    Raises a ValueError if the file is empty, or the token cannot stand in a header.
     """
     source = f"the variable {_TOKEN}" if file is None else str(file)
     token = (os.environ.get(_TOKEN, "") if file is None else file.read_text(encoding="utf-8")).strip()

@@ -117,8 +117,7 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
     """Returns the seconds of a causal language model's forwards over a few tokens after a text, as a middle model
     reads.
 
-    Raises:
-        ValueError: the model cannot take tokens back.
+    Raises a ValueError if the model cannot take tokens back.
     """
     drafter = CausalLMDrafter(model)
     drafter.check(model)

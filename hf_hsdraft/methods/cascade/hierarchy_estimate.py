@@ -43,8 +43,7 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
 def tell(config: Any, middle: Any, shares: str, device: Device, length: int, other: float) -> list[str]:
     """Returns the output of `hsdraft estimate --middle`; `shares` is the value of `--shares`.
 
-    Raises:
-        BadParameter: the shares are invalid, or the middle model's vocabulary differs.
+    Raises a BadParameter if the shares are invalid, or the middle model's vocabulary differs.
     """
     try:
         found = [float(share) for share in shares.split(",")]

@@ -99,11 +99,7 @@ def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | N
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:
-    """Loads drafters by their public names.
-
-    Raises:
-        ValueError: two have the same name.
-    """
+    """Loads drafters by their public names. Raises a ValueError if two have the same name."""
     from ...core.checks import public_name
     from ...generate.by_name import load_drafter
 

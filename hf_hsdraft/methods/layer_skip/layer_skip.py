@@ -149,8 +149,7 @@ class LayerSkipDrafter(WeightlessDrafter):
 def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
     """Returns the target without its skipped layers. It shares the target's weights and is cached per target.
 
-    Raises:
-        DraftingRefused: the remaining layers cannot run without the others.
+    Raises a DraftingRefused if the remaining layers cannot run without the others.
     """
     where = target.device, target.dtype, text_config(target)._attn_implementation
     known, key = _parts.get(target, {}), (config.skipped_layers, *where)

@@ -75,11 +75,7 @@ class PivotClassifier(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> PivotClassifier:
-        """Reads such a file.
-
-        Raises:
-            ValueError: it is damaged, or holds something else.
-        """
+        """Reads such a file. Raises a ValueError if it is damaged, or holds something else."""
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes: {_REMEDY}")
         try:

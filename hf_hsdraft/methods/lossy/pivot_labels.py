@@ -28,8 +28,7 @@ class Labels:
     def read(cls, path: Path | None, run: dict[str, Any]) -> Labels:
         """Returns the labels in a file, which is created if missing; no labels if `path` is None.
 
-        Raises:
-            ValueError: the file holds something else, or labels of another run (see `run_of`).
+        Raises a ValueError if the file holds something else, or labels of another run (see `run_of`).
         """
         return cls() if path is None else cls(path, dict(read_kept(path, "labels", "labels of", run, _row)))
 

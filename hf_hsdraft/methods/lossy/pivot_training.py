@@ -224,8 +224,7 @@ def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
 def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
     """Trains a classifier; returns it with its figures on places of held-out questions.
 
-    Raises:
-        ValueError: there are too few pivots, or too few others.
+    Raises a ValueError if there are too few pivots, or too few others.
     """
     targets = torch.tensor(list(labels))
     pivots = int(targets.sum())

@@ -59,8 +59,7 @@ class SteeringSizes:
 def up_projections(model: Any) -> list[nn.Linear]:
     """Returns the product of each layer's gated feed-forward block that a delta is added to.
 
-    Raises:
-        ValueError: a layer has no such block, or several.
+    Raises a ValueError if a layer has no such block, or several.
     """
     found = []
     for number, layer in enumerate(layers_of(model)[1]):
@@ -103,8 +102,7 @@ class Steering(nn.Module):
     def attached(self, model: Any) -> Any:
         """Returns a language model that shares the weights and can be steered; unsteered, it computes the same.
 
-        Raises:
-            ValueError: its feed-forward blocks have other sizes than the steering.
+        Raises a ValueError if its feed-forward blocks have other sizes than the steering.
         """
         steered = sharing_weights(model)
         products = up_projections(steered)
