@@ -23,14 +23,9 @@ class Attribution:
     the
     start and end of every Python function, which itself takes time, most of all in parts with many small functions.
     There
-    are no reports within the leaf, so it takes no longer than usual.
-
-    Args:
-        device: synchronised whenever a part begins or ends.
-        functions: functions of each part.
-        leaf: name of a part, and the module whose forward it is.
-        outermost: name of a part, and its function. The part gets the function's time that no other part takes. Time
-            outside the function is not counted.
+    are no reports within the `leaf`, a part and the module whose forward it is, so it takes no longer than usual.
+    `outermost` is a part and its function: it gets the function's time that no other part takes, and time outside the
+    function is not counted. The device is synchronised whenever a part begins or ends.
     """
 
     def __init__(

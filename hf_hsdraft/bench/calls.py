@@ -54,17 +54,12 @@ class Run:
     Attributes:
         tokens: new tokens of all rows, ends of text included, padding excluded.
         forwards: of the target, the prompts' included. Our decoding counts each one for every row.
-        rows: number of prompts in the call.
-        statistics: of our decoding; `None` for other systems.
-        first_seconds: seconds until the first new token was handed on.
-        first_tokens: number of tokens handed on with the first one.
+        first_seconds, first_tokens: seconds until the first new tokens were handed on, and their number.
         accepted: drafted tokens accepted in each round; `None` where the system does not report them.
-        memory_before: bytes held when the call began.
-        memory_peak: peak bytes held during the call.
+        memory_before, memory_peak: bytes held when the call began, and their peak during it.
         same_rows: rows with plain decoding's text; `None` where there is nothing to compare.
-        divergence: where the text of a single prompt diverged from plain decoding's; `None` if it did not.
-        question: index of the prompt or batch.
-        repeat: index of the repetition of all prompts.
+        divergence: where the text of a single prompt diverged from plain decoding's.
+        question, repeat: index of the prompt or batch, and of the repetition of all prompts.
     """
 
     tokens: int

@@ -30,7 +30,6 @@ Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]],
 
 
 def check_installed() -> None:
-    """Raises an ImportError with instructions if economize is missing."""
     if importlib.util.find_spec("economize") is None:
         raise ImportError("the comparison needs economize: pip install --no-deps economize")
 
@@ -40,11 +39,8 @@ def decoder(
 ) -> Decode:
     """Returns the function by which economize decodes with a target.
 
-    Args:
-        kind: one of `KINDS`.
-        folder: written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; `None` for the lookup.
-        cycle_length: tokens of a cycle, the target's one included.
-        min_confidence: probability below which drafting stops; `None` to never stop.
+    `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
+    includes the target's token. Drafting stops below the probability `min_confidence`.
 
     Raises:
         ImportError: economize is not installed.

@@ -32,9 +32,7 @@ class HSDraftLM(HFLM):
         drafter: a drafter, or its Hub name or folder. `None` decodes plainly.
         arguments: further arguments of `HFLM`.
 
-    Attributes:
-        attachment: the drafter's; `None` without one.
-        seconds: wall-clock time of each call of `generate()`.
+    `seconds` is the wall-clock time of each call of `generate()`.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class HSDraftLM(HFLM):
         self.seconds: list[float] = []
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates the texts of these requests; logs what drafting did."""
         texts = super().generate_until(requests, disable_tqdm)
         if self.attachment is not None:
             logger.info(what_drafting_did(self.attachment.statistics))
@@ -66,7 +63,6 @@ class HSDraftLM(HFLM):
 
 
 def as_fields(statistics: AttachmentStatistics) -> dict[str, Any]:
-    """Drafting statistics for JSON."""
     return {"tau": statistics.tau, **asdict(statistics)}
 
 

@@ -18,20 +18,13 @@ from .lm_eval_model import HSDraftLM, as_fields, what_drafting_did
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one run of lm_eval.
-
-    Attributes:
-        results: of `lm_eval.simple_evaluate`, samples included.
-        seconds: wall-clock time of each call of `generate()`, in order.
-        drafting: drafting statistics; `None` without a drafter.
-    """
+    """Results of `lm_eval.simple_evaluate`, samples included, and seconds of each call of `generate()`, in order."""
 
     results: dict[str, Any]
     seconds: Sequence[float]
     drafting: AttachmentStatistics | None
 
     def results_with_drafting(self) -> dict[str, Any]:
-        """The results, with drafting statistics under `drafting`."""
         return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}
 
     def answers(self) -> dict[tuple[str, int], Any]:
@@ -52,7 +45,6 @@ class Comparison:
     Attributes:
         answers: number of documents.
         other_answers: task and number of the documents whose answers differ.
-        same_scores: whether every score of every task is equal.
         seconds: of all calls of `generate()`, plain and drafted.
         call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
             different sizes.
@@ -74,16 +66,10 @@ class Comparison:
 def run_tasks(
     model: Any, tokenizer: Any, drafter: Any, tasks: Sequence[Any], batch_size: int | str = 1, **options: Any
 ) -> Evaluation:
-    """Evaluates a target on tasks, with its generated texts drafted.
+    """Evaluates a target on tasks, with its generated texts drafted, or plainly if `drafter` is None.
 
-    Args:
-        drafter: `None` decodes plainly. Its attachment ends with the run.
-        tasks: as `simple_evaluate` takes them.
-        batch_size: texts in a call, `"auto"` for as many as fit.
-        options: further arguments of `simple_evaluate`; `max_batch_size` is the most that `"auto"` tries.
-
-    Raises:
-        ValueError: lm_eval does not know a task; the drafter was made for another target.
+    `tasks` and `options` are those of `simple_evaluate`; `max_batch_size` is the most that a `batch_size` of `"auto"`
+    tries. Raises a ValueError if lm_eval does not know a task, or the drafter was made for another target.
     """
     batches = {"batch_size": batch_size, "max_batch_size": options.pop("max_batch_size", None) or 64}
     lm = HSDraftLM(model, drafter, tokenizer=tokenizer, **batches)
@@ -96,7 +82,6 @@ def run_tasks(
 
 
 def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
-    """Compares two runs of the same tasks, answer by answer and call by call."""
     first, second = plain.answers(), drafted.answers()
     ratios: list[float] = []
     if len(plain.seconds) == len(drafted.seconds):
@@ -111,7 +96,6 @@ def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
 
 
 def print_evaluation(run: Evaluation, console: Console) -> None:
-    """Prints lm_eval's tables and drafting statistics."""
     said = [make_table(run.results)]
     if run.results.get("groups"):
         said.append(make_table(run.results, "groups"))
@@ -120,7 +104,6 @@ def print_evaluation(run: Evaluation, console: Console) -> None:
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
-    """Prints whether answers and scores are equal, and how the times compare."""
     said = f"same answers: {found.answers - len(found.other_answers)} of {found.answers}"
     if found.other_answers:
         said += f"; not those of {few([f'{task} {number}' for task, number in found.other_answers])}"

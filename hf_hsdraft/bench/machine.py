@@ -38,7 +38,6 @@ def synchronise(device: torch.device) -> None:
 
 
 def timed(device: torch.device, call: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result, float]:
-    """Returns a call's result and its seconds."""
     synchronise(device)
     begin = time.perf_counter()
     result = call(*args, **kwargs)

@@ -32,9 +32,7 @@ def check_name(kind: str, name: str | None) -> None:
 def generate_kwargs(kind: str, target: Any, name: str | None) -> dict[str, Any]:
     """Returns the arguments of `generate()` for a peer of `NAMES`; `name` is the folder or Hub name of its weights.
 
-    Raises:
-        OSError: there are no such weights.
-        ValueError: they do not fit the target, or the target has none for it; the message says what is missing.
+    Raises an OSError if they are missing, a ValueError if they do not fit the target or the target has none for it.
     """
     return _KWARGS[kind](target, name)
 

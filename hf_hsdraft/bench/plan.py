@@ -37,14 +37,10 @@ class BenchPlan:
         prompts: prompt files; the embedded prompts if empty.
         variants: comma-separated names, see `systems.Variant`.
         limit: greatest number of prompts, taken evenly from all categories; `None` for all.
-        max_new_tokens: per prompt.
-        temperature: 0 is greedy.
-        seed: of the first prompt, for a temperature above 0.
-        top_k: see `Settings`.
+        temperature, seed, top_k: see `Settings`; the seed is that of the first prompt.
         repeats: how often every system decodes all prompts.
         context_lengths, batch_sizes, new_tokens: points of these sweeps; empty for none.
         profile: whether to time the parts of a round too, for each variant of ours.
-        json_out: file of the report; `None` for none.
         pictures: folder of the pictures; `None` for the report's.
     """
 
@@ -68,9 +64,7 @@ class BenchPlan:
     def __post_init__(self) -> None:
         """Parses the variants' names and reads the prompts.
 
-        Raises:
-            ValueError: something in the plan is impossible.
-            ImportError: a package is missing.
+        Raises a ValueError if something in the plan is impossible, an ImportError if a package is missing.
         """
         object.__setattr__(self, "parsed", parse_variants(self.variants))
         if self.json_out is not None and not self.json_out.parent.is_dir():
@@ -97,17 +91,14 @@ class BenchPlan:
 
     @property
     def takes_drafter(self) -> bool:
-        """Whether a trained drafter is needed."""
         return any(variant.drafts for variant in self.parsed)
 
     @property
     def texts(self) -> list[str]:
-        """The first turn of each prompt."""
         return [question.turns[0] for question in self.questions]
 
     @property
     def points(self) -> dict[str, Sequence[int]]:
-        """The points of each sweep, by name."""
         return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
 
     def settings(self) -> Settings:
@@ -141,10 +132,9 @@ def run_plan(
 ) -> BenchResult:
     """Measures everything in a plan. The report is written after each prompt, so an interrupted run keeps it.
 
-    `drafters` are by label; empty if no variant takes one.
-
-    Raises:
-        ValueError: a variant does not fit its drafter, or a sweep does not fit its target; raised before measuring.
+    `drafters` are by label; empty if no variant takes one. Raises a ValueError before measuring if a variant does not
+    fit
+    its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
     texts = plan.texts

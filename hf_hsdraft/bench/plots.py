@@ -25,12 +25,9 @@ _SWEEPS = {
 
 
 def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[Path]:
-    """Draws speed-up by category, the parts of a round, acceptance by depth, and the sweeps.
+    """Draws speed-up by category, the parts of a round, acceptance by depth, and the sweeps; returns the paths.
 
-    Returns the paths written into `folder`, which is created if missing. A picture without data is skipped.
-
-    Raises:
-        ImportError: matplotlib is missing.
+    The folder is created if missing. A picture without data is skipped. Raises an ImportError without matplotlib.
     """
     figures = {
         "speed_up": _speed_up(result),

@@ -80,7 +80,6 @@ class FirstCalls:
 
     @property
     def time_ratio(self) -> float:
-        """Median seconds of the drafted calls over those of the plain ones."""
         return statistics.median(self.drafted) / statistics.median(self.plain)
 
 
@@ -120,13 +119,9 @@ def _shown(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """Measurements of a number of concurrent calls.
+    """Measurements of concurrent calls, of which `packed` used packed weights.
 
-    Attributes:
-        calls: concurrent calls, each in a thread.
-        packed: number of calls that used packed weights.
-        before: bytes of resident memory before the calls.
-        peak: peak bytes of resident memory while they ran.
+    Resident memory is in bytes: before the calls, and its peak while they ran.
     """
 
     calls: int
@@ -136,7 +131,6 @@ class ConcurrentCalls:
 
     @property
     def added(self) -> float:
-        """Megabytes that the calls took."""
         return (self.peak - self.before) / _MB
 
 

@@ -118,12 +118,9 @@ def profile(
 ) -> Profile | None:
     """Times the parts of every round of decoding some prompts. No other thread should use the target meanwhile.
 
-    Args:
-        system: one of our systems, warmed up.
-        decode_speed_up: measured without timers, if it was.
-
-    Returns:
-        The profile; `None` if there was no round, because all texts ended with their first token.
+    `system` is one of ours, warmed up; `decode_speed_up` was measured without timers. Returns None if there was no
+    round,
+    because all texts ended with their first token.
     """
     tokens = nodes = rounds = 0
     spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
@@ -153,12 +150,9 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """A forward of the target that can be repeated.
+    """A forward of the target that can be repeated: arguments, with a copy of the cache, and context variables.
 
-    Attributes:
-        arguments: its arguments, with a copy of the cache.
-        context: the context variables that it ran with.
-        packed: the layers that multiplied by packed weights.
+    `packed` are the layers that multiplied by packed weights.
     """
 
     arguments: dict[str, Any]

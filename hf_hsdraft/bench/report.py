@@ -35,7 +35,7 @@ class BenchResult:
         settings: settings, machine and versions.
         weights: digest of the weights of each of our systems, so that figures are not attributed to another drafter.
         categories: of each prompt.
-        sweeps: points of each sweep, by axis; see `sweeps`.
+        sweeps: points of each sweep, by axis.
     """
 
     settings: dict[str, Any]
@@ -49,7 +49,6 @@ class BenchResult:
         return _summaries(self.measured)
 
     def drafted(self) -> dict[str, dict[str, float]]:
-        """Returns `round_costs` of the systems that have any."""
         costs = {name: round_costs(runs) for name, runs in self.measured.runs.items() if name != PLAIN}
         return {name: row for name, row in costs.items() if row}
 
@@ -98,7 +97,6 @@ def as_document(result: BenchResult) -> dict[str, Any]:
 
 
 def write_report(result: BenchResult, path: Path) -> None:
-    """Writes the report, atomically."""
     write_json(path, as_document(result))
 
 
@@ -236,7 +234,6 @@ def _sweep_cell(axis: str, row: Summary, total: int) -> str:
 
 
 def _first_calls(measured: Measured) -> list[str]:
-    """Returns a line about the first call of each system, if there was one."""
     found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
     return [f"first calls: {', '.join(found)}"] if found else []
 

@@ -69,12 +69,8 @@ def measure(
 ) -> Measured:
     """Lets every system decode every prompt (or batch) several times, after a short warm-up.
 
-    Args:
-        systems: the systems besides plain decoding, which is always measured.
-        inputs: of each prompt or batch.
-        settings: how all systems decode. `seed` is that of the first prompt and grows by 1 per prompt.
-        repeats: how often every system decodes all prompts.
-        tell: called with all calls so far, whenever all systems have decoded a prompt.
+    Plain decoding is always measured too. The seed of `settings` is that of the first prompt and grows by 1 per prompt.
+    `tell` is called with all calls so far whenever all systems have decoded a prompt.
 
     Raises:
         Exception: what plain decoding or one of our systems raised. Other systems that fail are left out.

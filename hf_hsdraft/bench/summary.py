@@ -168,7 +168,6 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], object]) -> dict[object, 
 def _side_by_side(
     runs: Sequence[Run], plain: Sequence[Run], key: Callable[[Run], object]
 ) -> list[tuple[list[Run], list[Run]]]:
-    """Returns groups of a system's runs, each with the same group of plain decoding's."""
     others = _grouped(plain, key)
     return [(group, others[name]) for name, group in _grouped(runs, key).items()]
 

@@ -22,11 +22,9 @@ MEANING = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Measurements at one point.
+    """Measurements at one context length, batch size or number of new tokens.
 
-    Attributes:
-        value: context length, batch size or number of new tokens.
-        prompt_tokens: mean tokens of a prompt, without padding.
+    `prompt_tokens` is the mean number of tokens of a prompt, without padding.
     """
 
     value: int

@@ -47,15 +47,13 @@ class Variant:
     """A variant as the user named it, before any model is loaded.
 
     Attributes:
-        text: the name as given.
         kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
             `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
-        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`, if given.
-        depth: DEPTH of `treeSIZExDEPTH`, if given.
+        size, depth: of `treeSIZExDEPTH` or `chainSIZE`, if given.
         options: named drafting options.
-        folder: of an economize drafter.
-        cycle: tokens of a cycle of economize.
-        confidence: probability below which economize stops drafting; `None` to never stop.
+        folder, cycle, confidence: of economize: its drafter, tokens of a cycle, and the probability below which it
+            stops
+            drafting.
         model: folder or Hub name of a peer's weights.
     """
 
@@ -77,7 +75,6 @@ class Variant:
 
     @property
     def drafts(self) -> bool:
-        """Whether it takes one of our trained drafters."""
         return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
 
     def each(self, drafter: Drafter) -> list[Variant]:
@@ -103,9 +100,7 @@ class Variant:
     def parse(cls, text: str) -> Variant:
         """Parses a variant's name. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
 
-        Raises:
-            ValueError: there is no such variant or folder.
-            ImportError: it needs a package that is missing.
+        Raises a ValueError if there is no such variant or folder, an ImportError if a package is missing.
         """
         if text in _FIXED:
             return cls(text, text)
@@ -139,9 +134,7 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Parses a comma-separated list of variants.
 
-    Raises:
-        ValueError: see `Variant.parse`; or a variant is named twice, or none is named.
-        ImportError: see `Variant.parse`.
+    Raises errors as `Variant.parse` does, and a ValueError if a variant is named twice, or none is named.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -158,7 +151,6 @@ class System:
     Attributes:
         name: of its row in the table.
         generate_kwargs: arguments of `generate()` besides the common settings.
-        drafter: the `assistant_model`, if any.
         options: drafting options set on the drafter during a call.
         decode: decodes instead of `generate()`.
         ours: whether it drafts with a drafter that the user named. If such a system fails, the comparison fails.
@@ -183,7 +175,6 @@ class System:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether the comparison continues without this system if it fails."""
         return not self.ours and self.name != PLAIN
 
     def shown_options(self) -> dict[str, Any]:
@@ -255,7 +246,6 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
 
 
 def other_system(variant: Variant, target: Any) -> System:
-    """Returns the system of a variant that is not ours."""
     if variant.kind == "lookup":
         # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
         kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
@@ -282,10 +272,7 @@ def other_system(variant: Variant, target: Any) -> System:
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:
     """Returns the systems of some variants, in order. Each of our variants comes with each drafter.
 
-    Labels of drafters are shown only if there are several.
-
-    Raises:
-        ValueError: an option does not fit its drafter.
+    Labels of drafters are shown only if there are several. Raises a ValueError if an option does not fit its drafter.
     """
     several, systems = len(drafters) > 1, []
     for variant in variants:

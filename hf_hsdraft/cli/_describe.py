@@ -38,10 +38,9 @@ from ..hub.speculators_format import target_of
 
 @dataclass(frozen=True)
 class CachedDrafter:
-    """A drafter in the Hub's cache: one commit of one repository.
+    """A drafter in the Hub's cache: one commit of one repository, and the branches and tags that point to it.
 
     Attributes:
-        refs: Branches and tags that point to the commit.
         target: Name of the target it was made for.
         format: A version of our format, or the name of another project's.
         bytes: Size of its weights, 0 if they are not fetched yet.
@@ -161,7 +160,6 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Describes a drafter in another project's format."""
     form = recognise(checkpoint)
     parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
     return {
@@ -175,7 +173,6 @@ def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
-    """Describes a drafter of a family other than hidden-state."""
     options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
     shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
     return {

@@ -120,7 +120,6 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
 
 
 def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
-    """Raises a DraftingRefused if a drafter was made for another target or tokenizer."""
     drafter.check(target)
     drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 

@@ -128,11 +128,9 @@ def _decoding(
 ) -> list[str]:
     """Returns the lines about decoding with a drafter.
 
-    Args:
-        drafter: its Hub name or folder, or `None` for a fresh one of this family and these fields.
-        drafting: `tau`, `length` of the text in tokens, `steps` and `nodes` (`None` for the drafter's).
-        speeds: bytes and operations per second of the device.
-        hierarchy: name of a middle model, and shares of tokens accepted; `None` for no hierarchy.
+    `drafter` is its Hub name or folder, or None for a fresh one of this family and these fields. `drafting` has `tau`,
+    `length` of the text in tokens, `steps` and `nodes` (None for the drafter's). `speeds` are bytes and operations per
+    second of the device. `hierarchy` names a middle model, with shares of tokens accepted.
     """
     from ..runtime.target_loading import load_config
     from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding

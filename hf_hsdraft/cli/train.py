@@ -203,7 +203,7 @@ def train(
 
 
 def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any]) -> None:
-    """Trains; says on Ctrl-C that what is made so far is not lost."""
+    """Trains; says on Ctrl-C that the work so far is not lost."""
     from ..training.loop.progress import Reporter
     from ..training.loop.run import train as run
 
@@ -217,7 +217,6 @@ def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, An
 
 
 def _say(line: str) -> None:
-    """Prints a line unwrapped and unbuffered."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()
 

@@ -191,7 +191,6 @@ class CascadeDrafter(nn.Module, Drafter):
             self._check_level(index)
 
     def _check_level(self, index: int) -> None:
-        """Raises a ValueError for an invalid option of a level."""
         level = self.levels[index]
         try:
             level.check_options()
@@ -238,10 +237,9 @@ class CascadeDrafter(nn.Module, Drafter):
         return session
 
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
-        """The options of the first level: its own, set to chains of its number of tokens.
+        """The options of the first level, set to chains of its number of tokens.
 
-        `settled_options` keep their defaults, since the tokens it drafts from can be taken back, up to `pending` of
-        them.
+        `settled_options` keep their defaults, since up to `pending` of the tokens it drafts from can be taken back.
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
@@ -260,7 +258,6 @@ class CascadeDrafter(nn.Module, Drafter):
         )
 
     def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
-        """Yields each level with the model that verifies its drafts."""
         yield from zip(self.levels, [*map(model_of, self.levels[1:]), target], strict=True)
 
 
@@ -296,6 +293,5 @@ def _check_tokens(tokens: Sequence[int], count: int) -> None:
 
 
 def _named(level: Drafter) -> str:
-    """Returns a level's class name with its article, for messages."""
     name = type(level).__name__
     return f"{'an' if name.startswith(('A', 'E', 'HS', 'I', 'O')) else 'a'} {name}"

@@ -24,11 +24,8 @@ from .state_feed import StateFeed
 class Step:
     """What one middle model does in a call.
 
-    Attributes:
-        tokens: number of tokens that it holds before it passes them up.
-        below: greatest number of tokens that the session below drafts at a time.
-        temperature: sampling temperature; `None` for greedy choice.
-        vocab_size: token ids below this are known to this level and all above.
+    `below` is the most that the session below drafts at a time, `temperature` None means greedy choice, and token ids
+    below `vocab_size` are known to this level and all above.
     """
 
     tokens: int
@@ -40,11 +37,8 @@ class Step:
 class CascadeSession(Session):
     """Drafts the tokens that a language model accepts from another session's drafts.
 
-    Args:
-        lower: drafts for the model; it can suppose tokens.
-        reader: reads texts with the model.
-        feed: passes the model's hidden states to the session below; `None` if that reads tokens only.
-        foresight: of the target's draws. A greedy middle model runs the same races; a sampling one ignores it.
+    `feed` passes the model's hidden states to the session below, if that reads them. `foresight` is of the target's
+    draws: a greedy middle model runs the same races, a sampling one ignores it.
     """
 
     def __init__(
@@ -117,7 +111,6 @@ class CascadeSession(Session):
         return Choice(self._step.temperature, self._step.vocab_size, race, begin)
 
     def _short(self, ask: Ask, held: HeldChain) -> bool:
-        """Whether the model needs another round for this text."""
         return not held.closed and len(held.tokens) < min(self._step.tokens, ask.depth)
 
     def _drafts(self, asks: Sequence[Ask], held: Mapping[int, HeldChain]) -> dict[int, DraftTree]:

@@ -16,13 +16,10 @@ from ...verify.verdict import Nodes, draw_token
 
 @dataclass(frozen=True)
 class Choice:
-    """How a middle model chooses its tokens.
+    """How a middle model chooses its tokens among the first `vocab_size`, V'; greedily if `temperature` is None.
 
-    Attributes:
-        temperature: sampling temperature; `None` for greedy choice.
-        vocab_size: V', token ids below this may be chosen.
-        race: what is known of the target's draws, where tokens are not sampled here.
-        begin: number of tokens between the target's text and the first one to choose.
+    `race` is what is known of the target's draws, where tokens are not sampled here; `begin` is the number of tokens
+    between the target's text and the first one to choose.
     """
 
     temperature: float | None
@@ -42,11 +39,9 @@ class Choice:
 
 @dataclass
 class HeldChain:
-    """Tokens of one text that a middle model has chosen but not yet passed up.
+    """Tokens that a middle model has chosen but not yet passed up, with the log-probabilities `[V]` of each choice.
 
-    Attributes:
-        steps: log-probabilities `[V]` from which each token was chosen.
-        closed: no further token may follow, because the model has no position for it.
+    No token can follow a `closed` chain, because the model has no position for it.
     """
 
     tokens: list[int] = field(default_factory=list)

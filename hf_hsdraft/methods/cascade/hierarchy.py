@@ -78,17 +78,14 @@ class Handed:
         return sum(length * share for length, share in self.lengths.items())
 
     def verifying(self, forward: Curve) -> float:
-        """Returns the mean seconds of the forward that verifies it."""
         return sum(share * forward(length + 1) for length, share in self.lengths.items())
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter as a first level.
+    """A drafter as a first level: seconds of a draft by its number of tokens, and the probability of each length.
 
-    Attributes:
-        seconds: of a draft, by its number of tokens.
-        lengths: probability of each length of an unlimited draft; empty if drafts are always as long as asked.
+    Lengths are of an unlimited draft; none are given if drafts are always as long as asked.
     """
 
     seconds: Curve
@@ -97,11 +94,9 @@ class Drafting:
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of tokens to try."""
         return sorted({min(count, self.most) for count in _DRAFTED})
 
     def handed(self, name: str, tokens: int) -> Handed:
-        """Returns a draft of at most `tokens` tokens."""
         cut: dict[int, float] = defaultdict(float)
         for length, share in (self.lengths or {tokens: 1.0}).items():
             cut[min(length, tokens)] += share
@@ -135,21 +130,13 @@ class Levels:
 
     @property
     def middles(self) -> list[str]:
-        """Models faster than the target, fastest first."""
         quick = [name for name, forward in self.forwards.items() if name != self.target and forward(1) < self.plain]
         return sorted(quick, key=lambda name: self.forwards[name](1))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A hierarchy and its expected speed.
-
-    Attributes:
-        tokens: number of tokens of each level below the target; empty for a tree.
-        emitted, seconds: of a round.
-        speed_up: over plain decoding.
-        lines: the arithmetic.
-    """
+    """A hierarchy and its expected speed over plain decoding; `tokens` is empty for a tree, `lines` the arithmetic."""
 
     names: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -259,7 +246,6 @@ def cascades(levels: Levels) -> Iterator[Plan]:
 
 
 def best_cascade(levels: Levels) -> Plan | None:
-    """Returns the best hierarchy with a middle model, or None if there is none."""
     return max(cascades(levels), key=lambda plan: plan.speed_up, default=None)
 
 

@@ -28,10 +28,8 @@ class Fits:
 def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: str, tokenizer: Any = None) -> Fits:
     """Returns which pairs fit. A drafter must fit the target or a middle model, not both.
 
-    `models` holds the target, and middle models by the names of their drafters.
-
-    Raises:
-        DraftingRefused: a drafter fits no model here, or its tokens differ.
+    `models` holds the target, and middle models by the names of their drafters. Raises a DraftingRefused if a drafter
+    fits no model here, or its tokens differ.
     """
     fits = Fits()
     for name, drafter in drafters.items():
@@ -51,7 +49,6 @@ def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: 
 
 
 def _misfit(drafter: Drafter, model: Any, is_middle: bool) -> str:
-    """Returns why a drafter cannot draft for a model; empty if it can."""
     if is_middle and not supposes(drafter):
         return f"a {type(drafter).__name__} cannot take back what a middle model told it"
     try:

@@ -40,7 +40,6 @@ class Plans:
         return [*self.singles, *([self.cascade] if self.cascade else [])]
 
     def lines(self) -> list[str]:
-        """Returns the lines of the arithmetic."""
         lines = [f"a plain step: {1000 * self.levels.plain:.4g} ms"]
         for name, forward in self.levels.forwards.items():
             points = ", ".join(f"{count}: {1000 * seconds:.4g}" for count, seconds in forward.points)
@@ -66,7 +65,6 @@ class Plans:
         return [*lines, CONDITION]
 
     def _rounds(self) -> list[str]:
-        """Says how many rounds each figure rests on, and warns of few."""
         rounds = self.levels.rounds
         if not rounds:
             return []

@@ -30,8 +30,6 @@ class Settling(Protocol):
 
 @runtime_checkable
 class SupposingSession(Protocol):
-    """A session of a supposing drafter."""
-
     kind: tuple[Any, ...]
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]: ...
@@ -51,14 +49,11 @@ class SupposingSession(Protocol):
 
 @runtime_checkable
 class Verifying(Protocol):
-    """A drafter with a language model that can verify another drafter's drafts."""
-
     @property
     def verifying_model(self) -> Any: ...
 
 
 def supposes(drafter: Drafter) -> bool:
-    """Whether a drafter's sessions can take tokens back."""
     return isinstance(drafter, Supposing) and drafter.supposes
 
 

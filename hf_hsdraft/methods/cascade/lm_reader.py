@@ -17,15 +17,11 @@ class LMReader:
     """Reads texts and the drafts after them with a language model, so that the drafts can be verified.
 
     Args:
-        model: the language model; not changed.
-        rows: number of texts.
         kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
         most_pending: greatest number of tokens of a text that may be taken back.
         taps: indices of hidden states to return too.
 
-    Attributes:
-        vocab_size: number of tokens that the model knows.
-        kind: hashable key of the time of its forwards.
+    `vocab_size` is the number of tokens that the model knows, `kind` a hashable key of the time of its forwards.
     """
 
     def __init__(
@@ -42,7 +38,6 @@ class LMReader:
         self._model = model  # which the texts do not keep alive
 
     def room(self) -> int:
-        """Returns the greatest length of a text."""
         return self._room
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:

@@ -21,13 +21,7 @@ _WORD = re.compile(r"[^\W_]+")  # of any script
 
 @dataclass(frozen=True)
 class Item:
-    """A question with its answer.
-
-    Attributes:
-        prompt: message to the target.
-        kind: how an answer is checked, one of `CHECKERS`.
-        labels: for `"label"`, all labels.
-    """
+    """A message to the target with its right answer; `kind` is one of `CHECKERS`, and `"label"` has all labels."""
 
     task: str
     prompt: str
@@ -183,14 +177,10 @@ GENERATED: dict[str, Callable[[random.Random], Item]] = {
 
 
 def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Item]:
-    """Returns at most `count` distinct items of a task, the same ones for a seed, without the questions whose digests
-    are
-    in `without`.
+    """Returns at most `count` distinct items of a task, the same for a seed; `without` are digests of excluded
+    questions.
 
-    A task may have fewer: there are 324 questions for sums of two digits.
-
-    Raises:
-        ValueError: there is no such task.
+    A task may have fewer: there are 324 questions for sums of two digits. Raises a ValueError for an unknown task.
     """
     if task not in GENERATED:
         raise ValueError(f"no task {task!r}: expected some of {', '.join(GENERATED)}")
@@ -236,10 +226,9 @@ def items_of(
 ) -> list[Item]:
     """Returns at most `count` items of each generated task and of each task in the files.
 
-    Questions whose digests are in `without` are left out; `seed` is of the generated ones.
-
-    Raises:
-        ValueError: see `make_items` and `read_items`; or no item is left.
+    `without` are digests of excluded questions. Raises a ValueError as `make_items` and `read_items` do, or if no item
+    is
+    left.
     """
     found = [item for task in tasks for item in make_items(task, count, seed, without)]
     for path in files:

@@ -47,6 +47,5 @@ def read_kept(
 
 
 def keep(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a row to such a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

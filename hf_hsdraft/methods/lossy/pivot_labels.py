@@ -33,7 +33,6 @@ class Labels:
         return cls() if path is None else cls(path, dict(read_kept(path, "labels", "labels of", run, _row)))
 
     def of(self, place: Place) -> int | None:
-        """Returns the label of a mismatch, or None if it is unknown."""
         return self.known.get(json.dumps(_key(place)))
 
     def add(self, place: Place, label: int) -> None:
@@ -49,7 +48,6 @@ def _row(line: dict[str, Any]) -> tuple[str, int]:
 
 
 def run_of(target: Any, plan: Plan) -> dict[str, Any]:
-    """Returns what labels depend on besides their mismatch."""
     fields = ("roll_outs", "temperature", "max_new_tokens", "seed")
     return {"target's digest": model_digest(target), **{name: getattr(plan, name) for name in fields}}
 

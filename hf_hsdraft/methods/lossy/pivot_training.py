@@ -36,14 +36,9 @@ _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
 
 @dataclass(frozen=True)
 class Plan:
-    """How a classifier is trained.
+    """How a classifier is trained: at most `places` mismatches per question, `roll_outs` answers after each token.
 
-    Attributes:
-        places: greatest number of mismatches labelled per question.
-        roll_outs: number of answers sampled after each of the two tokens.
-        temperature: of these answers.
-        max_new_tokens: per answer.
-        seed: of all random choices.
+    `temperature` and `max_new_tokens` are of these answers, `seed` of all random choices.
     """
 
     places: int = 2
@@ -194,14 +189,10 @@ def check_place(folder: Path) -> None:
 
 
 def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
-    """Returns which mismatches are held out, `[n]`: all of some questions, about a fifth of each kind.
+    """Returns which mismatches are held out, bool `[n]`: all of some questions, about a fifth of each kind.
 
-    Mismatches of a question are alike, so they stay together. `questions` has one entry per mismatch; `kinds`, `[n]`,
-    is
-    1 for a pivot, else 0.
-
-    Raises:
-        ValueError: a kind is of too few questions to be on both sides.
+    Mismatches of a question are alike, so they stay together. `kinds`, `[n]`, is 1 for a pivot, else 0. Raises a
+    ValueError if a kind is of too few questions to be on both sides.
     """
     names = list(dict.fromkeys(questions))
     of = torch.tensor([names.index(question) for question in questions])

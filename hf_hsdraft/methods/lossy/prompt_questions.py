@@ -99,12 +99,8 @@ KINDS: dict[str, Callable[[str, Sequence[str]], Asked | None]] = {
 
 
 def questions_of(prompts: Sequence[str], name: str, seed: int = 0) -> Iterator[dict[str, object]]:
-    """Yields questions in the format of `checked_tasks.read_items`, all prompts mixed.
-
-    Args:
-        prompts: user messages.
-        name: prefix of the task's name.
-        seed: of the order.
+    """Yields questions in the format of `checked_tasks.read_items`, all prompts mixed; `name` prefixes the
+    task's name.
     """
     texts = list(dict.fromkeys(filter(None, map(text_of, prompts))))
     random.Random(seed).shuffle(texts)

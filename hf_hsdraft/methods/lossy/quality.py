@@ -24,7 +24,6 @@ _NGRAM = 4  # tokens of an n-gram by which repetition is counted
 
 
 def exact_name(rule: Rule) -> str:
-    """Returns the name of exact drafting with a rule's draft options."""
     return "+".join([EXACT, *(f"{name}={value}" for name, value in sorted(rule.drafts.items()))])
 
 
@@ -92,10 +91,8 @@ class Quality:
 def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[System]:
     """Returns plain decoding, exact drafting with each rule's draft options, and each rule.
 
-    If not `timed`, drafts have a fixed size, since their cost on a busy machine says nothing.
-
-    Raises:
-        ValueError: a rule is impossible with this drafter.
+    If not `timed`, drafts have a fixed size, since their cost on a busy machine says nothing. Raises a ValueError if a
+    rule is impossible with this drafter.
     """
     drafts = {EXACT: dict[str, Any](), **{exact_name(rule): rule.drafts for rule in rules}}
     sizes = {} if timed else {"tree_sizing": "fixed"}
@@ -119,7 +116,6 @@ def trained_with(drafter: Any, rules: Sequence[Rule]) -> set[str]:
 
 
 def _verifier(drafter: Any, rule: Rule) -> Verifier:
-    """The verifier of a rule with a drafter, whose options are restored."""
     stored = drafter.generation_config
     with_options(drafter, rule.all_options)
     try:
@@ -137,16 +133,13 @@ def measure_quality(
     known: Mapping[int, dict[str, Answer]] | None = None,
     tell: Callable[[int, dict[str, Answer]], None] = lambda place, answers: None,
 ) -> dict[str, list[Answer]]:
-    """Lets all systems answer all questions, in changing order in one process.
+    """Lets all systems answer all questions, in changing order in one process; returns the answers of each, in order.
 
     Args:
         systems: plain decoding first.
         settings: how all systems decode; the seed grows by 1 per question.
         known: answers of an earlier run, by place of the question; these are not asked again.
         tell: called with the place of each question and its answers.
-
-    Returns:
-        The answers of each system, in the order of the questions.
     """
     known = known or {}
     answers: dict[str, list[Answer]] = {system.name: [] for system in systems}

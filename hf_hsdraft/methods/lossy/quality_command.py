@@ -103,10 +103,7 @@ def _answer(
     """Runs all systems, greedily if wanted and at the settings' temperature if there is one; adds the answers to
     `found`.
 
-    Args:
-        pair: target, tokenizer and drafter.
-        answers: file of kept answers; `None` keeps none.
-        out: JSON file of the figures so far; `None` writes none.
+    `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
     """
     from rich.progress import Progress
 

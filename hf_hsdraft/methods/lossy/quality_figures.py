@@ -52,14 +52,11 @@ class Figure:
         return f"{self.value:.3f} ({self.low:.3f}..{self.high:.3f})" if math.isfinite(self.value) else "-"
 
     def as_json(self) -> dict[str, float | None]:
-        """Returns the figure with NaN as None."""
         return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The figures of one system, see `DEFINITIONS`."""
-
     accuracy: Figure
     kept: Figure
     relaxed: Figure
@@ -98,7 +95,6 @@ def _ratio(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the share of right answers of each task."""
     tasks: dict[str, list[bool]] = {}
     for answer in answers:
         tasks.setdefault(answer.task, []).append(answer.right)
@@ -182,7 +178,6 @@ def as_document(quality: Quality) -> dict[str, Any]:
 
 
 def write_quality(quality: Quality, path: Path) -> None:
-    """Writes the report, atomically."""
     write_json(path, as_document(quality))
 
 

@@ -21,17 +21,11 @@ from .quality import Answer
 
 
 class AnswerLog:
-    """A JSONL file: first what the run is, then a line per question with the answers of all systems.
+    """A JSONL file: first what the answers depend on, see `run_of`, then a line per question with those of all systems.
 
-    Args:
-        path: `None` keeps nothing.
-        run: what the answers depend on, see `run_of`.
-
-    Attributes:
-        known: answers by way of decoding, place of the question, and system.
-
-    Raises:
-        ValueError: the file holds something else, or answers of another run.
+    `known` holds answers by way of decoding, place of the question, and system. A `path` of None keeps nothing. Raises
+    a
+    ValueError if the file holds something else, or answers of another run.
     """
 
     def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
@@ -53,7 +47,6 @@ def _row(line: dict[str, Any]) -> tuple[str, int, dict[str, Answer]]:
 
 
 def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any) -> dict[str, Any]:
-    """Returns what answers depend on."""
     drafters = {id(system.drafter): system.drafter for system in systems if system.drafter is not None}
     return {
         **settings,
@@ -65,14 +58,11 @@ def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[Sy
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Returns a digest of questions and their answers."""
     return hashlib.sha256(json.dumps([asdict(item) for item in items]).encode()).hexdigest()[:16]
 
 
 @runtime_checkable
 class HasLevels(Protocol):
-    """A drafter made of others, such as a cascade."""
-
     levels: Sequence[Drafter]
     tokens: Sequence[int]
 

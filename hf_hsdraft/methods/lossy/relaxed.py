@@ -82,7 +82,6 @@ class Relaxed(Verifier):
 
 
 def remembered(choose: ChooseToken) -> Callable[[int, list[int]], int]:
-    """Caches the choice at each node."""
     known: dict[int, int] = {}
 
     def ask(node: int, tokens: list[int]) -> int:

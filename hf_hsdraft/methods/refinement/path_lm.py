@@ -45,7 +45,6 @@ class PathLMSizes:
 
     @property
     def state_size(self) -> int:
-        """S, the size of a state."""
         return self.length * self.width
 
 

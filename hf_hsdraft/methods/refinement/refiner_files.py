@@ -36,15 +36,12 @@ def has_refiner(drafter: Any) -> bool:
 
 
 def _known(drafter: Any) -> PathLM | None:
-    """Returns the refiner already read from the folder that a drafter was loaded from."""
     folder, model = _of_drafters.get(drafter, (None, None))
     return model if folder == drafter.loaded_from else None
 
 
 def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
-    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype.
-
-    It is read once per drafter and folder.
+    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
 
     Raises:
         OSError: a file is missing.
@@ -66,7 +63,6 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
-    """Raises an OSError if no refiner can be written into a drafter's folder."""
     place = (Path(folder) / CONFIG).parent
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
@@ -79,9 +75,7 @@ def save_refiner(
 ) -> None:
     """Writes a refiner beside a drafter's weights, replacing any earlier one.
 
-    Args:
-        vocab_ids: `[V']`, int64, the draft vocabulary.
-        recipe: how the refiner was trained and what was measured.
+    `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
     """
     place = Path(folder)
     (place / CONFIG).parent.mkdir(exist_ok=True)
@@ -101,12 +95,8 @@ def save_refiner(
 
 
 def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
-    """Reads the refiner in a drafter's folder; `vocab_ids`, int64 `[V']`, is the drafter's vocabulary.
-
-    Raises:
-        OSError: a file is missing.
-        DamagedFile: a file is damaged.
-        ValueError: the refiner is for another draft vocabulary, or files contradict each other.
+    """Reads the refiner in a drafter's folder; see `refiner_of` for errors. `vocab_ids`, int64 `[V']`, is the
+    drafter's.
     """
     document = read_json(folder / CONFIG)
     try:

@@ -44,7 +44,6 @@ class Examples:
         return len(self.labels)
 
     def part(self, rows: Any) -> Examples:
-        """Returns some of the examples, by a slice or indices `[n]`."""
         return Examples(self.before[rows], self.known[rows], self.labels[rows])
 
 
@@ -67,17 +66,13 @@ class Trained:
     seconds: float
 
     def recipe(self) -> dict[str, float]:
-        """Returns the figures for the file beside the weights."""
         return {name: value for name, value in vars(self).items() if name != "model"}
 
 
 def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor, length: int) -> Examples:
     """Returns the next tokens of answers that are in the draft vocabulary, each with `length` tokens before it.
 
-    `vocab_ids`, int64 `[V']`, maps columns to token ids, in any order.
-
-    Raises:
-        ValueError: there are none.
+    `vocab_ids`, int64 `[V']`, maps columns to token ids, in any order. Raises a ValueError if there are none.
     """
     ranked, order = vocab_ids.cpu().sort()
     parts = []
@@ -108,11 +103,8 @@ def train_refiner(
     """Trains a model by cross-entropy, with AdamW, warm-up and cosine decay to 0.
 
     The bias starts as the token frequencies. The first and last product start as the principal directions of the
-    embedding and of the output rows, where the drafter borrows them.
-
-    Args:
-        seed: of the order of the examples and of the initial weights.
-        report: called with steps done, all steps, and the running mean of the loss in nats.
+    embedding and of the output rows, where the drafter borrows them. `report` is called with steps done, all steps, and
+    the running mean of the loss in nats.
     """
     generator = torch.Generator().manual_seed(seed)
     model = _begun(sizes, train, weights, seed)

@@ -78,12 +78,10 @@ class FirstLayers:
     def draft(self, depths: Sequence[int]) -> Iterator[None]:
         """Reads nodes after the texts inside the context; restores the cache at the end.
 
-        Nodes deeper than a row wants may be read for the sake of other rows. They are read as idle nodes, at a position
-        that
-        the target has; the results mean nothing and are not reused.
-
-        Args:
-            depths: for each row, nodes of smaller depths are read; 0 for rows without a draft.
+        `depths` are of each row: nodes of smaller depths are read, none for 0. Deeper nodes may be read for the sake of
+        other
+        rows. They are read as idle nodes, at a position that the target has; the results mean nothing and are not
+        reused.
         """
         self._depths = on_device(list(depths), device_of(self._call.target))
         self._read = None
@@ -178,14 +176,12 @@ class FirstLayers:
         return self._split.first_states(lambda model: call.acceleration.forward(inputs, comes_again=False, model=model))
 
     def _forget(self) -> None:
-        """Removes everything read ahead from the cache."""
         if self._start is not None:
             self._call.slots.roll_back(self._start)
         self._levels = self._start = None
         self._states, self._parents = [], []
 
     def _taken(self) -> ReadAhead:
-        """Copies what was read ahead from the cache."""
         assert self._levels is not None
         batch = self._without_idle(self._levels.batch)
         columns = columns_of(batch, torch.cat(self._parents, dim=1).tolist())
@@ -202,7 +198,6 @@ class FirstLayers:
             self._call.slots.layers[index].sliding_window += by if index < self.count else 0
 
     def _write(self, keys_values: KeysValues) -> None:
-        """Appends keys and values to the cache of the first layers."""
         for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
             layer.update(keys, values)
 
@@ -219,7 +214,6 @@ class FirstLayers:
         return logits
 
     def _model_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
-        """The model that computes the remaining layers of trees, and its inputs."""
         call = self._call
         inputs = node_inputs(call, TreeBatch.of(trees, device_of(call.target), columns), columns, self._every)
         paths = [node_paths(tree) for tree in trees]

@@ -18,8 +18,6 @@ from .configuration_self import SelfDraftConfig
 
 
 class ImitationBlock(FeedForward):
-    """A norm and a gated feed-forward block, with a residual."""
-
     def __init__(self, config: SelfDraftConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -89,11 +89,9 @@ class _InPlaceOf(nn.Module):
 
 
 class _Reached(Exception):
-    """Raised when the last wanted layer has been computed.
+    """Raised when the last wanted layer has been computed, with its hidden states `[B, n, D]`.
 
-    Attributes:
-        states: `[B, n, D]`, its hidden states.
-        others: number of values that it returns after them, such as attentions; `None` if it returns no tuple.
+    `others` is the number of values that it returns after them, such as attentions; None if it returns no tuple.
     """
 
     def __init__(self, states: torch.Tensor, others: int | None) -> None:

@@ -49,7 +49,6 @@ class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
         return self.config.num_draft_steps
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 

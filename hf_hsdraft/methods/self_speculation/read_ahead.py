@@ -34,7 +34,6 @@ class ReadAhead:
     kept: Sequence[int]
 
     def count(self, trees: Sequence[DraftTree]) -> int:
-        """Returns how many nodes of trees were read."""
         return sum(path in known for tree, known in zip(trees, self.columns, strict=True) for path in node_paths(tree))
 
     def unread(self, paths: Sequence[Sequence[Path]]) -> list[list[int]]:

@@ -28,11 +28,8 @@ logger = logging.get_logger(__name__)
 class ImitationExpansion(Expansion):
     """Predictions of the imitation network for the children of nodes. A node's state is its path.
 
-    Attributes:
-        first: first layers of the target, after the texts; see `FirstLayers.read_nodes`.
-        depth: greatest depth of a child.
-        temperature: of the distributions given.
-        race: where the target's draws are foreseen; probabilities are then those of winning it.
+    `first` are the target's first layers, after the texts; see `FirstLayers.read_nodes`. Where a `race` foresees the
+    target's draws, probabilities are those of winning it.
     """
 
     drafter: ImitationNetwork
@@ -45,12 +42,10 @@ class ImitationExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level]`.
+        """Returns log-probabilities `[B, n, V']` of the nodes' children at depth `level`, and the nodes' paths `[B, n,
+        level]`.
 
-        Args:
-            level: depth of the children.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, level - 1]`, paths of the nodes' parents; `None` at level 1.
+        `tokens` are int64 `[B, n]`; `states` are the paths `[B, n, level - 1]` of the parents, None at level 1.
         """
         above = tokens[..., None][..., :0] if states is None else states
         hidden, paths = self.first.read_nodes(tokens, above)

@@ -42,8 +42,6 @@ class ImitationPredictions(Predictions):
 
 
 class SelfFamily(TravellingFamily):
-    """Drafters made of their target's first layers and an imitation of the others."""
-
     name = "self"
     drafter = SelfDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012

@@ -141,7 +141,6 @@ class CollapsedFrames(Expansion):
         return self._probabilities.sum(dim=1).topk(TUNING.likely_columns, sorted=False).indices
 
     def _columns_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the columns `[B, n]` of tokens; V' + 1 for those that cannot be drafted."""
         size = len(self.vocab_ids)
         places = torch.searchsorted(self.vocab_ids, tokens.contiguous()).clamp(max=size - 1)
         return torch.where(self.vocab_ids[places] == tokens, places, size + 1)

@@ -31,13 +31,8 @@ class CTCLoss:
 
     Statistics by depth are of a draft after the preceding labels: the divergence is the cross-entropy with the label,
     and
-    accuracy is that of the first choice.
-
-    Args:
-        weights: weights borrowed from the target.
-        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
-        num_labels: labels per chain, at most the number of frames.
-        chunk_logits: number of logits computed at a time.
+    accuracy is that of the first choice. `teacher_head`, `[V', D]`, holds the target's output rows of the draft
+    vocabulary; `num_labels` is at most the number of frames.
     """
 
     weights: TargetWeights
@@ -47,12 +42,10 @@ class CTCLoss:
 
     @property
     def depth_weights(self) -> list[float]:
-        """The weight of each label."""
         return [1.0] * self.num_labels
 
     @property
     def rows_per_chunk(self) -> int:
-        """Number of frames whose logits are computed at a time."""
         return max(1, self.chunk_logits // self.teacher_head.shape[0])
 
     def __call__(self, drafter: Any, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:

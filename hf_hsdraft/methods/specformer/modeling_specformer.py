@@ -48,7 +48,6 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
         return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 

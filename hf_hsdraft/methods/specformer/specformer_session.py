@@ -27,11 +27,7 @@ class SpecFormerSession(ParallelSession):
 
     Keys and values of the accepted positions are kept. Only the last position attends to them; the outputs of the
     others
-    would never be used.
-
-    Args:
-        weights: what the drafter borrows from the target, see `StateNetwork.borrow`.
-        foresight: of the target's draws, used by best trees but not by sampled ones.
+    would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
     drafter: SpecFormerNetwork

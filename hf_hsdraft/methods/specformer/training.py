@@ -74,8 +74,6 @@ class FramePredictions(SlotPredictions):
 
 
 class SpecFormerFamily(TravellingFamily):
-    """SpecFormer drafters."""
-
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012

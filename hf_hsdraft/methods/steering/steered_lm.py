@@ -74,7 +74,6 @@ class SteeredLMDrafter(CausalLMDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> SteeredLMDrafter:
-        """Loads a language model's checkpoint with a steering beside it; see `from_pretrained`."""
         steering = load_steering(checkpoint)
         drafter = super().of_checkpoint(checkpoint, **kwargs)
         assert isinstance(drafter, SteeredLMDrafter)
@@ -143,7 +142,7 @@ class SteeredLMSession(CausalLMSession):
 
     @torch.no_grad()
     def observe(self, news: Sequence[Accepted]) -> None:
-        """Takes what was accepted. The last hidden state of the news is that of the token before the root."""
+        """The last hidden state of the news is that of the token before the root."""
         super().observe(news)
         read = {row: kept for texts in self._groups for row, kept in zip(texts.rows, texts.kept, strict=True)}
         dtype = self._steering.fuse.weight.dtype
@@ -162,12 +161,7 @@ def has_steering(checkpoint: Checkpoint) -> bool:
 
 
 def load_steering(checkpoint: Checkpoint) -> Steering:
-    """Loads the steering beside a language model.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is damaged.
-    """
+    """Loads the steering beside a language model. Raises an OSError if there is none, a ValueError if it is damaged."""
     path = checkpoint.also(STEERING) / STEERING
     if not path.is_file():
         raise OSError(f"{printable(checkpoint.name)} has no {STEERING}: expected the folder of a steered drafter")

@@ -42,10 +42,9 @@ class SteeringSizes:
     def of(cls, model: Any, target: Any, taps: Sequence[int] | None = None) -> SteeringSizes:
         """Returns the sizes for a drafter's language model and its target.
 
-        `taps` defaults to one low, one middle and one high hidden state.
-
-        Raises:
-            ValueError: the drafter has no gated feed-forward blocks, or the target no such hidden states.
+        `taps` defaults to one low, one middle and one high hidden state. Raises a ValueError if the drafter has no
+        gated
+        feed-forward blocks, or the target no such hidden states.
         """
         config = text_config(target)
         layers = decoder_layers(config)
