@@ -176,7 +176,7 @@ def _generate(
         run.accepted = list(statistics.accepted_lengths)
     elif system.name != PLAIN and not (system.static or system.packed) and len(inputs["input_ids"]) == 1:
         rounds = streamer.sizes[1:] if system.drafts_later else streamer.sizes
-        run.accepted = [size - 1 for size in rounds]  # assisted decoding hands on round by round
+        run.accepted = [size - 1 for size in rounds]  # assisted decoding streams round by round
     start = inputs["input_ids"].shape[1] if not target.config.is_encoder_decoder else 1
     return output.sequences[:, start:].tolist(), run
 

@@ -13,7 +13,7 @@ import torch
 from ..runtime.answer_limits import end_tokens
 
 KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
-CYCLE = 4  # economize's own default: number of tokens of a cycle, one by the target and the others drafted
+CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's
 
 
 @dataclass(frozen=True)

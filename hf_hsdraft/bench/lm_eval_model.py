@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from ..drafters.base.protocol import Drafter
 from ..generate.attachment import Attachment, AttachmentStatistics, attach
 
-logger = logging.getLogger("lm_eval.hsdraft")  # shown as lm_eval's own messages are
+logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 
 
 @register_model("hsdraft")

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
-LOADED = ("draft-model", "dflash")  # these have weights of their own
+LOADED = ("draft-model", "dflash")  # these need separate weights
 _OF_DFLASH = ("target_layer_ids", "block_size", "mask_token_id", "hidden_size")
 
 

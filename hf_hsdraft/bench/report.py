@@ -23,7 +23,7 @@ _SHOWN_DEPTHS = 8
 _COSTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
-LOSSY = "lossy"  # mark of a system whose rule of verification may change the text
+LOSSY = "lossy"  # marks a system whose verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 

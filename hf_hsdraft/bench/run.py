@@ -14,7 +14,7 @@ from ..training.data.conversations import Prompt
 from .calls import Run, Settings, time_call
 from .systems import PLAIN, System
 
-WARM_UP_TOKENS = 96  # enough for the rounds in which a pace learns what forwards cost
+WARM_UP_TOKENS = 96  # enough rounds for a pace to learn what forwards cost
 Inputs = dict[str, torch.Tensor]
 _Any = TypeVar("_Any")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .calls import Run
 
-TIE_MARGIN = 1e-3  # a text that parts where the top-1/top-2 margin is smaller is a tie: rounding decides there
+TIE_MARGIN = 1e-3  # a divergence where the top-1/top-2 margin is smaller is a tie: rounding decides
 
 DEFINITIONS = {
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",

@@ -219,7 +219,7 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
         raise ValueError(f"variant {variant.text!r}: {error}") from None
     finally:
         drafter.generation_config = stored
-    alike = chosen.verification == "walk" and not chosen.drawn  # others draw further random numbers
+    alike = chosen.verification == "walk" and not chosen.drawn  # others consume more random numbers
     exact = not is_lossy(chosen.verification)
     name = f"{label}: {variant.text}" if label else variant.text
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike, exact=exact)

@@ -200,7 +200,7 @@ def _config_in(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / CONFIG)
     except (OSError, ValueError):
-        return {}  # whatever it is, it does not say that it is a drafter
+        return {}  # not recognisable as a drafter
 
 
 def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:

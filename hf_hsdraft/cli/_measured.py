@@ -25,12 +25,12 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
     entered = [_entry(path, read_json(path), weights) for path in reports]
     before = read_figures(folder)
     training = before["training"]
-    if keep:  # figures belong to the weights beside them, so these do
+    if keep:  # the figures in a folder are always of its weights
         commands = {entry["settings"]["command"] for entry in entered}
         entered = [each for each in before["benchmarks"] if each["settings"]["command"] not in commands] + entered
     write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
     if draw_speed_up([each for each in entered if not is_chain(each["ours"][0])], folder) is None:
-        (folder / "speed_up.png").unlink(missing_ok=True)  # of other figures
+        (folder / "speed_up.png").unlink(missing_ok=True)  # drawn from other figures
     return entered
 
 

@@ -166,7 +166,7 @@ def load_plain_or_pair(
 
     if not plain:
         if verification is not None:
-            verification_options(verification)  # a misspelt one is told before anything is loaded
+            verification_options(verification)  # reports a misspelt one before anything is loaded
         model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
         if verification is not None:
             set_verification(loaded, verification)

@@ -58,8 +58,8 @@ def pull(
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
     with loading(name):
-        find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
-    commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
+        find_folder(name, ("README.md",), revision=revision)  # gives a clear error for a wrong name
+    commit = HfApi().model_info(name, revision=revision).sha  # not the cache's idea of the latest
     AutoDrafter.from_pretrained(name, revision=commit, force_download=force)
     with loading(name):
         folder = find_folder(name, CODE, revision=commit, force_download=force)

@@ -41,11 +41,11 @@ def common(version: Annotated[bool, typer.Option("--version", help="Print the ve
     """Hidden-state speculative decoding for transformers."""
     if version:
         Console().print(__version__, highlight=False)
-    if version or "--help" in sys.argv:  # which loads nothing
+    if version or "--help" in sys.argv:  # nothing is loaded
         return
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of loading; the commands show progress of their own
+    disable_progress_bar()  # of loading; commands show their progress
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def verify_server(
     token = _token(token_file)
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
-    with without_workers():  # the target runs on a thread of its own
+    with without_workers():  # the target runs on a separate thread
         model, tokenizer = load_target(target, dtype.torch, device)
         server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"

@@ -86,7 +86,7 @@ def serve(
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
-    logging.set_verbosity_error()  # transformers warns of each request that one was received
+    logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
     server.run(sockets=[listener])
@@ -125,7 +125,7 @@ def _serve_by_vllm(
     speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
     config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
     if config and os.path.isdir(str(name)):
-        weight_files(Path(str(name)))  # an error here comes minutes before vLLM's
+        weight_files(Path(str(name)))  # fails minutes before vLLM would
     check_parallel(config, further)
     check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
     folder = target_folder(target, dtype.torch)

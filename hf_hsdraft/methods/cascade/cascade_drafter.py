@@ -49,7 +49,7 @@ class CascadeConfig(PlainConfig):
 
     model_type: ClassVar[str] = CASCADE
 
-    vocab_size: Any = ANY  # only ids that all levels have are drafted
+    vocab_size: Any = ANY  # only ids known to all levels are drafted
     is_encoder_decoder: bool = False
 
 
@@ -182,7 +182,7 @@ class CascadeDrafter(nn.Module, Drafter):
         """Drafting options of a cascade saved without any. Its levels decide how much each drafts."""
         depth = min(self.reach[-1], self.num_draft_steps)
         options = default_options(depth, tree_size=max(24, depth), beam_width=8)
-        options.ngram_length = 0  # where they are of use they are the first level
+        options.ngram_length = 0  # if useful, n-grams are the first level
         return options
 
     def check_options(self) -> None:
@@ -212,7 +212,7 @@ class CascadeDrafter(nn.Module, Drafter):
                 raise DraftingRefused(
                     f"level {index} of this cascade, {_named(level)}, does not fit {upper}: {error}"
                 ) from None
-        self._check_level(0)  # the call itself has options for the others
+        self._check_level(0)  # the call's options cover the other levels
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         for level, model in self._pairs(target):

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
 
 CASCADE = "cascade"  # the `model_type`
-HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
+HERE = "./"  # prefix of levels inside the cascade's folder
 
 _PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cascade
 
@@ -43,7 +43,7 @@ def former_places(folder: Path) -> list[str]:
 
 def remove_others(folder: Path, place: str, written: Collection[Path]) -> None:
     """Deletes the files of a level's folder that are not in `written` (relative to `folder`), then empty folders."""
-    for path in sorted((folder / place).rglob("*"), reverse=True):  # a folder after what is in it
+    for path in sorted((folder / place).rglob("*"), reverse=True):  # contents before their folder
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
         elif path.is_file() and path.relative_to(folder) not in written:

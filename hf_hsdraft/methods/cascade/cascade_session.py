@@ -133,7 +133,7 @@ class CascadeSession(Session):
             if self._feed is None:
                 news.append(Accepted.of_tokens(ask.row, pending))
             elif not self._feed.tell(ask.row, self._texts[ask.row], pending):
-                depth = 0  # the model has to read on first
+                depth = 0  # the model must read first
             root = tokens[-1] if tokens else ask.root
             lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), width=1))
         if not lower_asks:

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-_DRAFTED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # tokens of a first level that are tried
-_HELD = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)  # tokens of a middle level that are tried
+_DRAFTED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # numbers of tokens tried for a first level
+_HELD = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)  # numbers of tokens tried for a middle level
 _NEGLIGIBLE = 1e-9  # a probability
 
 
@@ -254,7 +254,7 @@ def recommended(levels: Levels) -> Plan:
     plain = Plan((), (), 1.0, levels.plain, 1.0, ("speed-up: 1, by definition",))
     cascade = best_cascade(levels)
     candidates = [plain, *singles(levels), *([cascade] if cascade else [])]
-    return max(candidates, key=lambda plan: plan.speed_up)  # of equal ones the first, which is the simpler one
+    return max(candidates, key=lambda plan: plan.speed_up)  # the first of equals, which is the simplest
 
 
 def _mean(lengths: Mapping[int, float]) -> float:

@@ -26,11 +26,11 @@ from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting
 from .levels import model_of, reader_of
 
-DEEPEST = 10  # greatest number of tokens of a chain that is measured
+DEEPEST = 10  # longest chain measured
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed
-_SPAN = 12  # tokens that a middle model goes on by itself from the target's text: further on it would leave it
-_PAIRS = 24  # places of the target's texts that it goes on from
-_TIMED = 2  # prompts by which the shortest drafts are timed
+_SPAN = 12  # tokens that a middle model continues a target's text; further on it would diverge
+_PAIRS = 24  # places in the target's texts to continue from
+_TIMED = 2  # prompts that time the shortest drafts
 TARGET = "target"
 
 
@@ -172,7 +172,7 @@ class Measuring:
             if name != TARGET:
                 self.tell(f"drafts of {below} for {name}")
                 self._note(levels, (below, name), self._spans(self.drafters[below], models[name]))
-                if below not in levels.first:  # it does not fit the target: the middle model's own texts time it
+                if below not in levels.first:  # it does not fit the target, so the middle model's texts time it
                     notes, _ = self._decode(self.drafters[below], DEEPEST, model=models[name])
                     levels.first[below] = self._drafting(self.drafters[below], notes, models[name])
         return replace(levels, rest=max(median(rests or [0.0]), 0.0))
@@ -236,7 +236,7 @@ class Measuring:
         short, _ = self._decode(drafter, 1, _TIMED, model)
         points = ((1, seconds_of(short, 1)), (depth, seconds_of(notes, depth)))
         lengths = lengths_of(notes, depth)
-        asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as it is asked for
+        asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as asked
         curve = Curve(points if depth > 1 else points[:1])
         return Drafting(curve, {} if asked else lengths, drafter.num_draft_steps)
 

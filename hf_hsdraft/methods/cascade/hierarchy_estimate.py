@@ -34,7 +34,7 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
     text = 2 * sizes.num_hidden_layers * heads * head_dim * length
     reading = (weights + text) * bytes_per_weight / device.bytes_per_second
     token = 2 * weights / device.flops_per_second
-    even = max(int(reading / token), 1)  # up to so many tokens a forward takes as long as one
+    even = max(int(reading / token), 1)  # largest number of tokens whose forward costs as much as one token's
     if even == 1:
         return Curve(((1, max(reading, token)), (2, 2 * token)))
     return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))

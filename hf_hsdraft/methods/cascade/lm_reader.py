@@ -35,7 +35,7 @@ class LMReader:
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
         self._room = most_tokens(model)
-        self._model = model  # which the texts do not keep alive
+        self._model = model  # the texts do not keep it alive
 
     def room(self) -> int:
         return self._room

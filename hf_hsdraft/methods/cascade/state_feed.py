@@ -16,7 +16,7 @@ class StateFeed:
 
     def __init__(self, lower: SupposingSession, reader: LMReader) -> None:
         self._lower, self._reader = lower, reader
-        self._told: dict[int, int] = {}  # number of positions of each text that the session has observed
+        self._told: dict[int, int] = {}  # positions of each text that the session has observed
 
     def tell(self, row: int, settled: Sequence[int], held: Sequence[int]) -> bool:
         """Feeds the session a text; returns whether it knows all of it, so that it can draft.

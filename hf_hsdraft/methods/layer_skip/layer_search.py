@@ -18,7 +18,7 @@ from ...drafters.language_model.layer_subset import layers_of, with_layers
 from ...training.loop.progress import Reporter
 from .layer_skip import LayerSkipDrafter
 
-_MOST_DRAFTED = 8  # greatest length of a chain that is considered
+_MOST_DRAFTED = 8  # longest chain considered
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tens
         count = text.shape[1] - start
         if not count:
             continue
-        few = {"logits_to_keep": count} if keeps_few else {}  # those of the prompt are not looked at
+        few = {"logits_to_keep": count} if keeps_few else {}  # logits of the prompt are not needed
         logits = part(input_ids=text[:, :-1], use_cache=False, **few).logits[0, -count:]
         right += int((logits.argmax(dim=-1) == text[0, start:].to(logits.device)).sum())
         total += count
@@ -145,5 +145,5 @@ def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDr
     drafter = LayerSkipDrafter.for_target(target, found.skipped, target_name)
     options = drafter.generation_config
     options.num_assistant_tokens = options.tree_size = found.depth
-    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes of the chain's
+    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes from the chain
     return drafter

@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 FILE = "pivot_verifier.safetensors"
 LEAST_PROBABILITY = 1e-4  # of a token by the target; a less probable one is never accepted
 _FORMAT = "hsdraft-pivot-1"
-_LARGEST = 64 * 2**20  # bytes of such a file; that of a target of width 8192 has two million
+_LARGEST = 64 * 2**20  # bytes of a file; one for a target of width 8192 has two million
 _STATES, _FIGURES, _INNER = 64, 8, 128  # widths of the paper
 _REMEDY = "expected a file that `hsdraft train-verifier` wrote"
 
@@ -97,7 +97,7 @@ class PivotClassifier(nn.Module):
             raise ValueError(f"width {width}, hidden state {tap}, {layers} layers")
         if not (isinstance(questions, list) and all(isinstance(each, str) for each in questions)):
             raise ValueError("questions that are no list of texts")
-        with torch.device("meta"):  # first values would be drawn, with numbers that the text's draws need
+        with torch.device("meta"):  # initialisation would consume random numbers of the text's draws
             made = cls(width, tap, recipe, layers)
         for name, weight in weights.items():
             if weight.dtype != torch.float32:

@@ -30,7 +30,7 @@ from .checked_tasks import Item
 from .pivot import FILE, PivotClassifier, tap_of
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
-WORSE = 0.9  # a pivot's answers are right less often than so much of the others
+WORSE = 0.9  # a pivot's answers are right less often than this share of the others
 _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
 
 

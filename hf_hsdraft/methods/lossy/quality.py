@@ -33,7 +33,7 @@ def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
     Raises:
         ValueError: see `Rule.parse`.
     """
-    found: dict[tuple[Any, ...], Rule] = {}  # a threshold may be the published one
+    found: dict[tuple[Any, ...], Rule] = {}  # a threshold may equal the published one
     for each in [Rule.parse(text) for text in texts]:
         for rule in (each, *(each.at(value) for value in thresholds)):
             options = {**rule.defaults, **rule.options}
@@ -144,7 +144,7 @@ def measure_quality(
     known = known or {}
     answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
     inputs = encode_prompts(target, tokenizer, [item.prompt for item in items])
-    for system in systems if len(known) < len(items) else ():  # for what a first call finds out
+    for system in systems if len(known) < len(items) else ():  # warm-up
         time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
     for place, item in enumerate(items):
         found = known.get(place)

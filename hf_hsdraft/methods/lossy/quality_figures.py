@@ -17,11 +17,11 @@ from ...training.files import write_json
 from ...verify.lossy_rule import Rule
 from .quality import EXACT, Answer, Quality, exact_name
 
-LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
+LEAST_ACCURACY = 0.2  # of plain decoding; below it a task is uninformative
 _RESAMPLES, _SEED = 1000, 0
 _COVERED = 0.95
 SPEEDS = ("speed_up", "gain")
-_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a table of their own
+_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a separate table
 
 DEFINITIONS = {
     "interval": f"{_COVERED:.0%} of {_RESAMPLES} bootstrap samples of the questions; every system has the same sample",

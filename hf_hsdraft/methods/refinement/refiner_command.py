@@ -70,7 +70,7 @@ def train_refiner(
         if done % 500 == 0 or done == steps:
             console.print(f"step {done:,} of {steps:,}: loss {loss:.3f}", highlight=False)
 
-    if out is not None:  # before the work: the folder may be one that cannot be written
+    if out is not None:  # before the work: the folder may not be writable
         loaded.save_pretrained(out)
         check_place(out)
     trained = run(examples, judges, sizes, weights, epochs, seed, report)

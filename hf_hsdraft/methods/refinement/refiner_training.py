@@ -23,7 +23,7 @@ from .path_lm import PathLM, PathLMSizes
 
 _BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
 _WARM_UP = 0.05  # share of the steps
-_UNSEEN = 0.1  # what a token that no answer holds counts for in the frequencies that training begins with
+_UNSEEN = 0.1  # count of a token that no answer holds, in the initial frequencies
 
 
 @dataclass(frozen=True)

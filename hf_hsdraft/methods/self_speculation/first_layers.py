@@ -58,7 +58,7 @@ class FirstLayers:
         self._start: Mark | None = None
         self._states: list[torch.Tensor] = []
         self._parents: list[torch.Tensor] = []
-        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes of this depth and deeper ones are idle
+        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes at this depth or deeper are idle
         self._read: ReadAhead | None = None
         self.reused, self.verified, self._made_of = 0, 0, fingerprint(call.target)
 
@@ -208,7 +208,7 @@ class FirstLayers:
             outputs = self._call.acceleration.forward(inputs, comes_again=False, model=model)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever a model's own code raises, its layers cannot be taken apart
+        except Exception:  # a model's code may raise anything: its layers cannot be split
             return None
         logits: torch.Tensor = outputs.logits[:, -columns:].clone()
         return logits

@@ -97,7 +97,7 @@ class SelfSession(TreeSession):
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         first = self._first
         assert first is not None
-        self._first = first.apart()  # the target's own cache goes on
+        self._first = first.apart()  # leaves the target's cache alone
         made = self.expansion(asks, expansion.depth, options)
         self._first = first
         return made

@@ -63,7 +63,7 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config, head = self.config, self.config.draft_vocab_size * self.config.hidden_size
-        depth = config.num_draft_steps if config.ctc else depth  # all frames are asked
+        depth = config.num_draft_steps if config.ctc else depth  # all frames count
         return (
             Read("fusion", weights_of(self.fuse), 1, 1),
             Read("attention to the text", weights_of(self.context_attn), 1, 1),

@@ -153,7 +153,7 @@ class SteeredLMSession(CausalLMSession):
             self._known[each.row] = self._known[each.row].then(vectors, length - 2, unread)
         for texts in self._groups:
             assert isinstance(texts, SteeredTexts)
-            texts.known = self._known  # those that were resumed have the vectors of an earlier call
+            texts.known = self._known  # resumed texts hold the vectors of an earlier call
 
 
 def has_steering(checkpoint: Checkpoint) -> bool:

@@ -55,7 +55,7 @@ class SteeredTexts(LMTexts):
         self._of_round: torch.Tensor | None = None
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._of_round = None  # the next round has its own
+        self._of_round = None  # set again in the next round
         super().keep(rows)
 
     def _forward(

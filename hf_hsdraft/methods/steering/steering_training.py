@@ -37,7 +37,7 @@ class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
         follows = (document_ids == document_ids.roll(1)) & (every > 0)
         own = torch.where(follows, every, 0)
         sources = torch.where(rows.chain < 0, pad(own, (0, len(rows.chain) - len(own))), starts[rows.chain] + 1)
-        deltas = pad(self.steering.deltas(self.steering.vectors(taps)), (0, 0, 1, 0))  # the first row stands for none
+        deltas = pad(self.steering.deltas(self.steering.vectors(taps)), (0, 0, 1, 0))  # row 0 is zeros
         return deltas[sources]
 
     def states(self, inputs: torch.Tensor, rows: Branches, known: torch.Tensor | None) -> torch.Tensor:
@@ -53,7 +53,7 @@ class SteeredLMFamily(LMFamily):
     drafter = TrainedSteeredLM
     drafts_as = SteeredLMDrafter
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 24}  # noqa: RUF012
-    starts_afresh = False  # an untrained language model would stay as it is
+    starts_afresh = False  # the language model is frozen, so an untrained one is useless
     steps = 8  # vectors of 1 to 8 positions before, as in the paper
 
     @property
@@ -63,7 +63,7 @@ class SteeredLMFamily(LMFamily):
     def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
         steering = Steering(SteeringSizes.of(model, target, fields.get("target_tap_layers")))
         drafter = self._frozen(TrainedSteeredLM(model, steering=steering))
-        drafter.generation_config.num_assistant_tokens = self._steps(fields, self.steps)  # what is trained is drafted
+        drafter.generation_config.num_assistant_tokens = self._steps(fields, self.steps)  # drafts as deep as trained
         return drafter
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
@@ -76,7 +76,7 @@ class SteeredLMFamily(LMFamily):
         drafter.tokenizer = plain.tokenizer
         for option, value in vars(plain.generation_config).items():
             setattr(drafter.generation_config, option, value)
-        options = drafter.generation_config  # what is trained is to be drafted, too
+        options = drafter.generation_config  # drafts at least as deep as trained
         options.num_assistant_tokens = self._steps(fields, max(self.steps, options.num_assistant_tokens))
         return drafter
 
@@ -100,7 +100,7 @@ class SteeredLMFamily(LMFamily):
         return made
 
     def layers(self, drafter: TrainedSteeredLM) -> list[nn.Module]:
-        return []  # computed again in the backward, they would not be steered
+        return []  # recomputed in the backward, they would not be steered
 
     def describe(self, drafter: TrainedSteeredLM) -> str:
         size = sum(weight.numel() for weight in drafter.steering.parameters())
