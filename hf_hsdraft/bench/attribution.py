@@ -19,13 +19,11 @@ from .machine import synchronise
 class Attribution:
     """Counts the seconds of each part of a program.
 
-    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter reports
-    the
-    start and end of every Python function, which itself takes time, most of all in parts with many small functions.
-    There
-    are no reports within the `leaf`, a part and the module whose forward it is, so it takes no longer than usual.
-    `outermost` is a part and its function: it gets the function's time that no other part takes, and time outside the
-    function is not counted. The device is synchronised whenever a part begins or ends.
+    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter
+    reports the start and end of every Python function, which itself takes time, most of all in parts with many
+    small functions. There are no reports within the `leaf`, a part and the module whose forward it is, so it takes
+    no longer than usual. `outermost` is a part and its function: it gets the function's time that no other part
+    takes, and time outside the function is not counted. The device is synchronised whenever a part begins or ends.
     """
 
     def __init__(

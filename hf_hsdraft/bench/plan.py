@@ -132,9 +132,8 @@ def run_plan(
 ) -> BenchResult:
     """Measures everything in a plan. The report is written after each prompt, so an interrupted run keeps it.
 
-    `drafters` are by label; empty if no variant takes one. Raises a ValueError before measuring if a variant does not
-    fit
-    its drafter, or a sweep its target.
+    `drafters` are by label; empty if no variant takes one. Raises a ValueError before measuring if a variant does
+    not fit its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
     texts = plan.texts

@@ -50,9 +50,7 @@ class Pair:
     packed_weights: bool | None = None
 
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
-        """Runs `measure` in a new process, with target, drafter, inputs of the prompts and `given`; returns
-        its result.
-        """
+        """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(self._load_and, measure, list(prompts), *given).result()
 

@@ -119,8 +119,7 @@ def profile(
     """Times the parts of every round of decoding some prompts. No other thread should use the target meanwhile.
 
     `system` is one of ours, warmed up; `decode_speed_up` was measured without timers. Returns None if there was no
-    round,
-    because all texts ended with their first token.
+    round, because all texts ended with their first token.
     """
     tokens = nodes = rounds = 0
     spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
@@ -167,9 +166,7 @@ class _VerifyingCall:
 def _verifying_call(
     target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
 ) -> _VerifyingCall | None:
-    """Returns the last forward of a call whose number of nodes is closest to `nodes`; `None` if none can be
-    repeated.
-    """
+    """Returns the last forward whose number of nodes is closest to `nodes`; None if none can be repeated."""
     best: _VerifyingCall | None = None
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -52,8 +52,7 @@ class Variant:
         size, depth: of `treeSIZExDEPTH` or `chainSIZE`, if given.
         options: named drafting options.
         folder, cycle, confidence: of economize: its drafter, tokens of a cycle, and the probability below which it
-            stops
-            drafting.
+            stops drafting.
         model: folder or Hub name of a peer's weights.
     """
 

@@ -18,8 +18,7 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
     """Replaces the benchmarks in a drafter's figures by reports of `hsdraft bench --json`; returns their entries.
 
     With `keep`, earlier entries stay, except those of the same command. Raises a ValueError if a file is no such
-    report,
-    or is about other weights.
+    report, or is about other weights.
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]

@@ -91,8 +91,7 @@ class CascadeDrafter(nn.Module, Drafter):
         """Loads what `save_pretrained` wrote, or a hand-written config.json.
 
         Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder, a Hub
-        name, or
-        a folder beside the file if it begins with `./`.
+        name, or a folder beside the file if it begins with `./`.
 
         Args:
             pretrained_model_name_or_path: Folder or Hub name.

@@ -15,8 +15,7 @@ _PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cas
 
 
 def check_names(names: Sequence[str], folder: Path, own: str) -> None:
-    """Raises a ValueError if a level of a config.json is the cascade itself, or begins with `./` and is outside
-    `folder`.
+    """Raises a ValueError if a level is the cascade itself, or begins with `./` and is outside `folder`.
 
     `own` is the cascade's folder or Hub name; empty if it is in a subfolder.
     """

@@ -117,8 +117,7 @@ class CascadeSession(Session):
         """Drafts of the session below after the held tokens, no longer than needed, for texts that can continue.
 
         The model itself adds one token. Nothing drafted is dropped later: sampling requires that a chain's length
-        depends
-        only on the tokens before its end.
+        depends only on the tokens before its end.
         """
         lower_asks, news = [], []
         for ask in asks:

@@ -51,10 +51,9 @@ class HeldChain:
     def add(self, draft: DraftTree, logits: torch.Tensor, choice: Choice) -> None:
         """Verifies a draft, a chain after the held tokens; adds the accepted tokens and the model's next token.
 
-        A sampled draft is verified by rejection, any other by the model's choice. Either way a token is distributed by
-        its
-        entry in `steps`, whatever was drafted, which makes these the q of the next level ("Hierarchical speculative
-        decoding"). `logits` are `[nodes, V]` at the draft's nodes, root included.
+        A sampled draft is verified by rejection, any other by the model's choice. Either way a token is distributed
+        by its entry in `steps`, whatever was drafted, which makes these the q of the next level ("Hierarchical
+        speculative decoding"). `logits` are `[nodes, V]` at the draft's nodes, root included.
         """
         steps: dict[int, torch.Tensor] = {}
 

@@ -157,9 +157,8 @@ class Plan:
 def verified(lower: Handed, acceptance: Acceptance, forward: Curve, name: str, tokens: int) -> Handed:
     """Returns what a middle model passes up once it holds at least `tokens` tokens of the level below.
 
-    A round adds 1 + j tokens with the probability that exactly j tokens are accepted. The distribution of held tokens
-    is
-    followed from round to round. `acceptance` and `forward` are the model's.
+    A round adds 1 + j tokens with the probability that exactly j tokens are accepted. The distribution of held
+    tokens is followed from round to round. `acceptance` and `forward` are the model's.
     """
     gains: dict[int, float] = defaultdict(float)
     for length, share in lower.lengths.items():

@@ -114,10 +114,9 @@ def seconds_of(notes: Sequence[Note], depth: int) -> float:
 
 
 def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
-    """Returns the seconds of a causal language model's forwards over a few tokens after a text, as a middle model
-    reads.
+    """Returns the seconds of a causal language model's forwards over a few tokens after a text.
 
-    Raises a ValueError if the model cannot take tokens back.
+    They are read as by a middle model. Raises a ValueError if the model cannot take tokens back.
     """
     drafter = CausalLMDrafter(model)
     drafter.check(model)

@@ -22,10 +22,9 @@ _LOOK_UP = 1e-4  # seconds of a draft by n-grams
 
 
 def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int = 2) -> Curve:
-    """Returns the seconds of a model's forwards after `length` tokens: bound by reading weights and text, then by
-    compute.
+    """Returns the seconds of a model's forwards after `length` tokens, bound by memory and then by compute.
 
-    `bytes_per_weight` counts for keys and values too.
+    Memory reads are of weights, keys and values, all of `bytes_per_weight`.
     """
     sizes = config.get_text_config()
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
@@ -99,8 +98,7 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
 
 
 def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
-    """Returns the arithmetic of the best single drafter and of the best hierarchy, and the acceptance a hierarchy
-    needs.
+    """Returns the arithmetic of the best single drafter and the best hierarchy, and the acceptance that one needs.
 
     `other` is the speed-up of another drafter that a hierarchy must beat too.
     """

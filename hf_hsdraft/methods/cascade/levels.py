@@ -41,9 +41,8 @@ class SupposingSession(Protocol):
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Continues from tokens that may be taken back: another model has chosen them, the target has not seen them.
 
-        They follow what was observed, and hold until the next news of the same text, supposed or observed. A session
-        that
-        reads hidden states gets those of the supposed tokens too, and must get them before each draft.
+        They follow what was observed, and hold until the next news of the same text, supposed or observed. A
+        session that reads hidden states gets those of the supposed tokens too, and must get them before each draft.
         """
 
 

@@ -43,9 +43,8 @@ class LMReader:
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Returns logits `[n, V]` after the last n tokens of each text, in one forward if the model can.
 
-        Texts include drafted tokens; `counts` holds n, at least 1. Cached tokens that match a text are not read again;
-        the
-        others are taken back.
+        Texts include drafted tokens; `counts` holds n, at least 1. Cached tokens that match a text are not read
+        again; the others are taken back.
         """
         logits: dict[int, torch.Tensor] = {}
         for group in self._groups:

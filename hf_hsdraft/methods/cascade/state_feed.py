@@ -21,9 +21,8 @@ class StateFeed:
     def tell(self, row: int, settled: Sequence[int], held: Sequence[int]) -> bool:
         """Feeds the session a text; returns whether it knows all of it, so that it can draft.
 
-        With tokens x_i, the model's state h_i goes with x_{i+1}. Pairs within `settled`, which the target has accepted,
-        are
-        observed; those with `held` tokens are supposed.
+        With tokens x_i, the model's state h_i goes with x_{i+1}. Pairs within `settled`, which the target has
+        accepted, are observed; those with `held` tokens are supposed.
         """
         text = [*settled, *held]
         states = self._reader.states(row, text)[: len(text) - 1]

@@ -177,10 +177,10 @@ GENERATED: dict[str, Callable[[random.Random], Item]] = {
 
 
 def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Item]:
-    """Returns at most `count` distinct items of a task, the same for a seed; `without` are digests of excluded
-    questions.
+    """Returns at most `count` distinct items of a task, the same for a seed.
 
-    A task may have fewer: there are 324 questions for sums of two digits. Raises a ValueError for an unknown task.
+    A task may have fewer: there are 324 questions for sums of two digits. `without` are digests of excluded questions.
+    Raises a ValueError for an unknown task.
     """
     if task not in GENERATED:
         raise ValueError(f"no task {task!r}: expected some of {', '.join(GENERATED)}")
@@ -226,9 +226,8 @@ def items_of(
 ) -> list[Item]:
     """Returns at most `count` items of each generated task and of each task in the files.
 
-    `without` are digests of excluded questions. Raises a ValueError as `make_items` and `read_items` do, or if no item
-    is
-    left.
+    `without` are digests of excluded questions. Raises a ValueError as `make_items` and `read_items` do, or if no
+    item is left.
     """
     found = [item for task in tasks for item in make_items(task, count, seed, without)]
     for path in files:

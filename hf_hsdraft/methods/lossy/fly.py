@@ -14,8 +14,7 @@ class FLy(Relaxed):
     """Lossy. The rule of "Training-Free Loosely Speculative Decoding" (arXiv:2511.22972).
 
     A mismatch is a node after which the target's choice was not drafted. Its best child, the one that the drafter
-    expects
-    the target to choose, is accepted instead if
+    expects the target to choose, is accepted instead if
 
     1. the target is uncertain: the entropy of its distribution there, over log |V|, is above `fly_entropy`;
     2. the next `fly_window` choices of the target after that child were all drafted.

@@ -32,10 +32,9 @@ _REMEDY = "expected a file that `hsdraft train-verifier` wrote"
 class PivotClassifier(nn.Module):
     """Detects pivots: drafted tokens after which a text ends worse than after the target's choice.
 
-    "Pivot-Aware Speculative Decoding" (arXiv:2511.00351). A hidden state of the target after reading the drafted token
-    goes through a linear layer, as do the entropy before it and its probability. Both together go through a ReLU layer
-    to
-    two logits: no pivot, pivot.
+    "Pivot-Aware Speculative Decoding" (arXiv:2511.00351). A hidden state of the target after reading the drafted
+    token goes through a linear layer, as do the entropy before it and its probability. Both together go through a
+    ReLU layer to two logits: no pivot, pivot.
 
     Args:
         width: size of the hidden state.
@@ -116,10 +115,9 @@ def _loaded(path: Path, changed: int) -> PivotClassifier:
 class Pivot(Relaxed):
     """Lossy. The rule of "Pivot-Aware Speculative Decoding" (arXiv:2511.00351).
 
-    A drafted token is accepted in place of the target's choice if the classifier's probability that it is a pivot is
-    below `pivot_threshold`, and the target's probability of the token is at least 0.0001. The classifier is stored
-    beside
-    the drafter. `hsdraft train-verifier` trains it for a target and for tasks with a checker.
+    A drafted token is accepted in place of the target's choice if the classifier's probability that it is a pivot
+    is below `pivot_threshold`, and the target's probability of the token is at least 0.0001. The classifier is
+    stored beside the drafter. `hsdraft train-verifier` trains it for a target and for tasks with a checker.
 
     With `pivot_threshold=0` the rule is exact.
     """
@@ -205,10 +203,7 @@ def _differ(one: str, other: str) -> bool:
 
 
 def tap_of(layers: int) -> int:
-    """Returns the hidden state that a new classifier reads for a target of `layers` layers: the eighth from the end, as
-    in
-    the paper.
-    """
+    """Returns the hidden state that a new classifier reads: the eighth from the end, as in the paper."""
     if not is_integer(layers) or layers < 1:
         raise ValueError(f"layers={layers!r} is invalid: expected an integer of 1 or more")
     return max(layers + 1 - 8, 1)

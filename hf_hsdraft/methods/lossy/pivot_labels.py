@@ -16,9 +16,8 @@ from .quality_log import digest, model_digest
 class Labels:
     """A JSONL file: first what labels depend on besides their mismatch, then one label a line.
 
-    Runs with other questions or another drafter may share the file: only labels of equal mismatches are used. A `path`
-    of
-    None keeps nothing.
+    Runs with other questions or another drafter may share the file: only labels of equal mismatches are used. A
+    `path` of None keeps nothing.
     """
 
     path: Path | None = None

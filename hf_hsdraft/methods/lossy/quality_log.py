@@ -23,9 +23,8 @@ from .quality import Answer
 class AnswerLog:
     """A JSONL file: first what the answers depend on, see `run_of`, then a line per question with those of all systems.
 
-    `known` holds answers by way of decoding, place of the question, and system. A `path` of None keeps nothing. Raises
-    a
-    ValueError if the file holds something else, or answers of another run.
+    `known` holds answers by way of decoding, place of the question, and system. A `path` of None keeps nothing.
+    Raises a ValueError if the file holds something else, or answers of another run.
     """
 
     def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
@@ -71,8 +70,7 @@ def model_digest(model: Any) -> str:
     """Returns a digest of what a target's or drafter's answers depend on, whatever its name and path.
 
     It covers weights, generation options, the document of a drafter without weights, the levels of a cascade, and
-    weight
-    files beside a drafter's, such as a verifier's. Offloaded weights are skipped.
+    weight files beside a drafter's, such as a verifier's. Offloaded weights are skipped.
     """
     found = hashlib.sha256()
     options = {**model.generation_config.to_dict(), "transformers_version": None}

@@ -78,10 +78,9 @@ class FirstLayers:
     def draft(self, depths: Sequence[int]) -> Iterator[None]:
         """Reads nodes after the texts inside the context; restores the cache at the end.
 
-        `depths` are of each row: nodes of smaller depths are read, none for 0. Deeper nodes may be read for the sake of
-        other
-        rows. They are read as idle nodes, at a position that the target has; the results mean nothing and are not
-        reused.
+        `depths` are of each row: nodes of smaller depths are read, none for 0. Deeper nodes may be read for the
+        sake of other rows. They are read as idle nodes, at a position that the target has; the results mean nothing
+        and are not reused.
         """
         self._depths = on_device(list(depths), device_of(self._call.target))
         self._read = None
@@ -120,9 +119,9 @@ class FirstLayers:
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for one tree per row, as from `read_trees`; `None` if nothing was read ahead.
 
-        The first time a target's layers are split, both ways are run, and again once texts outgrow the validity of a
-        trial.
-        Where they differ by more than rounding, nothing is reused from then on. `columns` is the width of the forward.
+        The first time a target's layers are split, both ways are run, and again once texts outgrow the validity of
+        a trial. Where they differ by more than rounding, nothing is reused from then on. `columns` is the width of
+        the forward.
         """
         read, self._read = self._read, None
         self.verified += sum(map(len, trees)) * decoder_layers(text_config(self._call.target))

@@ -70,9 +70,8 @@ class ImitationNetwork(StateNetwork):
     ) -> DrafterOutput:
         """Predicts along many chains of packed texts, each token after the text's own.
 
-        A draft begins with the token after position i, which the first layers read. So its first prediction comes from
-        the
-        state at position i + 1, and that of depth d from the state at i + 1 + d.
+        A draft begins with the token after position i, which the first layers read. So its first prediction comes
+        from the state at position i + 1, and that of depth d from the state at i + 1 + d.
 
         Args:
             taps: `[T, D]`, the target's hidden states after its first n layers.
@@ -81,8 +80,7 @@ class ImitationNetwork(StateNetwork):
             num_rolled: number of chains, the first of `starts`, with predictions beyond the first depth; `None` for
                 all.
             labels: for training, passed to `loss_function(drafter, hidden_states, labels)`. Computed here so that
-                wrappers
-                of the forward (data parallel, sharded, mixed precision) see all that is trained.
+                wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
         """
         last = len(taps) - 1
         starts = torch.tensor([last - 1], device=taps.device) if starts is None else starts

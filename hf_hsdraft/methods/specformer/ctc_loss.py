@@ -29,10 +29,9 @@ _MOST = 60.0  # nats of a label that frames have no room for; measured, not trai
 class CTCLoss:
     """The loss, called as the drafter's `loss_function` inside its forward.
 
-    Statistics by depth are of a draft after the preceding labels: the divergence is the cross-entropy with the label,
-    and
-    accuracy is that of the first choice. `teacher_head`, `[V', D]`, holds the target's output rows of the draft
-    vocabulary; `num_labels` is at most the number of frames.
+    Statistics by depth are of a draft after the preceding labels: the divergence is the cross-entropy with the
+    label, and accuracy is that of the first choice. `teacher_head`, `[V', D]`, holds the target's output rows of
+    the draft vocabulary; `num_labels` is at most the number of frames.
     """
 
     weights: TargetWeights

@@ -22,9 +22,8 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
     """A drafter that computes all slots at once, after attention over the accepted positions ("SpecFormer").
 
     A draft takes one forward of two attentions and a feed-forward block, whatever its depth and the batch size. The
-    drafter holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call, so
-    one
-    drafter may serve several threads.
+    drafter holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call,
+    so one drafter may serve several threads.
     """
 
     takes_tree_builders = True

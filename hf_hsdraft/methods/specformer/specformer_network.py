@@ -91,12 +91,10 @@ class SpecFormerNetwork(StateNetwork):
             position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
             starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
             document_ids: `[T]`, int64; pairs of other documents are not seen. `None` for a single document.
-            num_rolled: number of chains, the first of `starts`, with all slots computed; `None` for all. The others get
-                only
-                the first slot.
+            num_rolled: number of chains, the first of `starts`, with all slots computed; `None` for all. The others
+                get only the first slot.
             labels: for training, passed to `loss_function(drafter, hidden_states, labels)`. Computed here so that
-                wrappers
-                of the forward (data parallel, sharded, mixed precision) see all that is trained.
+                wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
         """
         window, part = self.config.sliding_window, self.context_attn
         texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, window, 1)

@@ -26,8 +26,7 @@ class SpecFormerSession(ParallelSession):
     """Drafts trees (or chains) for the texts of a batch, the slots of all of them in one forward.
 
     Keys and values of the accepted positions are kept. Only the last position attends to them; the outputs of the
-    others
-    would never be used. Best trees use `foresight`, sampled ones do not.
+    others would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
     drafter: SpecFormerNetwork

@@ -43,8 +43,7 @@ class SteeringSizes:
         """Returns the sizes for a drafter's language model and its target.
 
         `taps` defaults to one low, one middle and one high hidden state. Raises a ValueError if the drafter has no
-        gated
-        feed-forward blocks, or the target no such hidden states.
+        gated feed-forward blocks, or the target no such hidden states.
         """
         config = text_config(target)
         layers = decoder_layers(config)

@@ -23,8 +23,8 @@ class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
     """A steered language model with the forward of training.
 
     A token of the text at position j is read with the vector of position j - 1, like accepted tokens. The token at
-    depth
-    d of the chain at position i is read with the vector of position i, which is d + 1 positions old, as in a draft.
+    depth d of the chain at position i is read with the vector of position i, which is d + 1 positions old, as in a
+    draft.
     """
 
     apart = True
