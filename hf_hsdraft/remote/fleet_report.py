@@ -16,14 +16,14 @@ _SESSIONS = (1, 4, 16, 64, 256, 1024)
 
 
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
-    """Returns the costs that a bench has measured.
+    """Returns the costs that a benchmark has measured.
 
     Args:
-        path: JSON that `python benchmarks/remote_sessions.py` wrote.
-        others: what it does not say: memory.
+        path: JSON written by `python benchmarks/remote_sessions.py`.
+        others: supplies `free_bytes`, which the file lacks.
 
     Raises:
-        ValueError: there is no such file, or it is none of that bench.
+        ValueError: the file is missing, or not written by that benchmark.
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}; `python benchmarks/remote_sessions.py` writes one")
@@ -37,7 +37,7 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
 
 
 def costs_of_status(status: dict[str, Any]) -> ServerCosts:
-    """Returns the costs in what a server says at `/status`."""
+    """Returns the costs in a server's `/status`."""
     batches = status["batches"]
     names = ("forwards", "columns", "columns_squared", "verify_seconds", "columns_seconds")
     fixed, slope = fitted_line([float(batches[name]) for name in names])
@@ -46,13 +46,10 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
 
 
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
-    """Prints what devices get of one server, by their number.
+    """Prints a table of performance by number of devices.
 
     Args:
-        server: what its forwards cost.
-        load: what a device does.
         least: tokens per second that each device should get.
-        console: to print to.
     """
     table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
     plain = plain_load(load)

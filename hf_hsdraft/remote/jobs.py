@@ -1,4 +1,4 @@
-"""What texts wait for, and what becomes of it."""
+"""Jobs of the thread that runs the target, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from .verified_text import VerifiedText
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a tree.
+    """Outcome of verifying a tree.
 
     Attributes:
         tokens: emitted.
-        drafted: number of these that the tree held.
-        reach: how deep the next draft may be.
-        finished: whether the text has ended.
-        taps: hidden states of the positions read, as they are sent.
+        drafted: number of these that were in the tree.
+        reach: maximum depth of the next draft.
+        taps: packed hidden states of the positions read.
         batch: number of texts in the forward.
-        seconds: that it took.
+        seconds: duration of the forward.
     """
 
     tokens: list[int]
@@ -36,10 +35,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class PieceRead:
-    """What became of a piece of a prompt.
+    """Outcome of reading a piece of a prompt.
 
     Attributes:
-        taps: hidden states that are wanted of it, as they are sent.
+        taps: packed hidden states that the device wants of it.
         first: the first token, after the last piece.
     """
 
@@ -49,13 +48,12 @@ class PieceRead:
 
 @dataclass(frozen=True)
 class Job:
-    """Something that a text waits for.
+    """One step of a text.
 
     Attributes:
-        text: the text.
-        tree: to verify; `None` to read the next piece of the prompt, and after the last one to emit the first token.
-        done: told of the outcome: what became of the tree or of the piece, or the error.
-        came: when it came in.
+        tree: to verify; `None` to read the next piece of the prompt, and emit the first token after the last one.
+        done: called with the outcome: `Verified`, `PieceRead` or the error.
+        came: time of arrival, by `time.monotonic`.
     """
 
     text: VerifiedText

@@ -25,10 +25,10 @@ R = TypeVar("R", bound=Message)
 
 
 class LinkLost(OSError):
-    """The connection has ended, or could not be made. A new one may work.
+    """The connection has ended, or could not be made. Reconnecting may work.
 
     Attributes:
-        code: that the connection was closed with; `None` where it was not closed in order.
+        code: close code; `None` if the connection was not closed in order.
     """
 
     def __init__(self, message: str = "", code: int | None = None) -> None:
@@ -37,11 +37,11 @@ class LinkLost(OSError):
 
 
 class ServerRefused(RuntimeError):
-    """The server does not do what it was asked for.
+    """The server refused a request.
 
     Attributes:
         reason: a word, see `Refused`.
-        retry_seconds: when it may do so; 0 where trying again is of no use.
+        retry_seconds: when to retry; 0 where that is of no use.
     """
 
     def __init__(self, reason: str, message: str, retry_seconds: float = 0.0) -> None:
@@ -52,12 +52,12 @@ class ServerRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and what it wants to see.
+    """URL and credentials of a server.
 
     Attributes:
         url: `ws://` or `wss://`.
-        token: bearer token; empty for none. It is in no text that this object makes of itself.
-        tls: for encrypted connections; `None` for the machine's own certificates.
+        token: bearer token; empty for none. It never appears in the repr.
+        tls: for encrypted connections; `None` for the machine's certificates.
     """
 
     url: str
@@ -66,10 +66,10 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
-        """Checks and completes what a user gives.
+        """Validates and normalises what a user gives.
 
         Raises:
-            ValueError: the address is none, or the token would be sent unencrypted over a network.
+            ValueError: the address is invalid, or the token would be sent unencrypted over a network.
         """
         parts = urllib.parse.urlsplit(url)
         if "@" in url or parts.query:
@@ -92,16 +92,15 @@ class Link:
     """One connection.
 
     Args:
-        address: of the server.
-        timeout: seconds that an answer may take.
+        timeout: seconds to wait for an answer.
 
     Attributes:
-        hello: what the server said first.
-        sent, received: bytes of all messages, without the few that frames add.
+        hello: the server's first message.
+        sent, received: bytes of all messages, without WebSocket framing.
 
     Raises:
         LinkLost: no connection could be made.
-        ServerRefused: the server does not take it.
+        ServerRefused: the server refuses the connection.
     """
 
     def __init__(self, address: Address, timeout: float = 60.0) -> None:
@@ -122,7 +121,7 @@ class Link:
                     close_timeout=1.0,
                     max_size=MOST_ANSWER,
                     user_agent_header=None,
-                    proxy=None if here else True,  # what is said to this machine does not leave it
+                    proxy=None if here else True,  # no proxy for connections to this machine
                     logger=silent_logger(),
                 )
             )
@@ -152,7 +151,7 @@ class Link:
 
         Raises:
             LinkLost: the connection has ended.
-            ServerRefused: it has ended because of a message.
+            ServerRefused: the server closed it because of a message.
         """
         data = encode(message)
         try:
@@ -165,9 +164,9 @@ class Link:
         """Returns the next message.
 
         Raises:
-            LinkLost: the connection has ended, or nothing comes.
-            ServerRefused: it is a refusal.
-            WireError: it is none of these kinds.
+            LinkLost: the connection has ended, or timed out.
+            ServerRefused: the message is a refusal.
+            WireError: the message is of another kind.
         """
         try:
             data = self._socket.recv(self._timeout)
@@ -191,16 +190,17 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection has not ended, as far as is known."""
+        """Whether the connection is open, as far as is known."""
         return self._socket.state is State.OPEN
 
     def close(self) -> None:
-        """Ends the connection."""
         self._closing.close()
 
 
 def _ended(error: Exception) -> Exception:
-    """The error for a connection that has ended: a new one works, unless the same messages would end it too."""
+    """The error for an ended connection: `LinkLost` if reconnecting may work, `ServerRefused` if the same messages
+    would end it again.
+    """
     closed = (error.rcvd or error.sent) if isinstance(error, ConnectionClosed) else None
     if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
         return ServerRefused("size", "a message is larger than is taken here or there")
@@ -210,7 +210,7 @@ def _ended(error: Exception) -> Exception:
 
 
 def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
-    """The error for an answer to the handshake that is no connection."""
+    """The error for a failed handshake."""
     if status == 401:
         return ServerRefused("token", "the server wants a bearer token, or another one: give token=...")
     if status == 503:

@@ -1,4 +1,4 @@
-"""How long a device waits for a server that is not there or has no room."""
+"""How long a device retries a server that is unreachable or overloaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
 
 
 class Patience:
-    """Waits between tries, longer each time, until it ends.
+    """Waits between tries, doubling the pause.
 
     Args:
-        seconds: of all tries together; with 0 the first error is raised.
+        seconds: limit over all tries; with 0 the first error is raised.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -21,8 +21,8 @@ class Patience:
         """Waits until the next try; returns the seconds.
 
         Args:
-            error: of the last try; raised if the patience ends before the next one.
-            least: seconds before which another try is of no use.
+            error: raised if the limit would be exceeded.
+            least: minimum of the pause, in seconds.
         """
         seconds = max(self._pause, least)
         if time.monotonic() + seconds > self._end:
