@@ -24,7 +24,6 @@ class Arrivals:
         self._habits: weakref.WeakKeyDictionary[VerifiedText, _Habit] = weakref.WeakKeyDictionary()
 
     def answered(self, text: VerifiedText, now: float) -> None:
-        """Notes the answer to a text that has not ended."""
         self._habits.setdefault(text, _Habit()).answered = now
 
     def asked(self, text: VerifiedText, now: float) -> None:

@@ -43,14 +43,7 @@ class DeviceGone(Exception): ...
 
 
 class Desk:
-    """State that all connections of a server share.
-
-    Args:
-        tokenizer: the target's; `None` if there is none.
-        tables: the rows that drafters borrow.
-        longest: maximum number of tokens of a text.
-        vocab_size: size of the target's logits.
-    """
+    """State that all connections of a server share; `tables` are the rows that drafters borrow."""
 
     def __init__(
         self,
@@ -68,11 +61,7 @@ class Desk:
 
 
 class Conversation:
-    """The messages of one connection.
-
-    Args:
-        send: sends a message; raises `DeviceGone` if it cannot.
-    """
+    """The messages of one connection; `send` raises `DeviceGone` if it cannot send."""
 
     def __init__(self, desk: Desk, send: Send, is_open: Callable[[], bool]) -> None:
         self._desk, self._send, self._is_open = desk, send, is_open
@@ -88,11 +77,7 @@ class Conversation:
         }
 
     async def answer(self, message: Message) -> None:
-        """Processes a message and sends the reply, if there is one.
-
-        Raises:
-            DeviceGone: the connection has ended.
-        """
+        """Processes a message and sends the reply, if there is one; raises `DeviceGone`."""
         try:
             reply = await self._steps[type(message)](message)
         except DeviceGone:
@@ -156,7 +141,6 @@ class Conversation:
                 return read.first
 
     async def _outcome(self, text: VerifiedText) -> PieceRead | Exception:
-        """Reads the next piece of a prompt."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[PieceRead | Exception] = loop.create_future()
 

@@ -16,11 +16,7 @@ _SESSIONS = (1, 4, 16, 64, 256, 1024)
 
 
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
-    """Returns the costs that a benchmark has measured.
-
-    Args:
-        path: JSON written by `python benchmarks/remote_sessions.py`.
-        others: supplies `free_bytes`, which the file lacks.
+    """Returns the costs in the JSON that `python benchmarks/remote_sessions.py` wrote, with `free_bytes` from `others`.
 
     Raises:
         ValueError: the file is missing, or not written by that benchmark.
@@ -37,7 +33,6 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
 
 
 def costs_of_status(status: dict[str, Any]) -> ServerCosts:
-    """Returns the costs in a server's `/status`."""
     batches = status["batches"]
     names = ("forwards", "columns", "columns_squared", "verify_seconds", "columns_seconds")
     fixed, slope = fitted_line([float(batches[name]) for name in names])
@@ -46,11 +41,7 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
 
 
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
-    """Prints a table of performance by number of devices.
-
-    Args:
-        least: tokens per second that each device should get.
-    """
+    """Prints a table of performance by number of devices; each should get `least` tokens per second."""
     table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
     plain = plain_load(load)
     for sessions in _SESSIONS:

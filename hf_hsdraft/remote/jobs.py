@@ -35,12 +35,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class PieceRead:
-    """Outcome of reading a piece of a prompt.
-
-    Attributes:
-        taps: packed hidden states that the device wants of it.
-        first: the first token, after the last piece.
-    """
+    """Outcome of reading a piece of a prompt: packed hidden states, and the first token after the last piece."""
 
     taps: bytes
     first: Verified | None

@@ -48,13 +48,11 @@ class JoinedLayer(DynamicLayer):
         return self._longest + self._read
 
     def keep(self, row: int, nodes: slice | torch.Tensor) -> None:
-        """Appends some of the new slots to the layer of a text."""
         if self._read:
             self._held[row].update(*(states[row : row + 1, :, nodes] for states in (self.keys, self.values)))
 
 
 def joined_cache(caches: Sequence[DynamicCache]) -> Cache:
-    """Returns one cache over several texts."""
     return Cache(layers=[JoinedLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)])
 
 

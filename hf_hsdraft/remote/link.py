@@ -68,8 +68,7 @@ class Address:
     def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
         """Validates and normalises what a user gives.
 
-        Raises:
-            ValueError: the address is invalid, or the token would be sent unencrypted over a network.
+        Raises a ValueError if the address is invalid, or the token would be sent unencrypted over a network.
         """
         parts = urllib.parse.urlsplit(url)
         if "@" in url or parts.query:
@@ -89,18 +88,11 @@ class Address:
 
 
 class Link:
-    """One connection.
-
-    Args:
-        timeout: seconds to wait for an answer.
+    """One connection; raises `LinkLost` or `ServerRefused` if it cannot be made.
 
     Attributes:
         hello: the server's first message.
         sent, received: bytes of all messages, without WebSocket framing.
-
-    Raises:
-        LinkLost: no connection could be made.
-        ServerRefused: the server refuses the connection.
     """
 
     def __init__(self, address: Address, timeout: float = 60.0) -> None:
@@ -147,11 +139,8 @@ class Link:
             raise
 
     def send(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises:
-            LinkLost: the connection has ended.
-            ServerRefused: the server closed it because of a message.
+        """Sends a message; raises `LinkLost`, or `ServerRefused` if the server closed the connection because of a
+        message.
         """
         data = encode(message)
         try:
@@ -190,7 +179,6 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open, as far as is known."""
         return self._socket.state is State.OPEN
 
     def close(self) -> None:
@@ -210,7 +198,6 @@ def _ended(error: Exception) -> Exception:
 
 
 def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
-    """The error for a failed handshake."""
     if status == 401:
         return ServerRefused("token", "the server wants a bearer token, or another one: give token=...")
     if status == 503:

@@ -13,19 +13,12 @@ _IDLE_LINKS = 4  # kept for later calls
 
 
 class LinkPool:
-    """Connections to a server.
+    """Connections to a server; raises `LinkLost` or `ServerRefused` if it cannot connect.
 
     Args:
         patience: seconds to retry a lost connection or an overloaded server. The first connection retries only an
             overload: the address may be wrong.
         timeout: seconds to wait for an answer.
-
-    Attributes:
-        hello: the server's first message.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server refuses the connection.
     """
 
     def __init__(self, address: Address, patience: float, timeout: float) -> None:
@@ -38,9 +31,7 @@ class LinkPool:
     def take(self) -> Link:
         """Returns a connection that no other call uses.
 
-        Raises:
-            LinkLost: there is none.
-            ServerRefused: the server refuses it, or its target has changed.
+        Raises `LinkLost`, or `ServerRefused`, also if the server's target has changed.
         """
         while True:
             with self._lock:
@@ -59,7 +50,6 @@ class LinkPool:
         return link
 
     def give_back(self, link: Link) -> None:
-        """Keeps a connection for later calls, or closes it."""
         with self._lock:
             keep = len(self._idle) < _IDLE_LINKS
             if keep:
@@ -83,7 +73,6 @@ class LinkPool:
         return _patiently(once, self.patience, (LinkLost, ServerRefused))
 
     def close(self) -> None:
-        """Closes idle connections."""
         with self._lock:
             links, self._idle = self._idle, []
         for link in links:

@@ -14,12 +14,7 @@ from .workers import on_own_thread
 
 
 class Lookups:
-    """Answers lookups of all connections.
-
-    Args:
-        tokenizer: the target's; `None` if there is none.
-        tables: the rows that drafters borrow.
-    """
+    """Answers lookups of all connections."""
 
     def __init__(self, tokenizer: Any, tables: ServedTables) -> None:
         self._tokenizer, self._tables = tokenizer, tables

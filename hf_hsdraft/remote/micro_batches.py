@@ -36,10 +36,7 @@ class BatchStatistics:
     """Totals since the thread began.
 
     Attributes:
-        forwards: number of verifying forwards.
         sizes: number of forwards by number of texts.
-        tokens: emitted.
-        prompt_tokens, prompt_seconds: of reading prompts.
         verify_seconds: of all verifying forwards, updating the caches included.
         columns, columns_squared, columns_seconds: sums over forwards; columns are texts times the nodes of the largest
             tree. The line of costs is fitted to them.
@@ -58,7 +55,6 @@ class BatchStatistics:
     failures: int = 0
 
     def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
-        """Counts a verifying forward."""
         columns = texts * nodes
         self.forwards += 1
         self.sizes[texts] = self.sizes.get(texts, 0) + 1
@@ -78,7 +74,7 @@ class BatchStatistics:
 
 
 class MicroBatches:
-    """The thread that runs the target.
+    """The thread that runs the target. `running`: whether it takes jobs.
 
     Args:
         most: maximum number of texts in a forward.
@@ -86,9 +82,6 @@ class MicroBatches:
         wait_seconds: how long a batch waits for any text that is away. `None` for half the duration of the last
             forward, and only for texts that usually return so soon.
         piece: tokens of a prompt that are read at once.
-
-    Attributes:
-        running: whether the thread takes jobs.
     """
 
     def __init__(
@@ -125,7 +118,6 @@ class MicroBatches:
         self._thread.join()
 
     def status(self) -> dict[str, Any]:
-        """Returns a snapshot of the statistics."""
         with self._lock:
             return dataclasses.asdict(self._statistics)
 
@@ -177,7 +169,6 @@ class MicroBatches:
         return batch
 
     def _patience(self, now: float, deadline: float) -> float:
-        """Seconds to wait for one more text."""
         if self._wait is None:
             known = self._arrivals.next(now, deadline)
             return 0.0 if known is None else max(known - now, 0.0)

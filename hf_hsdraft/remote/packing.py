@@ -36,11 +36,7 @@ def packed_states(states: torch.Tensor) -> bytes:
 
 
 def unpacked_states(data: bytes | bytearray, width: int) -> torch.Tensor:
-    """Unpacks vectors `[n, width]`, bfloat16.
-
-    Raises:
-        WireError: the size is not a multiple of a vector's.
-    """
+    """Unpacks vectors `[n, width]`, bfloat16; raises a WireError for a fraction of a vector."""
     if len(data) % max(2 * width, 1) or (data and not width):
         raise WireError(f"{len(data)} bytes are no vectors of {width} numbers")
     if not data:
@@ -54,11 +50,7 @@ def packed_tree(number: int, tree: DraftTree) -> Draft:
 
 
 def unpacked_tree(draft: Draft, vocab_size: int) -> DraftTree:
-    """Returns the tree in a message; `vocab_size` bounds its tokens.
-
-    Raises:
-        WireError: it is not a valid draft tree; the text says why.
-    """
+    """Returns the tree in a message; raises a WireError that says what is wrong with it."""
     tokens, parents = unpacked_ints(draft.tokens), unpacked_ints(draft.parents, "h")
     if not 1 <= len(tokens) <= MOST_NODES or len(parents) != len(tokens):
         raise WireError(f"a draft came in with {len(tokens)} tokens and {len(parents)} parents")

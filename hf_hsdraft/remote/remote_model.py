@@ -51,15 +51,7 @@ class RemoteOutput:
 class RemoteModel:
     """A remote target, made by `connect`. Threads may share it: each call has its own connection.
 
-    Args:
-        patience, timeout: see `LinkPool`.
-
-    Attributes:
-        config: the target's text configuration.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server refuses the connection.
+    Raises `LinkLost` or `ServerRefused` if it cannot connect.
     """
 
     def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
@@ -128,7 +120,6 @@ class RemoteModel:
     def _decode(
         self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
     ) -> DraftStatistics:
-        """Decodes to the end and gives the connection back."""
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
@@ -197,8 +188,7 @@ class RemoteModel:
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
         """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer.
 
-        Raises:
-            ValueError: they are not integers, or more than a text of this server has.
+        Raises a ValueError if they are not integers, or more than a text of this server has.
         """
         tokens = _tensor(ids).flatten().tolist()
         if not all(map(is_integer, tokens)):
@@ -212,7 +202,6 @@ class RemoteModel:
         return self._links.ask(lambda link: link.ask(Rows(table, first, count), RowData).states)
 
     def close(self) -> None:
-        """Closes idle connections."""
         self._links.close()
 
     def __enter__(self) -> RemoteModel:

@@ -35,17 +35,9 @@ def decode_rounds(
     keeper: StatisticsKeeper,
     observers: Sequence[Observer],
 ) -> None:
-    """Runs the prompt and all rounds of a text.
+    """Runs the prompt and all rounds of a text; without a drafter the server decodes by itself.
 
-    Args:
-        drafter: `None` where the server decodes by itself.
-        call: what the drafter is called with.
-        keeper: collects the statistics.
-        observers: notified of each round, the prompt's included.
-
-    Raises:
-        LinkLost: the connection was lost for longer than the patience.
-        ServerRefused: the server refuses.
+    Raises `LinkLost` if the connection was lost for longer than the patience, or `ServerRefused`.
     """
     keeper.began()
     first = target.open()

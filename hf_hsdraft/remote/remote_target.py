@@ -28,9 +28,7 @@ class RemoteCall:
     """Settings of one text.
 
     Attributes:
-        connect: makes a connection.
         ids: the prompt.
-        seed: of the sampling.
         options: of `generate()`.
         taps: layers whose hidden states the drafter reads.
         most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
@@ -78,10 +76,6 @@ class RemoteTarget:
     Args:
         draft: drafting options; `None` without a drafter.
         width: size of a hidden state.
-
-    Attributes:
-        tokens: of the text so far.
-        forwards: number of the target's forwards for this text, the prompt's included.
     """
 
     def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int) -> None:
@@ -96,7 +90,6 @@ class RemoteTarget:
         self._waits = False  # for an answer
 
     def open(self) -> News:
-        """Sends the prompt; returns the news of it."""
         news = self._persistently(lambda: self._opened(self._taps_from))
         self.statistics.prompt_received = self.statistics.received
         earlier = self._call.ids[-TUNING.most_known :]

@@ -61,11 +61,7 @@ class ServerLimits:
 
 
 class Overloaded(Exception):
-    """There is no room for another text now.
-
-    Attributes:
-        retry_seconds: when there may be.
-    """
+    """There is no room for another text now; there may be in `retry_seconds`."""
 
     def __init__(self, message: str, retry_seconds: float) -> None:
         super().__init__(message)
@@ -131,12 +127,7 @@ class Sessions:
         return sum(each.size for each in self._by_name.values())
 
     def open(self, text: VerifiedText, holder: object) -> ServedSession:
-        """Adds a text.
-
-        Raises:
-            Overloaded: there is no room for it now.
-            ValueError: it exceeds the server's limits.
-        """
+        """Adds a text; raises `Overloaded` if there is no room now, or a ValueError if it exceeds the limits."""
         tokens = text.most_tokens()
         size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with spare room
         size += 2 * min(tokens, self.limits.piece) * text.position_bytes  # of a piece, as read and as sent

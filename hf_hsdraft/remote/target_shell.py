@@ -14,17 +14,7 @@ from .messages import INPUT, OUTPUT, Hello
 
 
 class TargetShell:
-    """A target without layers.
-
-    Args:
-        tables: rows by `INPUT` and `OUTPUT`; `None` for drafters that borrow none.
-        device: of the rows.
-
-    Attributes:
-        config: the target's text configuration.
-        dtype: of its weights.
-        generation_config: None; each call passes its options.
-    """
+    """A target without layers; `tables` are `None` for drafters that borrow no rows."""
 
     training = False
     generation_config = None

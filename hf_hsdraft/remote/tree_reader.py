@@ -65,7 +65,6 @@ class TreeReader:
 
     Attributes:
         longest: text length up to which the target reads every token alike.
-        vocab_size: size of its logits.
 
     Raises:
         DraftingRefused: this target cannot read trees of several texts in one forward.
@@ -131,11 +130,7 @@ class TreeReader:
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
         """Reads the next tokens `[1, n]` of a prompt into a cache.
 
-        Args:
-            layers: whose hidden states are wanted.
-
-        Returns:
-            logits `[1, 1, V]` of the last token, and taps `[1, n, taps * D]`.
+        Returns logits `[1, 1, V]` of the last token, and taps `[1, n, taps * D]` of these layers.
         """
         positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
         inputs = {
@@ -153,11 +148,8 @@ class TreeReader:
     def read(
         self, caches: Sequence[DynamicCache], trees: Sequence[DraftTree], taps: Sequence[Sequence[int]]
     ) -> TreesRead:
-        """Reads a tree for each text, in one forward.
-
-        Args:
-            caches: of the texts, each without its tree's root.
-            taps: layers whose hidden states each text wants.
+        """Reads a tree for each text, in one forward; caches lack their tree's root, taps are the layers that each text
+        wants.
         """
         layers = sorted({layer for each in taps for layer in each})
         joined = joined_cache(caches)

@@ -30,17 +30,7 @@ OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Opening:
-    """The start of a text.
-
-    Attributes:
-        ids: the tokens so far.
-        prompt_length: number of these that are the prompt.
-        seed: of the sampling.
-        options: of `generate()`.
-        taps: layers whose hidden states are wanted.
-        taps_from: first position of which they are wanted.
-        plain: whether the server decodes by itself.
-    """
+    """The start of a text; fields as in `messages.Open`."""
 
     ids: Sequence[int]
     prompt_length: int
@@ -84,14 +74,11 @@ class SeededTexts(DecodedTexts):
 
 
 def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torch.Generator:
-    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws.
+    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws from logits of `vocab_size` on
+    `device`.
 
     A draw consumes the same random numbers whatever its outcome. On some devices it consumes as many for one candidate
     as for the whole vocabulary; there, earlier draws are skipped by draws from one candidate.
-
-    Args:
-        device: of the target's logits.
-        vocab_size: of the target's logits.
     """
 
     def after_draw(size: int) -> torch.Tensor:
@@ -118,8 +105,7 @@ class VerifiedText:
 
     Attributes:
         cache: keys and values of all tokens but the last, once the prompt was read.
-        taps: layers whose hidden states the device wants.
-        position_bytes: size of those of one position, packed.
+        position_bytes: size of a position's hidden states, packed.
 
     Raises:
         ValueError: an option is not possible here, or the text is too long.
@@ -156,7 +142,6 @@ class VerifiedText:
 
     @property
     def plain(self) -> bool:
-        """Whether the server decodes by itself."""
         return self._opening.plain
 
     @property
@@ -174,7 +159,6 @@ class VerifiedText:
         return self.unread.shape[1] if self._texts is None else 0
 
     def most_tokens(self) -> int:
-        """Returns the maximum length of the text."""
         return int(self._rules[2].max_length)
 
     def begin(self, logits: torch.Tensor) -> int:
@@ -191,8 +175,7 @@ class VerifiedText:
     def advance(self, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int], int]:
         """Judges a tree by its nodes' logits `[nodes, V]`, and emits what is accepted.
 
-        Returns:
-            accepted nodes, emitted tokens, and how many of these were in the tree.
+        Returns accepted nodes, emitted tokens, and how many of these were in the tree.
         """
         texts = self._running
         verdict = texts.judge(0, tree, logits)
@@ -223,7 +206,6 @@ class VerifiedText:
         return max(min(room, PIECE_BYTES // self.position_bytes if self.position_bytes else room) - 1, 0)
 
     def release(self) -> None:
-        """Frees the keys and values of a finished text."""
         self.cache = empty_cache()
 
     @property
@@ -234,8 +216,7 @@ class VerifiedText:
 def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longest: int) -> tuple[Any, Any, Any]:
     """Returns processors, criteria and configuration that `generate()` makes of the options for a prompt `[1, n]`.
 
-    Raises:
-        ValueError: the options allow a longer text than `longest`.
+    Raises a ValueError if the options allow a longer text than `longest`.
     """
 
     def prepared(

@@ -41,7 +41,6 @@ class VerifyServer:
     Args:
         target: a causal language model with attention layers only.
         tokenizer: for devices without one; `None` to take token ids only.
-        name: of the target.
         token: bearer token that devices must send; empty for none.
         packed_weights: see `TreeReader`.
 
@@ -121,11 +120,7 @@ class VerifyServer:
                     await asyncio.to_thread(self.close)
 
     async def tend(self) -> None:
-        """Drops abandoned texts. Never returns.
-
-        Raises:
-            RuntimeError: the thread that runs the target has ended.
-        """
+        """Drops abandoned texts. Never returns; raises a RuntimeError when the thread that runs the target has ended."""
         while True:
             await asyncio.sleep(min(self.limits.keep_seconds / 2, 1.0))
             self.sessions.forget_old()
@@ -181,8 +176,6 @@ class VerifyServer:
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
     async def _handle(self, connection: ServerConnection) -> None:
-        """Serves one connection until it ends."""
-
         async def send(message: Message) -> None:
             data = encode(message)
             try:
@@ -239,7 +232,6 @@ def _counted(most: int) -> type[ServerConnection]:
 
 
 def token_bytes(reader: TreeReader) -> int:
-    """Measures the size of keys and values of one token."""
     cache = empty_cache()
     with torch.no_grad():
         reader.read_prompt(cache, torch.zeros(1, 4, dtype=torch.long, device=device_of(reader.target)), ())

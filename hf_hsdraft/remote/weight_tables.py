@@ -21,12 +21,7 @@ _NAMES = {INPUT: "input", OUTPUT: "output"}
 
 
 class ServedTables:
-    """The embedding tables of a target.
-
-    Attributes:
-        tied: whether both are the same.
-        fingerprint: SHA-256 of all rows as they are sent.
-    """
+    """The embedding tables of a target; `tied` if both are the same. `fingerprint` is a SHA-256 of all rows as sent."""
 
     def __init__(self, target: Any) -> None:
         self._tables = {INPUT: target.get_input_embeddings().weight.detach()}
@@ -52,11 +47,7 @@ class ServedTables:
         return rows, width
 
     def rows(self, table: int, first: int, count: int) -> bytes:
-        """Returns packed rows.
-
-        Raises:
-            ValueError: there are no such rows, or too many for a message.
-        """
+        """Returns packed rows; raises a ValueError if there are no such rows, or too many for a message."""
         rows, width = self.shape
         if first + count > rows or 2 * width * count > PIECE_BYTES:
             raise ValueError(f"rows {first} to {first + count} are asked for: the table has {rows}")
@@ -78,10 +69,8 @@ def weights_digest(target: Any) -> str:
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
     """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
 
-    They are cached on disk under their fingerprint. A cached file that does not match it is fetched again.
-
-    Args:
-        fetch: returns packed rows, given the table, the first row and their number.
+    They are cached on disk under their fingerprint. A cached file that does not match it is fetched again: `fetch`
+    returns packed rows, given the table, the first row and their number.
 
     Raises:
         ValueError: the fetched rows do not match the fingerprint.
@@ -117,7 +106,6 @@ def _on_disk(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_announced(hello: Hello, tables: dict[str, torch.Tensor], wanted: Sequence[int]) -> bool:
-    """Whether the tables have the announced shapes and fingerprint."""
     shape = (hello.rows, hello.width)
     found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
     if found != {_NAMES[table]: (shape, torch.bfloat16) for table in wanted}:

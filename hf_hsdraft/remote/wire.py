@@ -86,7 +86,6 @@ def is_setting(name: Any, value: Any) -> bool:
 
 @cache
 def _checks(kind: Any) -> dict[str, Check]:
-    """The check of each field of a message class, in order."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
 
@@ -96,10 +95,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
-    """Parses a message whose size the connection has bounded.
-
-    Args:
-        expected: the allowed classes, by code.
+    """Parses a message of the `expected` classes, by code. The connection has bounded its size.
 
     Raises:
         WireError: it is none of these; the text says what is wrong, and contains nothing of the data.

@@ -32,7 +32,7 @@ def without_workers() -> Iterator[None]:
 
 
 def on_own_thread(work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-    """Runs `work` on a new thread, which has ended with its workers when this returns; returns or raises its outcome."""
+    """Runs `work` on a new thread, which has ended with its workers on return; returns or raises its outcome."""
     outcome: Future[_Result] = Future()
 
     def run() -> None:
