@@ -1,4 +1,4 @@
-"""Where a server listens."""
+"""Listening sockets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import socket
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Takes a port before anything is loaded.
+    """Binds a port early, before anything is loaded; port 0 takes any free one.
 
-    Args:
-        host: name or address to listen at.
-        port: number of the port; 0 takes any free one.
-
-    Raises:
-        OSError: it is taken, or the host is not this machine's.
+    Raises an OSError if the port is taken, or the host is not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
