@@ -42,8 +42,7 @@ class Arrivals:
         return sum(habit.answered is not None for habit in list(self._habits.values()))
 
     def next(self, now: float, until: float) -> float | None:
-        """Returns the time until which a batch should wait for another text, at most `until`; `None` if none is
-        expected.
+        """Returns when a batch should stop waiting for another text, at most `until`; `None` if none is expected.
 
         Texts without a measured habit, and those that are late, are not waited for.
         """

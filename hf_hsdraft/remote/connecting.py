@@ -39,9 +39,6 @@ def connect(
             not retried on the first connection.
         timeout: seconds to wait for an answer.
 
-    Returns:
-        a model whose `generate(prompt, assistant_model=drafter)` drafts here and verifies there.
-
     Raises:
         ImportError: a package is missing.
         LinkLost: there is no connection.

@@ -72,10 +72,8 @@ class FleetPoint:
     """Performance of a number of devices on one server.
 
     Attributes:
-        sessions: number of devices.
         batch: texts per forward.
         busy: share of the time that the server reads.
-        tokens_per_second: of all devices together.
         sent, received: bytes per second of the server's link, from and to all devices.
         cache_bytes: keys and values of all texts.
         fits: whether these fit into the server's memory.
@@ -173,8 +171,7 @@ def plain_load(load: DeviceLoad) -> DeviceLoad:
 def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
     """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
 
-    Args:
-        counts: number of forwards, and the sums of columns, their squares, seconds, and columns times seconds.
+    `counts`: number of forwards, and the sums of columns, their squares, seconds, and columns times seconds.
     """
     n, x, xx, t, xt = counts
     spread = n * xx - x * x

@@ -18,8 +18,7 @@ _SESSIONS = (1, 4, 16, 64, 256, 1024)
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
     """Returns the costs in the JSON that `python benchmarks/remote_sessions.py` wrote, with `free_bytes` from `others`.
 
-    Raises:
-        ValueError: the file is missing, or not written by that benchmark.
+    Raises a ValueError if the file is missing, or not written by that benchmark.
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}; `python benchmarks/remote_sessions.py` writes one")

@@ -13,16 +13,7 @@ from .verified_text import VerifiedText
 
 @dataclass(frozen=True)
 class Verified:
-    """Outcome of verifying a tree.
-
-    Attributes:
-        tokens: emitted.
-        drafted: number of these that were in the tree.
-        reach: maximum depth of the next draft.
-        taps: packed hidden states of the positions read.
-        batch: number of texts in the forward.
-        seconds: duration of the forward.
-    """
+    """Outcome of verifying a tree; fields as in `messages.Accepted`."""
 
     tokens: list[int]
     drafted: int
@@ -48,7 +39,6 @@ class Job:
     Attributes:
         tree: to verify; `None` to read the next piece of the prompt, and emit the first token after the last one.
         done: called with the outcome: `Verified`, `PieceRead` or the error.
-        came: time of arrival, by `time.monotonic`.
     """
 
     text: VerifiedText

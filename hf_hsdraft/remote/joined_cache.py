@@ -11,8 +11,7 @@ from ..runtime.cache_slots import make_room
 
 
 class JoinedLayer(DynamicLayer):
-    """A cache layer of several texts. Attention sees them all, padded to the longest; only new keys and values are
-    stored.
+    """A cache layer of several texts; attention sees them padded to the longest. Only new keys and values are stored.
 
     `keep` appends new slots to the texts' layers. Until then these are unchanged, so a failed forward or a rejected
     draft leaves no trace.

@@ -27,8 +27,7 @@ R = TypeVar("R", bound=Message)
 class LinkLost(OSError):
     """The connection has ended, or could not be made. Reconnecting may work.
 
-    Attributes:
-        code: close code; `None` if the connection was not closed in order.
+    `code` is the close code; `None` if the connection was not closed in order.
     """
 
     def __init__(self, message: str = "", code: int | None = None) -> None:
@@ -37,12 +36,7 @@ class LinkLost(OSError):
 
 
 class ServerRefused(RuntimeError):
-    """The server refused a request.
-
-    Attributes:
-        reason: a word, see `Refused`.
-        retry_seconds: when to retry; 0 where that is of no use.
-    """
+    """The server refused a request, see `Refused`."""
 
     def __init__(self, reason: str, message: str, retry_seconds: float = 0.0) -> None:
         when = f"; try again in {retry_seconds:.1f} s" if retry_seconds else ""
@@ -52,10 +46,9 @@ class ServerRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """URL and credentials of a server.
+    """URL (`ws://` or `wss://`) and credentials of a server.
 
     Attributes:
-        url: `ws://` or `wss://`.
         token: bearer token; empty for none. It never appears in the repr.
         tls: for encrypted connections; `None` for the machine's certificates.
     """
@@ -66,10 +59,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
-        """Validates and normalises what a user gives.
-
-        Raises a ValueError if the address is invalid, or the token would be sent unencrypted over a network.
-        """
+        """Validates and normalises what a user gives; raises a ValueError, also for tokens unencrypted over a network."""
         parts = urllib.parse.urlsplit(url)
         if "@" in url or parts.query:
             raise ValueError("the address holds a name, a password or a query: give the token as token=...")
@@ -139,9 +129,7 @@ class Link:
             raise
 
     def send(self, message: Message) -> None:
-        """Sends a message; raises `LinkLost`, or `ServerRefused` if the server closed the connection because of a
-        message.
-        """
+        """Sends a message; raises `LinkLost`, or `ServerRefused` if a message made the server close the connection."""
         data = encode(message)
         try:
             self._socket.send(data)
@@ -186,9 +174,7 @@ class Link:
 
 
 def _ended(error: Exception) -> Exception:
-    """The error for an ended connection: `LinkLost` if reconnecting may work, `ServerRefused` if the same messages
-    would end it again.
-    """
+    """The error for an ended connection: `LinkLost` unless the same messages would end a new one too."""
     closed = (error.rcvd or error.sent) if isinstance(error, ConnectionClosed) else None
     if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
         return ServerRefused("size", "a message is larger than is taken here or there")

@@ -39,7 +39,6 @@ class Open(Message):
     Attributes:
         ids: the tokens so far.
         prompt_length: number of these that are the prompt.
-        seed: of the sampling.
         plain: whether the server decodes by itself; it then sends an `Accepted` per round without drafts.
         options: of `generate()`.
         taps: layers whose hidden states are wanted.
@@ -113,9 +112,7 @@ class Hello(Message):
     """The first message of a server.
 
     Attributes:
-        target: name of the target.
-        config: its configuration, as JSON.
-        dtype: of its weights.
+        config: the target's configuration, as JSON.
         rows: number of embedding rows.
         width: of a row; of hidden states too, for most targets.
         tied: whether the output layer shares the input embedding.
@@ -158,8 +155,7 @@ class Opened(Message):
     Attributes:
         session: name to resume the text by; a secret of this client.
         token: the first new token.
-        reach: maximum depth of the next draft.
-        nodes: nodes the next draft should have at most, without the root, given the server's load.
+        reach, nodes: as in `Accepted`.
         finished: whether the text has ended with this token.
     """
 
@@ -184,7 +180,6 @@ class Accepted(Message):
     """Outcome of a draft.
 
     Attributes:
-        number: of the draft.
         tokens: emitted: accepted tokens, then the target's own.
         drafted: number of these that were in the draft.
         reach: maximum depth of the next draft.
@@ -214,7 +209,6 @@ class Refused(Message):
     Attributes:
         reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
             `"replaced"` (another connection has taken the text over). `Link` adds reasons that arise on the device.
-        message: for people.
         retry_seconds: when to retry; 0 where that is of no use.
     """
 

@@ -38,8 +38,8 @@ class BatchStatistics:
     Attributes:
         sizes: number of forwards by number of texts.
         verify_seconds: of all verifying forwards, updating the caches included.
-        columns, columns_squared, columns_seconds: sums over forwards; columns are texts times the nodes of the largest
-            tree. The line of costs is fitted to them.
+        columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
+            nodes of the largest tree.
         failures: number of prompts and trees that could not be read.
     """
 

@@ -38,7 +38,6 @@ class RemoteOutput:
     Attributes:
         sequences: `[1, length]`, prompt and new tokens.
         statistics: of the drafting; verification times include the round trip.
-        link: bytes, batches and reconnects.
         seed: of the sampling; the same seed samples the same text.
     """
 
@@ -49,10 +48,7 @@ class RemoteOutput:
 
 
 class RemoteModel:
-    """A remote target, made by `connect`. Threads may share it: each call has its own connection.
-
-    Raises `LinkLost` or `ServerRefused` if it cannot connect.
-    """
+    """A remote target, made by `connect`. Threads may share it: each call has its own connection."""
 
     def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
         self._links = LinkPool(address, patience, timeout)

@@ -32,7 +32,6 @@ class RemoteCall:
         options: of `generate()`.
         taps: layers whose hidden states the drafter reads.
         most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
-        patience: seconds to retry a lost connection or an overloaded server.
         plain: whether the server decodes by itself.
     """
 

@@ -74,7 +74,6 @@ class ServedSession:
 
     Attributes:
         size: bytes reserved: keys and values at full length, and the hidden states of a message.
-        name: to resume it by.
         number: of the last verified draft; 0 before the first one.
         answer: to that draft.
         verifying: set while a draft of it is being verified.
@@ -103,9 +102,8 @@ class ServedSession:
 class Sessions:
     """All texts of a server. Used by its event loop alone.
 
-    Args:
-        token_bytes: size of keys and values of a token.
-        prompt_seconds: estimates how long that many prompt tokens take to read.
+    `token_bytes` are keys and values of a token; `prompt_seconds` estimates how long a number of prompt tokens takes to
+    read.
     """
 
     def __init__(self, limits: ServerLimits, token_bytes: int, prompt_seconds: Callable[[int], float]) -> None:

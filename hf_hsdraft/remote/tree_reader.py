@@ -57,17 +57,10 @@ class TreesRead:
 
 
 class TreeReader:
-    """Reads prompts and trees by a target.
+    """Reads prompts and trees by a causal language model with attention layers only.
 
-    Args:
-        target: a causal language model with attention layers only.
-        packed_weights: whether forwards on x86 CPUs multiply by packed copies of the weights.
-
-    Attributes:
-        longest: text length up to which the target reads every token alike.
-
-    Raises:
-        DraftingRefused: this target cannot read trees of several texts in one forward.
+    Raises a DraftingRefused if it cannot read trees of several texts in one forward. With `packed_weights`, forwards on
+    x86 CPUs multiply by packed copies of the weights. Up to `longest` tokens the target reads every token alike.
     """
 
     def __init__(self, target: Any, packed_weights: bool = False) -> None:
@@ -92,9 +85,7 @@ class TreeReader:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
 
     def _try(self) -> None:
-        """Raises a DraftingRefused unless reading trees of two texts of different lengths gives the logits of plain
-        reading.
-        """
+        """Raises a DraftingRefused unless trees of two texts of different lengths give the logits of plain reading."""
         device, vocabulary = device_of(self.target), text_config(self.target).vocab_size
         ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
         outputs = self.target(ids[:, :5], use_cache=True)
@@ -128,9 +119,8 @@ class TreeReader:
             raise self._refusal(str(error)) from None
 
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
-        """Reads the next tokens `[1, n]` of a prompt into a cache.
-
-        Returns logits `[1, 1, V]` of the last token, and taps `[1, n, taps * D]` of these layers.
+        """Reads the next tokens `[1, n]` of a prompt; returns logits `[1, 1, V]` of the last, and taps `[1, n, taps *
+        D]`.
         """
         positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
         inputs = {
@@ -148,7 +138,7 @@ class TreeReader:
     def read(
         self, caches: Sequence[DynamicCache], trees: Sequence[DraftTree], taps: Sequence[Sequence[int]]
     ) -> TreesRead:
-        """Reads a tree for each text, in one forward; caches lack their tree's root, taps are the layers that each text
+        """Reads a tree for each text, whose cache lacks its root, in one forward; `taps` are the layers each text
         wants.
         """
         layers = sorted({layer for each in taps for layer in each})

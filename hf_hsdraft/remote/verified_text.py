@@ -74,8 +74,7 @@ class SeededTexts(DecodedTexts):
 
 
 def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torch.Generator:
-    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws from logits of `vocab_size` on
-    `device`.
+    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws from logits of `vocab_size`.
 
     A draw consumes the same random numbers whatever its outcome. On some devices it consumes as many for one candidate
     as for the whole vocabulary; there, earlier draws are skipped by draws from one candidate.
@@ -97,18 +96,11 @@ def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torc
 
 
 class VerifiedText:
-    """A text of a session.
-
-    Args:
-        longest: maximum number of tokens of a text.
-        vocab_size: size of the target's logits.
+    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long.
 
     Attributes:
         cache: keys and values of all tokens but the last, once the prompt was read.
         position_bytes: size of a position's hidden states, packed.
-
-    Raises:
-        ValueError: an option is not possible here, or the text is too long.
     """
 
     def __init__(self, target: Any, opening: Opening, longest: int, vocab_size: int) -> None:
@@ -214,7 +206,7 @@ class VerifiedText:
 
 
 def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longest: int) -> tuple[Any, Any, Any]:
-    """Returns processors, criteria and configuration that `generate()` makes of the options for a prompt `[1, n]`.
+    """Processors, criteria and configuration that `generate()` makes of the options for a prompt `[1, n]`.
 
     Raises a ValueError if the options allow a longer text than `longest`.
     """

@@ -70,10 +70,7 @@ def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[i
     """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
 
     They are cached on disk under their fingerprint. A cached file that does not match it is fetched again: `fetch`
-    returns packed rows, given the table, the first row and their number.
-
-    Raises:
-        ValueError: the fetched rows do not match the fingerprint.
+    returns packed rows, given the table, the first row and their number. Raises a ValueError if those do not match.
     """
     path = Path(HF_HOME) / "hf_hsdraft" / f"{hello.fingerprint}.safetensors"
     wanted = [INPUT] if hello.tied else [INPUT, OUTPUT]

@@ -97,8 +97,7 @@ def encode(message: Message) -> bytes:
 def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
     """Parses a message of the `expected` classes, by code. The connection has bounded its size.
 
-    Raises:
-        WireError: it is none of these; the text says what is wrong, and contains nothing of the data.
+    Raises a WireError for anything else, with a text that says what is wrong but contains nothing of the data.
     """
     if not isinstance(data, bytes):
         raise WireError("a message of text came in: expected bytes")

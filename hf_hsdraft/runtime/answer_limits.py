@@ -8,10 +8,10 @@ from .target_limits import furthest_position
 
 
 def room_left(target: Any, length: int) -> int:
-    """Returns the number of tokens that fit behind a prompt of `length` tokens.
+    """Returns the number of tokens that fit behind a prompt; raises a ValueError if the prompt fills the context
+    window.
 
-    Raises a ValueError if the prompt alone fills the context window. transformers would read it anyway and output
-    noise.
+    transformers would read such a prompt anyway and output noise.
     """
     window = furthest_position(target)
     if length >= window:

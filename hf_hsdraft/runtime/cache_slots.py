@@ -101,12 +101,8 @@ def give_room_back(cache: Cache) -> None:
 
 @dataclass(frozen=True)
 class Mark:
-    """A state of a cache.
-
-    Attributes:
-        slots: number that is filled.
-        copies: of the layers that cannot drop tokens, by index.
-        held: contents of the other layers, by index and attribute; see `_held_by`.
+    """A state of a cache: filled slots, copies of layers that cannot drop tokens, and contents of the others
+    (`_held_by`).
     """
 
     slots: int
@@ -235,9 +231,8 @@ class CacheSlots:
         return few
 
     def mark(self, before_commit: bool = False) -> Mark:
-        """Records the current state.
-
-        With `before_commit`, it also copies windows and convolutions, which forget earlier states at a commit.
+        """Records the state; with `before_commit` also of windows and convolutions, which forget earlier states at a
+        commit.
         """
         copies, held = {}, {}
         for index, layer in enumerate(self.layers):

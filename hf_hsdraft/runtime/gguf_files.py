@@ -21,12 +21,9 @@ _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 
 
 def gguf_file(name: str | os.PathLike[str]) -> Path | None:
-    """Returns the GGUF file that a name means: the file, or the only one in a folder without config.json; `None`
-    otherwise.
+    """Returns the GGUF file that a name means: a file, or the only one in a folder without config.json; else `None`.
 
-    Raises:
-        FileNotFoundError: there is no such GGUF file.
-        ValueError: a folder holds several.
+    Raises a FileNotFoundError if there is no such GGUF file, or a ValueError if a folder holds several.
     """
     path = Path(name)
     if path.is_dir():
@@ -42,7 +39,7 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
 
 
 def dequantised(source: Path, dtype: torch.dtype) -> Path:
-    """Returns the folder of the dequantised copy of a GGUF file; creates it if needed.
+    """Returns the folder of a GGUF file's dequantised copy, which it may create.
 
     Raises an OSError if the file is replaced meanwhile.
     """
@@ -84,7 +81,7 @@ def _digest(source: Path, stamp: str) -> str:
 
 
 def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> None:
-    """Saves a dequantised copy, since loading a GGUF file takes many times as long. Renamed into place when complete."""
+    """Saves a dequantised copy: loading a GGUF file takes many times as long. Renamed into place when complete."""
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)

@@ -12,8 +12,7 @@ _FULL = (torch.float32, torch.float64)
 
 
 def computing_dtype(logits: torch.Tensor, weights: torch.dtype = torch.float64) -> torch.dtype:
-    """The coarsest dtype involved in computing logits `[..., V]`, as far as can be told; `weights` is the model's
-    dtype.
+    """The coarsest dtype involved in computing logits `[..., V]` with `weights`, as far as can be told.
 
     Models may return float32 that was computed in half precision: under autocast, as accelerate's `mixed_precision`
     sets it up within the forward, or by a final cast. Then every number is representable in the coarser dtype.

@@ -56,8 +56,7 @@ class StaticSlots:
 def with_draft_room(
     target: Any, model_kwargs: dict[str, Any], generation_config: Any, input_ids: torch.Tensor, columns: int
 ) -> dict[str, Any]:
-    """Returns `model_kwargs` with a static cache, if there is one, that fits a draft of `columns` nodes after the
-    longest text.
+    """Returns `model_kwargs` whose static cache, if any, fits a draft of `columns` nodes after the longest text.
 
     A cache of the caller is kept. Where it becomes too short, a single text stops drafting, and a batch raises a
     DraftingRefused.

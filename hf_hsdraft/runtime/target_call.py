@@ -88,7 +88,6 @@ class TargetCall:
     Attributes:
         kwargs: model inputs that `generate()` passes from forward to forward.
         fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
-        forwards: number of forwards so far.
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: state of the cache before the last chains, with recurrent layers.
         entered: its state before the round.
@@ -115,9 +114,8 @@ class TargetCall:
     def after_prompts(
         cls, target: Any, names: Names, kwargs: dict[str, Any], outputs: Any, num_texts: int
     ) -> TargetCall:
-        """Creates the call from the `outputs` of the prompts' forward.
-
-        Raises a DraftingRefused if rejected tokens cannot be rolled back; the message says why.
+        """Creates the call from the `outputs` of the prompts' forward; raises a DraftingRefused if rollback is
+        impossible.
         """
         cache = returned_cache(outputs)
         check_cache(target, cache)
@@ -181,9 +179,7 @@ class TargetCall:
         return inputs
 
     def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
-        """The target's outputs for `size` columns, which the cache then holds; `model` runs instead, of the target's
-        layers.
-        """
+        """The target's outputs for `size` columns, which the cache then holds; `model`, of its layers, may run instead."""
         self.forwards += 1
         own = model is None and any(value is self.slots.cache for value in inputs.values())
         length = self.slots.length + size

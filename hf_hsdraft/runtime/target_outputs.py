@@ -34,7 +34,7 @@ class TargetOutput:
 
 
 def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """Selects the hidden states of the layers `wanted`, in that order, from `[..., len(layers) * D]` of all `layers`."""
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
     if tuple(layers) == tuple(wanted):
         return taps
     places = [layers.index(layer) for layer in wanted]
@@ -46,8 +46,7 @@ def target_output(
 ) -> TargetOutput:
     """Extracts logits and taps of a forward; taps are empty without `tap_layers`.
 
-    Raises:
-        DraftingRefused: hidden states are missing, or not one vector per position.
+    Raises a DraftingRefused if hidden states are missing, or not one vector per position.
     """
     logits, states = outputs.logits, outputs.get(states_name)
     states = states if last is None else last.behind(states)
@@ -83,9 +82,8 @@ def prompt_outputs(outputs: Any, names: Sequence[str], row: int) -> dict[str, tu
 
 @dataclass(frozen=True)
 class NodeOutputs:
-    """Extracts outputs of single nodes from a forward over drafts of `columns` columns.
-
-    `again` columns come before the drafts, of tokens that were read again; see `chain_reading`.
+    """Extracts outputs of single nodes from a forward over drafts; `again` counts the columns before, see
+    `chain_reading`.
     """
 
     call: TargetCall
@@ -149,7 +147,7 @@ def check_last_state(target: Any) -> None:
 
 
 class LastState:
-    """Keeps the last layer's output before the norm, if it is tapped; `asked` are the taps that transformers returns."""
+    """Keeps the last layer's output before the norm, if tapped; `asked` are the taps that transformers returns."""
 
     def __init__(self, target: Any, tap_layers: Sequence[int]) -> None:
         layers = decoder_layers(text_config(target)) if tap_layers else 0

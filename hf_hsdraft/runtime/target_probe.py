@@ -60,8 +60,7 @@ class Steps:
         runtime: a runtime apart, in the state before them.
         start: state of the cache before them.
         input_ids: `[B, length]`, the texts up to and with the first of them, the root.
-        tokens: by step, of all rows.
-        logits: of each step `[B, V]`.
+        tokens, logits: by step, of all rows; logits are `[B, V]`.
         doubtful: whether a comparison came near its threshold.
     """
 
@@ -157,10 +156,9 @@ def presumed_ability(runtime: TargetRuntime) -> Ability:
 
 
 def ability_by(steps: Steps, chains: bool = False) -> Ability:
-    """Tries the target of a one-text call on the tokens that it has read one at a time.
+    """Tries the target of a one-text call on the tokens that it has read one at a time; `chains` as in `tried_ability`.
 
-    Afterwards the cache holds these tokens as before, read as a draft if drafts are read correctly. `chains`: as in
-    `tried_ability`.
+    Afterwards the cache holds these tokens as before, read as a draft if drafts are read correctly.
     """
     runtime, found = steps.runtime, None
     try:
@@ -208,8 +206,8 @@ def tried_ability(
 
 
 def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool, chains: bool = False) -> Ability:
-    """As `tried_ability`, in the middle of a call; reads the last tokens of the current texts `[B, length]` to find
-    likely ones.
+    """As `tried_ability`, in the middle of a call; reads the last tokens of the texts `[B, length]` to find likely
+    ones.
 
     Rows of different lengths can continue only as trees, whatever this finds: their cache has slots that other rows
     filled, which only a mask per row hides. If trees are no longer read correctly, each row continues with a tree of
@@ -256,10 +254,7 @@ def read_likely(
 
 
 def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
-    """A runtime of the shortest and the longest text only, which show as much as all do, and their places.
-
-    All rows where they cannot be separated.
-    """
+    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all rows."""
     rows = list(range(len(runtime.rows.kept)))
     if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
         return runtime, rows

@@ -104,8 +104,8 @@ class TargetRuntime:
     def make_room(self, columns: int) -> None:
         """Makes the cache grow in place, where its layers can and attention takes views of any strides.
 
-        A static cache does not grow: there every forward over trees has `columns` columns, the size of the largest
-        tree, root included, and is compiled where `generate()` would compile its decoding step.
+        A static cache does not grow: there every forward over trees has as many columns as the largest tree, and is
+        compiled where `generate()` would compile its decoding step.
         """
         call = self._call
         if call.slots.static is not None:
@@ -118,8 +118,8 @@ class TargetRuntime:
     def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
-        `input_ids` `[B, length]` are the texts of all rows of the call up to and with the roots; arbitrary for rows
-        that have left.
+        `input_ids` `[B, length]` are the texts of all rows of the call up to the roots; arbitrary for rows that have
+        left.
         """
         call, self._outputs = self._call, None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
@@ -153,7 +153,7 @@ class TargetRuntime:
             commit_chains(self._call, max(map(tokens_kept, paths)), self._outputs, self._columns)
 
     def finish(self, input_ids: torch.Tensor) -> None:
-        """Leaves the cache as plain decoding of the finished texts `[B, length]` would; their last token is never read."""
+        """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
         call, slots = self._call, self._call.slots
         end = call.rows.prompt_slots + input_ids.shape[1] - self._prompt_length - 1
         with self.undone_on_error():
@@ -201,9 +201,7 @@ class TargetRuntime:
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
-        """Prepares for `keep_rows`; returns whether cache and inputs allow it. `keep`: whether the cache outlives the
-        call.
-        """
+        """Prepares for `keep_rows`, with `keep` for a cache that outlives the call; returns whether that is possible."""
         if self.trees and self.rows_can_be_apart:
             self._ended = EndedRows(len(self.rows.kept), keep)
         return self._ended is not None
@@ -216,8 +214,8 @@ class TargetRuntime:
         return not decoder and can_leave(self.target, call.kwargs, self._names.by_rows, self.cache)
 
     def keep_rows(self, places: Sequence[int]) -> None:
-        """Restricts forwards to some rows, by their places in the current batch; the others have ended, and their end
-        was read.
+        """Restricts forwards to rows by their places in the current batch; the others have ended, and their end was
+        read.
         """
         assert self._ended is not None
         call = self._call
@@ -236,9 +234,7 @@ class TargetRuntime:
         return [prompt_outputs(self._outputs, self._recorded, row)] if self.records else []
 
     def path_outputs(self, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
-        """Hidden states and attentions of the root and each node of a path, each as plain decoding returns them for one
-        token.
-        """
+        """Hidden states and attentions of root and path, for each node as plain decoding returns them for one token."""
         if not self.records:
             return []
         nodes, read = [0, *path], NodeOutputs(self._call, self._outputs, self._recorded, self._again, self._columns)

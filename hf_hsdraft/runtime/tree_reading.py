@@ -55,11 +55,11 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
 def noise_of(
     call: TargetCall, tokens: torch.Tensor, alone: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]
 ) -> float:
-    """Reads a token of each row in several columns that do not see each other, and keeps the better column; returns its
-    distance.
+    """Distance between a token of each row read alone and read in several columns that do not see each other.
 
     Both the first and the last column must equal the token read alone, up to rounding. A target that misreads several
-    tokens at once may change one of the two, the first or the last. So the smaller distance is the rounding.
+    tokens at once may change one of the two, the first or the last. So the smaller distance is the rounding, and its
+    column is kept.
 
     Args:
         tokens: `[B]`.

@@ -60,9 +60,7 @@ def _is_bias(item: tuple[Any, Any]) -> bool:
 
 
 class _OpenAIRequest:
-    """Mixin for handlers: interprets fields as OpenAI's clients mean them; `answered` names those that the route
-    supports.
-    """
+    """Mixin for handlers: interprets fields as OpenAI's clients mean them; `answered` are the supported ones."""
 
     answered: tuple[str, ...] = ()
 

@@ -91,9 +91,6 @@ def figures(answer: Answer) -> str:
 
 
 def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
-    """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting.
-
-    Raises a ValueError if the drafter is not for this target.
-    """
+    """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting."""
     conversation = Conversation(target, tokenizer, drafter, do_sample=False, max_new_tokens=_WARM_UP)
     conversation.ask("Hello, who are you?")

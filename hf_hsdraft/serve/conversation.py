@@ -48,13 +48,9 @@ class Conversation:
     the tokens read in this turn, and drafts less well at first.
 
     Args:
-        tokenizer: of the target, with a chat template.
         drafter: `None` decodes plainly. May be changed between turns.
         system: the system prompt; `None` for none.
         options: of `generate()`, for example `max_new_tokens`.
-
-    Attributes:
-        messages: the conversation so far.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -76,9 +72,8 @@ class Conversation:
         self._text: list[int] = []  # the cache's tokens; it may lack the last one
 
     def follow(self, other: Conversation) -> None:
-        """Copies the turns of another conversation with the same target, and reads what the other has read.
-
-        So both answer the next message with equally much in their caches.
+        """Copies another conversation and reads what it has read, so that both answer with equally much in their
+        caches.
         """
         self.messages = list(other.messages)
         if self._text == other._text:
@@ -94,11 +89,7 @@ class Conversation:
     def ask(self, question: str, streamer: BaseStreamer | None = None) -> Answer:
         """Answers a user message. If that fails or is interrupted, the message is forgotten.
 
-        Args:
-            streamer: gets the tokens as they come.
-
-        Raises:
-            ValueError: the conversation does not fit into the target's context window, or the drafter refuses.
+        Raises a ValueError if the conversation exceeds the target's context window, or the drafter refuses.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = self._prompt(messages)

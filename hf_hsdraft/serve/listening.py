@@ -6,10 +6,7 @@ import socket
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Binds a port early, before anything is loaded; port 0 takes any free one.
-
-    Raises an OSError if the port is taken, or the host is not this machine's.
-    """
+    """Binds a port before anything is loaded, any free one for port 0; raises an OSError if it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)

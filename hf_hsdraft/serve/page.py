@@ -39,10 +39,7 @@ _POLICY = (
 
 
 class Talks:
-    """The conversations of all browser sessions with a target.
-
-    Raises a ValueError if the tokenizer has no chat template.
-    """
+    """The conversations of all browser sessions with a target; raises a ValueError without a chat template."""
 
     def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None) -> None:
         self._target, self._tokenizer, self._drafter, self._system = target, tokenizer, drafter, system

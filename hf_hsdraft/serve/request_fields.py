@@ -48,9 +48,7 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are
 
 
 def check_fields(body: Mapping[str, Any], answered: Collection[str]) -> None:
-    """Raises an HTTPException (400) for a field that would be ignored; `answered` are the fields that the route
-    supports.
-    """
+    """Raises an HTTPException (400) for a field that would be ignored; `answered` are the supported ones."""
     for name, value in body.items():
         if value is None or name in answered or name in _LABELS or (name in _ABOUT_TOOLS and not body.get("tools")):
             continue

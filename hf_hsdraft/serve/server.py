@@ -24,11 +24,8 @@ from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, Text
 
 
 class LoadedTarget(ModelManager):
-    """The one model of a server, loaded before the server starts and kept for its lifetime.
-
-    Args:
-        target: the model, with its drafter attached.
-        name: what clients call the model.
+    """The one model of a server, loaded before the server starts and kept for its lifetime; `name` is what clients call
+    it.
     """
 
     def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
@@ -55,9 +52,7 @@ class LoadedTarget(ModelManager):
 def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
     """Builds the application for `Server`: transformers' routes and `GET /drafting`.
 
-    Args:
-        name: what clients call the model.
-        attachment: `None` for plain decoding.
+    `name` is what clients call the model; without an `attachment` it decodes plainly.
     """
     manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
     app = build_server(
@@ -86,7 +81,7 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
 
 
 class SaysVerification:
-    """Adds a header to each response with the verification rule, and whether it may change the text.
+    """Adds the verification rule to each response.
 
     `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
     """

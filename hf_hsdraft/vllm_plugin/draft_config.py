@@ -11,16 +11,11 @@ from .plugin_limits import check, state_width
 
 
 class HSDraftVllmConfig(SpeculatorsConfig):
-    """What vLLM reads from a draft model's configuration.
+    """What vLLM reads from a draft model's configuration; raises a ValueError if the plugin does not support the
+    drafter.
 
     vLLM passes one vector per position, of width `hidden_size`, from each forward of a draft model to the next. Here it
     holds more than the drafted hidden state, see `state_width`.
-
-    Args:
-        fields: contents of the drafter's config.json.
-
-    Raises:
-        ValueError: the plugin does not support the drafter.
     """
 
     model_type = "hsdraft"

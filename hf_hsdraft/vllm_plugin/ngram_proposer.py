@@ -85,10 +85,7 @@ class NgramProposer:
         return drafts
 
     def _kept(self, waiting: list[_Text]) -> list[_Text]:
-        """The most recently used texts without new tokens, which have ended or wait to be scheduled.
-
-        Tables of other texts are rebuilt if they continue.
-        """
+        """The most recently used texts without new tokens, which have ended or wait to be scheduled."""
         kept, tokens = [], 0
         for text in waiting[: self._most]:
             tokens += len(text.tokens)
@@ -98,7 +95,7 @@ class NgramProposer:
         return kept
 
     def _text_of(self, tokens: np.ndarray, waiting: list[_Text]) -> _Text:
-        """Takes the longest prefix of the tokens out of `waiting`, or starts a text, and adds the tokens to its tables."""
+        """Takes the longest prefix of the tokens out of `waiting`, or starts a text, and extends its tables."""
         fitting = [text for text in waiting if text.begins(tokens)]
         text = max(fitting, key=lambda each: len(each.tokens), default=None)
         if text is None:

@@ -12,9 +12,7 @@ def injector_width(config: HSDraftConfig) -> int:
 
 
 def state_width(config: HSDraftConfig) -> int:
-    """Returns the number of values passed between draft steps: drafted hidden state, injector's state, number of the
-    step.
-    """
+    """Returns how many values pass between draft steps: drafted hidden state, injector's state, number of the step."""
     return config.hidden_size + injector_width(config) + 1
 
 
