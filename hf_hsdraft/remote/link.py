@@ -59,7 +59,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
-        """Validates and normalises what a user gives; raises a ValueError, also for tokens unencrypted over a network."""
+        """Validates and normalises an address; raises a ValueError, also if a token would be sent unencrypted."""
         parts = urllib.parse.urlsplit(url)
         if "@" in url or parts.query:
             raise ValueError("the address holds a name, a password or a query: give the token as token=...")

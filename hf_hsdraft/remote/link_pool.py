@@ -29,7 +29,7 @@ class LinkPool:
         self.give_back(link)
 
     def take(self) -> Link:
-        """Returns an unused connection; raises `LinkLost`, or `ServerRefused`, also if the server's target has changed."""
+        """Returns an unused connection; raises `LinkLost`, or `ServerRefused`, also if the target has changed."""
         while True:
             with self._lock:
                 idle = self._idle.pop() if self._idle else None

@@ -138,9 +138,7 @@ class TreeReader:
     def read(
         self, caches: Sequence[DynamicCache], trees: Sequence[DraftTree], taps: Sequence[Sequence[int]]
     ) -> TreesRead:
-        """Reads a tree for each text, whose cache lacks its root, in one forward; `taps` are the layers each text
-        wants.
-        """
+        """Reads a tree for each text, whose cache lacks its root; `taps` are the layers that each text wants."""
         layers = sorted({layer for each in taps for layer in each})
         joined = joined_cache(caches)
         kept = [cache.get_seq_length() for cache in caches]

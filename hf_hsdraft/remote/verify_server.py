@@ -120,7 +120,7 @@ class VerifyServer:
                     await asyncio.to_thread(self.close)
 
     async def tend(self) -> None:
-        """Drops abandoned texts. Never returns; raises a RuntimeError once the thread that runs the target has ended."""
+        """Drops abandoned texts forever; raises a RuntimeError once the thread that runs the target has ended."""
         while True:
             await asyncio.sleep(min(self.limits.keep_seconds / 2, 1.0))
             self.sessions.forget_old()

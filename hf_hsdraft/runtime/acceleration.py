@@ -31,7 +31,7 @@ class Acceleration:
         self.packed = self.packs = False
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
-        """Compiles forwards into a static cache with these `states` where `generate()` would compile its decoding step."""
+        """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
         if self._target._valid_auto_compile_criteria(model_kwargs, generation_config):
             self._compiled = CompiledCalls(self._target, generation_config.compile_config, states)
             self.compile_config = self._compiled.config

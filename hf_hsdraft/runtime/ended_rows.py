@@ -17,7 +17,7 @@ from .fingerprint import has_foreign_hooks
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:
-    """Whether rows can leave a call: `generate()` made the cache, of plain layers, and only `known` inputs have rows."""
+    """Whether rows can leave a call: `generate()` made the cache, of plain layers; only `known` inputs have rows."""
     others = [value for name, value in model_kwargs.items() if name not in known and value is not None]
     if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others):
         return False

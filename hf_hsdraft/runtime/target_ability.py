@@ -88,7 +88,7 @@ def known_ability(
     found = known.get(target, {}).get((*kind, chains), {}).values()
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
-        if any(ability.tried < other.tried <= until for other in found):  # another finding is nearer
+        if any(ability.tried < other.tried <= until for other in found):  # another finding lies between
             until = ability.tried
         if ability.tried < since:
             until = min(until, since - 1)

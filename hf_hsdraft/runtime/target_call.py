@@ -179,7 +179,9 @@ class TargetCall:
         return inputs
 
     def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
-        """The target's outputs for `size` columns, which the cache then holds; `model`, of its layers, may run instead."""
+        """The outputs for `size` columns, which the cache then holds; `model`, made of the target's layers, may run
+        instead.
+        """
         self.forwards += 1
         own = model is None and any(value is self.slots.cache for value in inputs.values())
         length = self.slots.length + size

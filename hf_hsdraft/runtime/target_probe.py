@@ -254,7 +254,7 @@ def read_likely(
 
 
 def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
-    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all rows."""
+    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all."""
     rows = list(range(len(runtime.rows.kept)))
     if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
         return runtime, rows

@@ -201,7 +201,7 @@ class TargetRuntime:
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
-        """Prepares for `keep_rows`, with `keep` for a cache that outlives the call; returns whether that is possible."""
+        """Prepares for `keep_rows`, with `keep` if the cache outlives the call; returns whether that is possible."""
         if self.trees and self.rows_can_be_apart:
             self._ended = EndedRows(len(self.rows.kept), keep)
         return self._ended is not None
