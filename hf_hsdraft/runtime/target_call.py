@@ -114,8 +114,9 @@ class TargetCall:
     def after_prompts(
         cls, target: Any, names: Names, kwargs: dict[str, Any], outputs: Any, num_texts: int
     ) -> TargetCall:
-        """Creates the call from the `outputs` of the prompts' forward; raises a DraftingRefused if rollback is
-        impossible.
+        """Creates the call from the `outputs` of the prompts' forward.
+
+        Raises a DraftingRefused that says why the cache cannot roll back.
         """
         cache = returned_cache(outputs)
         check_cache(target, cache)
@@ -179,9 +180,7 @@ class TargetCall:
         return inputs
 
     def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
-        """The outputs for `size` columns, which the cache then holds; `model`, made of the target's layers, may run
-        instead.
-        """
+        """The outputs for `size` columns, which the cache then holds, of the target or a `model` made of its layers."""
         self.forwards += 1
         own = model is None and any(value is self.slots.cache for value in inputs.values())
         length = self.slots.length + size

@@ -66,8 +66,7 @@ class TargetRuntime:
         """Reads the prompts `[B, length]`, except for what the cache already holds, as plain decoding does.
 
         The taps are of the positions read last, padding included. With `prefill_chunk_size` they are the last chunk's:
-        the drafter then starts with that much context. Raises a DraftingRefused if rejected tokens cannot be rolled
-        back.
+        the drafter then starts with that much context. Raises a DraftingRefused if the cache cannot roll back.
         """
         self.num_texts, self._prompt_length = input_ids.shape
         self._generation_config = generation_config
@@ -118,8 +117,7 @@ class TargetRuntime:
     def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
-        `input_ids` `[B, length]` are the texts of all rows of the call up to the roots; arbitrary for rows that have
-        left.
+        `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
         """
         call, self._outputs = self._call, None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
@@ -214,9 +212,7 @@ class TargetRuntime:
         return not decoder and can_leave(self.target, call.kwargs, self._names.by_rows, self.cache)
 
     def keep_rows(self, places: Sequence[int]) -> None:
-        """Restricts forwards to rows by their places in the current batch; the others have ended, and their end was
-        read.
-        """
+        """Restricts forwards to rows by their places in the current batch, after the others' last tokens were read."""
         assert self._ended is not None
         call = self._call
         self._ended.take_out(self.cache, places, call.rows.kept)

@@ -36,11 +36,13 @@ class _Text:
 class NgramProposer:
     """Drafts chains by the n-grams of each text ("Cacheback", section 3), as `CachebackDrafter` with `beam_width=1`.
 
-    LLM(model, speculative_config={
-        "method": "custom_class",
-        "model": "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer",
-        "num_speculative_tokens": 5,
-    })
+    Usage:
+
+        LLM(model, speculative_config={
+            "method": "custom_class",
+            "model": "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer",
+            "num_speculative_tokens": 5,
+        })
     """
 
     def __init__(self, vllm_config: Any) -> None:
