@@ -1,11 +1,11 @@
-"""Methods that are not the core, by what they offer. This file is the only one that reaches into `methods/`.
+"""Optional methods, found by what they offer. Only this file imports from `methods/`.
 
-`methods/index.json` says which module of `methods/` offers what:
+`methods/index.json` maps what is offered to modules of `methods/`:
 
     {"verification": {"fly": "lossy.fly"}, "model_type": {"cascade": "cascade.register"}}
 
-A module registers what it offers when it is imported, and it is imported when somebody asks for the name. Without the
-folder nothing is offered, and everything else works.
+A module registers its offers when imported, and is imported when one of its names is looked up. Without the folder
+nothing is offered, and everything else works.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _index() -> dict[str, dict[str, str]]:
 
 
 def offered(kind: str) -> list[str]:
-    """Returns the names that methods offer of a kind, such as `"verification"`. Imports none of them."""
+    """Returns the names that methods offer of a kind, such as `"verification"`, without importing them."""
     return list(_index().get(kind, {}))
 
 
@@ -48,7 +48,7 @@ def load(kind: str, name: str) -> ModuleType:
 
 
 class Registry(MutableMapping[str, Offer]):
-    """What the core has under some names, and what methods offer under others, which are loaded when asked for.
+    """Entries of the core, and entries of methods that load on first lookup.
 
     Args:
         kind: Name of the table in `index.json`.

@@ -1,12 +1,11 @@
-"""The numbers that were tuned: how much to draft, when to pack, when to try again.
+"""The tuned numbers: how much to draft, when to pack, when to try again.
 
-They decide how much is drafted and how long that takes. The texts stay the target's own with other values too; only the
-thresholds of `Trials of a target` also guard that.
+They decide how much is drafted and how long that takes. The texts do not depend on them, except that the thresholds of
+`Trials of a target` also guard correctness.
 
-Each comment says what a number is and its unit, and after a dash where the value comes from. "By hand" means that it
-was chosen while the code was written, and that no measurement of it was kept. "History" is `docs/history.md`, and
-"replayed" are its trials with recorded drafts. Time is counted in plain rounds: forwards of the target on one token of
-each row.
+Each comment says what a number is and its unit, and after a dash where the value comes from. "By hand" means chosen
+while the code was written, with no measurement kept. "History" is `docs/history.md`, and "replayed" are its trials
+with recorded drafts. Time is counted in plain rounds: forwards of the target on one token of each row.
 
 Other numbers stay beside their code: formats, limits that inputs are checked against, defaults of options.
 """
@@ -19,7 +18,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Assumption:
-    """What is believed of a number before it is measured: its value, and how far off it may be."""
+    """A prior for a number before it is measured: its value, and how far off it may be."""
 
     value: float
     spread: float
