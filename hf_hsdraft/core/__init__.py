@@ -1,1 +1,1 @@
-"""Types and helpers used by all other packages; imports none of them."""
+"""Types and helpers used by all other packages."""

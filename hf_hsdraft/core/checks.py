@@ -32,7 +32,7 @@ def short(value: Any) -> str:
 
 
 def printable(value: Any, length: int = 120) -> str:
-    """Untrusted text, made safe for a terminal or a message."""
+    """Untrusted text made safe for a terminal or a message."""
     text = "".join(character if character.isprintable() else " " for character in str(value))
     return text if len(text) <= length else f"{text[: length - 3]}..."
 

@@ -45,15 +45,14 @@ class DraftTree:
     def idle(cls, token: int) -> DraftTree:
         """Returns what the target reads for a finished text while others grow.
 
-        Its position is the one before the text's last token, which the target has however long the text is.
+        Its position is the one before the text's last token, which exists however long the text is.
         """
         return cls((token,), (-1,), (-1,), (0.0,))
 
     def fault(self, vocab_size: int = 0) -> str:
-        """Returns which rule of draft trees is broken, or an empty string.
+        """Returns which rule of draft trees is broken, or "". The target would misread such a tree.
 
-        The target would misread such a tree, and the text could change. Drafted ids must be below `vocab_size`,
-        unless that is 0.
+        Drafted ids must be below `vocab_size`, unless that is 0.
         """
         count, seen = len(self.tokens), set()
         if not count or {len(self.parents), len(self.depths), len(self.scores)} != {count}:
@@ -104,8 +103,7 @@ class DraftTree:
     def extended(self, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
         """Returns the tree with a path appended to the leaf `node`, without `log_probs`.
 
-        Args:
-            following: tokens, each with its probability (above 0) given those before it.
+        `following` are tokens, each with its probability (above 0) given those before it.
         """
         nodes = list(zip(self.tokens, self.parents, self.depths, self.scores, strict=True))
         for token, probability in following:
@@ -126,7 +124,7 @@ class DraftTree:
         return self.part({0, *ranked[:size]})
 
     def part(self, kept: set[int]) -> DraftTree:
-        """Returns the subtree of `kept` nodes, which must include the root and each node's parent.
+        """Returns the subtree of `kept` nodes: the root, and with each node its parent.
 
         It has no `log_probs`: a part of drawn nodes is not a draw.
         """
@@ -154,11 +152,8 @@ def certainty(trees: Sequence[DraftTree]) -> float:
 def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTree:
     """Returns the union of two trees with the same root, cut to its `tree_size` most probable nodes.
 
-    A node found in both trees keeps the greater of its two probabilities given its parent. The scores of the nodes
-    below it rise with it, so no child outranks its parent.
-
-    Raises:
-        ValueError: the roots differ.
+    A node in both trees keeps the greater of its two probabilities given its parent. The scores below it rise with it,
+    so no child outranks its parent. Raises a ValueError if the roots differ.
     """
     if first.tokens[0] != second.tokens[0]:
         raise ValueError(f"trees with different roots cannot be merged: {first.tokens[0]} and {second.tokens[0]}")

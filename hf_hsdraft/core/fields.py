@@ -11,11 +11,7 @@ REQUIRED: Any = object()  # default of a required field
 
 
 class Fields:
-    """Reads a JSON object field by field. Absent and null fields count as missing.
-
-    Args:
-        place: name of the object in messages: "config.json", or the field that holds it.
-    """
+    """Reads a JSON object field by field; absent and null fields count as missing. `place` names it in messages."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
         self.values, self.place = values, place

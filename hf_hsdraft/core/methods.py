@@ -37,23 +37,14 @@ def offered(kind: str) -> list[str]:
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """Imports the module that offers a name.
-
-    Raises:
-        ImportError: No method offers it.
-    """
+    """Imports the module that offers a name. Raises an ImportError if no method does."""
     if name not in offered(kind):
         raise ImportError(f"no method here offers the {kind} {name}: is it in the folder {_PACKAGE}?")
     return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
 
 
 class Registry(MutableMapping[str, Offer]):
-    """Entries of the core, and entries of methods that load on first lookup.
-
-    Args:
-        kind: Name of the table in `index.json`.
-        core: Entries of the core.
-    """
+    """Entries of the `core`, and of methods (the table `kind` in `index.json`), which load on first lookup."""
 
     def __init__(self, kind: str, core: dict[str, Offer] | None = None) -> None:
         self.kind, self.loaded = kind, dict(core or {})

@@ -9,19 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """A drafting option that is set on `drafter.generation_config` and saved with the others.
-
-    Attributes:
-        check: returns whether a value may be used.
-        expected: what `check` wants, for messages: "a number from 0 to 1".
-        doc: what the option does, in a sentence.
-    """
+    """A drafting option that is set on `drafter.generation_config` and saved with the others."""
 
     name: str
     default: Any
-    check: Callable[[Any], bool]
-    expected: str
-    doc: str = ""
+    check: Callable[[Any], bool]  # returns whether a value may be used
+    expected: str  # what `check` wants, for messages: "a number from 0 to 1"
+    doc: str = ""  # what it does, in a sentence
 
     def checked(self, value: Any) -> Any:
         """Returns the value, or raises a ValueError if it cannot be used."""

@@ -8,12 +8,9 @@ class DraftingRefused(ValueError):
 
     It is raised before any text is streamed, any token is drawn and any logits processor is called, and the cache is as
     it was given. The exception is a target that turns out to read no drafts; see `speculative_decoding`.
-
-    Attributes:
-        PLAINLY: how messages say that a call may be decoded without a drafter.
     """
 
-    PLAINLY = "leave assistant_model out"
+    PLAINLY = "leave assistant_model out"  # how messages say that a call may be decoded without a drafter
 
     @classmethod
     def of_sharded(cls, drafting: str) -> DraftingRefused:

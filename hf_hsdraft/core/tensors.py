@@ -35,9 +35,10 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model or a module computes; `model.device` is where its weights are between forwards.
+    """Where a model or a module computes.
 
-    Where accelerate offloads weights they are on the meta device, and its hooks know where they are brought to.
+    `model.device` is where weights are between forwards: on the meta device where accelerate offloads them. Then its
+    hooks know where they are brought to.
     """
     device: torch.device = next(model.parameters()).device if not hasattr(model, "device") else model.device
     if device.type != "meta":
@@ -52,7 +53,7 @@ def side_by_side(*modules: nn.Module) -> Transform:
 
 
 class RMSNorm(nn.Module):
-    """Divides the last axis by its root mean square and scales it, in the dtype of its inputs."""
+    """Root-mean-square norm of the last axis, in the dtype of its inputs."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

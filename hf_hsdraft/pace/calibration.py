@@ -15,18 +15,12 @@ class Calibration:
     """How often a drafted token is right, by the probability that the drafter gives it after its parent.
 
     Tokens are counted in bins of that probability. While a bin has few, its prior comes from the totals of all bins.
-
-    Attributes:
-        trials: for each bin, the number of tokens compared with the text.
-        hits: for each bin, how many of them were right.
-        expected: sum of the probabilities of all compared tokens.
-        right: number of all right tokens.
     """
 
     trials: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
     hits: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
-    expected: float = TUNING.calibration_prior_right
-    right: float = TUNING.calibration_prior_right
+    expected: float = TUNING.calibration_prior_right  # sum of the probabilities of all compared tokens
+    right: float = TUNING.calibration_prior_right  # number of right tokens
 
     def probability(self, log_prob: float) -> float:
         """Returns how often a token with this log-probability after its parent is right."""

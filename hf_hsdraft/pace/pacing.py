@@ -25,26 +25,16 @@ from .round_costs import Costs, MeasuredCosts
 
 @dataclass
 class Habits:
-    """How well the drafts of a text have done. Means and sums give more weight to later rounds.
-
-    Attributes:
-        gains: for each depth of a draft, the mean number of tokens that it adds, less the cost of verifying its nodes.
-        drafts: number of drafts behind `gains`.
-        tokens: mean number of tokens emitted in a round.
-        time: mean time of a round, in plain rounds.
-        accepted: number of drafted tokens accepted.
-        expected: number of drafted tokens expected to be accepted.
-        saved: plain rounds that drafting has saved recently, less what it cost; see `CostPace`.
-    """
+    """How well the drafts of a text have done. Means and sums give more weight to later rounds."""
 
     calibration: Calibration
-    gains: list[float]
-    drafts: int = 0
-    tokens: float = TUNING.first_tokens
-    time: float = TUNING.first_time
-    accepted: float = 0.0
-    expected: float = 0.0
-    saved: float = TUNING.first_saved
+    gains: list[float]  # by depth: mean number of tokens that it adds, less the cost of verifying its nodes
+    drafts: int = 0  # drafts behind `gains`
+    tokens: float = TUNING.first_tokens  # emitted in a round, mean
+    time: float = TUNING.first_time  # of a round, mean, in plain rounds
+    accepted: float = 0.0  # drafted tokens accepted
+    expected: float = 0.0  # drafted tokens expected to be accepted
+    saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
@@ -81,19 +71,14 @@ class Habits:
 
 
 class Pace:
-    """How much to draft and to verify in each round. This class limits nothing.
-
-    Attributes:
-        measures: whether rounds have to be timed.
-    """
+    """How much to draft and to verify in each round. This class limits nothing."""
 
     measures = False
 
     def plan(self, certain: float = 0.0) -> int:
-        """Begins a round and returns how deep to draft in it. Rounds without a draft are counted here.
+        """Begins a round and returns how deep to draft. Rounds without a draft are counted here.
 
-        Args:
-            certain: probability that the next token is among those proposed without a draft.
+        `certain` is the probability that the next token is among those proposed without a draft.
         """
         return sys.maxsize
 
@@ -102,24 +87,14 @@ class Pace:
         return tree
 
     def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
-        """Notes what each depth of a new draft adds.
-
-        Args:
-            trees: drafts of the deciding texts, as `scored` returns them.
-            depth: depth that was asked for.
-        """
+        """Notes what each depth of a new draft adds, by the deciding texts' trees as `scored` returns them."""
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
         """Cuts all `trees` to the number of nodes worth verifying, by the `deciding` ones. Called once a round."""
         return list(trees)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Learns how often drafted tokens are right.
-
-        Args:
-            tree: a whole draft, with the drafter's scores.
-            tokens: tokens emitted after its root.
-        """
+        """Learns from a whole draft, with the drafter's scores, and the tokens emitted after its root."""
 
     def note_round(
         self,
@@ -154,13 +129,6 @@ class CostPace(Pace):
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
     of the drafter (`Habits.saved`). In debt, a draft has to promise more than its cost, in proportion to the debt.
     Each round pays a small part of the debt off.
-
-    Args:
-        depth: greatest depth of a draft.
-        costs: given by the user, or measured here.
-
-    Attributes:
-        measured: the costs measured here; `None` if the user gives them.
     """
 
     def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
@@ -311,23 +279,14 @@ class CostPace(Pace):
 
 @dataclass(frozen=True)
 class KindOfCall:
-    """A kind of call. Equal kinds share measured costs.
+    """A kind of call. Equal kinds share measured costs."""
 
-    Attributes:
-        costs_by: what the costs depend on besides the target and the sizes below; hashable.
-        habits_by: what the habits depend on besides the drafter; hashable.
-        depth: greatest depth of a draft.
-        tree_size: greatest number of nodes verified of a text.
-        rows: number of rows in a forward.
-        packed: whether the target multiplies by packed weights.
-    """
-
-    costs_by: tuple[Any, ...]
-    habits_by: tuple[Any, ...] = field(compare=False)
-    depth: int
-    tree_size: int
-    rows: int = 1
-    packed: bool = False
+    costs_by: tuple[Any, ...]  # what costs depend on besides the target and the sizes below
+    habits_by: tuple[Any, ...] = field(compare=False)  # what habits depend on besides the drafter
+    depth: int  # greatest depth of a draft
+    tree_size: int  # most nodes verified of a text
+    rows: int = 1  # in a forward
+    packed: bool = False  # whether the target multiplies by packed weights
 
 
 # Learnt from calls: costs of each target by kind, and habits of each drafter by `KindOfCall.habits_by`.
@@ -341,7 +300,7 @@ def pace_for(
     """Returns the pace of a call, starting from what earlier calls of its kind have learnt.
 
     Args:
-        given: costs that the user gives; `None` to measure them.
+        given: the user's costs; `None` to measure them.
         before: the call's pace until now, if any.
         share: share of the rows that stay, of those read until now.
     """

@@ -13,19 +13,12 @@ from ..core.tuning import TUNING, Assumption
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a round cost, in plain rounds.
+    """What the parts of a round cost, in plain rounds."""
 
-    Attributes:
-        tree: cost of verifying any nodes at all.
-        node: cost of each node verified.
-        draft: cost of drafting at all.
-        depth: cost of each depth drafted.
-    """
-
-    tree: float
-    node: float
-    draft: float
-    depth: float
+    tree: float  # verifying any nodes at all
+    node: float  # each node verified
+    draft: float  # drafting at all
+    depth: float  # each depth drafted
 
     def verifying(self, nodes: int) -> float:
         return self.tree + self.node * nodes if nodes else 0.0
@@ -65,21 +58,14 @@ class Line:
 
 @dataclass
 class MeasuredCosts:
-    """What the rounds of one kind of call cost.
-
-    Attributes:
-        verifying: cost by number of nodes.
-        drafting: cost by depth.
-        plain: seconds of a plain round, a running mean; `None` before the first one.
-        widest: number of nodes in the largest tree timed.
-    """
+    """What the rounds of one kind of call cost: verifying by number of nodes, drafting by depth."""
 
     verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
     drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
-    plain: float | None = None
-    widest: int = 0
-    _plain_seconds: list[float] = field(default_factory=list)  # seconds of the first few plain rounds
-    _since: int = 0  # number of rounds since the last plain one
+    plain: float | None = None  # seconds of a plain round, a running mean
+    widest: int = 0  # nodes of the largest tree timed
+    _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
+    _since: int = 0  # rounds since the last plain one
 
     @classmethod
     def of_rows(cls, rows: int) -> MeasuredCosts:
@@ -103,11 +89,7 @@ class MeasuredCosts:
         return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
-        """Returns whether the next round should be plain, to time it.
-
-        Args:
-            rate: tokens emitted in the time of a plain round. Where it is high, a rough time will do.
-        """
+        """Returns whether to time a plain round next. At a high `rate` a rough time will do."""
         if self.plain is not None and self.plain <= 0.0:  # the clock is too coarse
             return False
         count = len(self._plain_seconds)
