@@ -4,7 +4,7 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 [`CachebackDrafter`], a [`CausalLMDrafter`] or a [`CascadeDrafter`] of several. `attach(model, drafter)` lets all calls
 of `model.generate()` draft, with nothing else changed.
 
-The names of `__all__` are loaded when they are asked for; `__init__.pyi` tells type checkers where they are.
+The names of `__all__` are loaded on first use; `__init__.pyi` tells type checkers where they are.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..trees.tree_builders import Expansion
 class Wanted(Ask):
     """An ask with what the engine needs besides."""
 
-    reach: int = 0  # greatest that the target can verify; `num_assistant_tokens` limits `depth`, n-grams may go this deep
+    reach: int = 0  # greatest depth that the target can verify, which n-grams in front of a drafter may use
     ahead: int = 0  # tokens by which the text is longer than the shortest one that still grows
     decides: bool = True  # whether the batch waits for this text; the pace looks at these only
 
