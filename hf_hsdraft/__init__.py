@@ -117,6 +117,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# `hsdraft --help` lists the commands at once, without PyTorch. What stands after -- is not for the command.
+# `hsdraft --help` lists the commands at once, without PyTorch. What follows -- is not for the command.
 if Path(*sys.argv[:1]).name not in ("hsdraft", "hsdraft.exe") or "--help" not in sys.argv or "--" in sys.argv:
     _install()

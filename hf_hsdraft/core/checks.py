@@ -12,7 +12,7 @@ from typing import Any
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
 LONGEST_NAME = 256  # characters of a name in a configuration
-MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
+MOST_NODES = 2**12  # of a tree, and of the nodes expanded at a depth
 
 
 def is_integer(value: Any) -> bool:

@@ -68,7 +68,7 @@ class DraftTree:
                 return f"node {node} has parent {parent}: expected a node before it, 0 to {node - 1}"
             if depth != self.depths[parent] + 1:
                 return f"node {node} has depth {depth}, its parent {self.depths[parent]}: expected one more"
-            if not self.scores[node] <= self.scores[parent]:  # NaN neither
+            if not self.scores[node] <= self.scores[parent]:  # also rejects NaN
                 found = f"score {self.scores[node]}, its parent {self.scores[parent]}"
                 return f"node {node} has {found}: expected the log-probability of the whole path, which is no greater"
             if token < 0 or 0 < vocab_size <= token:
@@ -179,6 +179,6 @@ def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTre
 
 
 def from_nodes(nodes: Sequence[tuple[int, int, int, float]]) -> DraftTree:
-    """Makes a tree from each node's token, parent, depth and score."""
+    """Makes a tree from token, parent, depth and score of each node."""
     tokens, parents, depths, scores = zip(*nodes, strict=True)
     return DraftTree(tokens, parents, depths, scores)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
-# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
-# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+# Takes a layer's index, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to keep; with
+# `rows`, only these rows have queries. Returns `[R, heads * head_dim]`.
 Attend = Callable[..., torch.Tensor]
 
 

@@ -26,8 +26,8 @@ _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 _BLOCK, _FEW = 32, 192  # the kernel's block of query rows, used for fewer rows than this
 
-# What layers and callers pass that does not change what sdpa computes where a mask says all. Layers that pass anything
-# else are left to transformers: a later version may look at it.
+# Arguments that do not change what sdpa computes under a full mask. Layers that pass others are left to
+# transformers: a later version may use them.
 _WITHOUT_EFFECT = frozenset(
     (
         "cache_position",
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 _KNOWN = _WITHOUT_EFFECT | {"scaling"}
-_OFF = ("dropout", "output_attentions")  # known if off
+_OFF = ("dropout", "output_attentions")  # handled only if off
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     if asked_for is False or target.device.type != "cpu" or not _are_products_torchs_own():
         return []
     modules = list(target.modules())
-    if any(map(_is_compiled, modules)):  # it would be compiled anew
+    if any(map(_is_compiled, modules)):  # it would be recompiled
         return []
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
     if asked_for:
@@ -127,7 +127,7 @@ class PackedWeight:
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """`[out, parts]`, int64: checksums of a weight's bits, which change when it is written to."""
+    """`[out, parts]`, int64: checksums of a weight's bits, to detect writes."""
     row = weight.shape[1] * weight.element_size()
     if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
         return weight.detach().view({2: torch.int16, 4: torch.int32}[weight.element_size()]).sum(1, dtype=torch.int64)
@@ -154,7 +154,7 @@ _FORWARD = nn.Linear.forward
 _in_use: ContextVar[dict[nn.Module, PackedWeight]] = ContextVar("hsdraft_packed", default={})  # noqa: B039 never written
 
 
-# The copies of each layer's weight that new calls may share, and all copies there are; calls alone keep them.
+# Copies of each layer's weight that new calls may share, and all copies; only calls keep them alive.
 _to_share: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PackedWeight]] = weakref.WeakKeyDictionary()
 _alive: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
 _sharing = threading.RLock()
@@ -181,7 +181,7 @@ class PackedWeights:
         """
         linears = linears_to_pack(target, asked_for)
         with _sharing:
-            packed = cls(linears)  # so far, nothing has been copied
+            packed = cls(linears)  # nothing is copied yet
             fits = asked_for or sum(copy.size for copy in _alive) <= TUNING.packed_bytes
             return packed if linears and fits else None
 
@@ -228,19 +228,16 @@ def _new_copy(linear: nn.Linear) -> PackedWeight:
 
 
 def _is_any_module_hooked() -> bool:
-    """Whether there are global module hooks."""
     return bool(_of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks)
 
 
 @dataclass(eq=False)
 class _Use:
-    """A forward that runs by packed copies."""
-
     of: Mapping[nn.Module, PackedWeight]
 
 
-# torch calls what a module has there instead of its hooks and its forward, which is how `Module.compile` works. Copies
-# of a module, in memory or stored, go without it, and nobody's own `forward` is touched.
+# torch calls this attribute instead of a module's hooks and forward, as `Module.compile` uses it. Copies of a module,
+# in memory or stored, lack it, and no `forward` is touched.
 _PLACE = "_compiled_call_impl"
 _uses: weakref.WeakSet[_Use] = weakref.WeakSet()
 _standing = threading.RLock()

@@ -66,7 +66,7 @@ class Packing:
             if stock.copies.serve(self._target, None):
                 self.weights, self._settled = stock.copies, True
                 return not stock.copies.made  # a short call may have left some to be made
-            elif linears_to_pack(self._target, None):  # else they are for calls that ask for them
+            elif linears_to_pack(self._target, None):  # else only for calls that ask
                 stock.copies, stock.lost = None, 0.0
         return False
 
@@ -91,7 +91,7 @@ class Packing:
             if stock.copies is not None and stock.copies.serve(self._target, self._asked_for):
                 self.weights = stock.copies
                 return False
-            # Where more is asked for than the default has packed, what is there is shared; no limit counts it.
+            # If more is asked for than the default packs, existing copies are shared, without a limit.
             shared = stock.copies if self._asked_for else None
             stock.copies, stock.lost = None, 0.0
             self.weights = PackedWeights.of(self._target, self._asked_for)

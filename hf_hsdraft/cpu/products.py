@@ -39,14 +39,11 @@ def in_full_precision() -> Iterator[None]:
 
 
 class Product:
-    """x W^T + b, by a constant weight.
+    """x W^T + b, by a constant weight `[out, in]` and bias `[out]`.
 
-    The cost of a few rows on a CPU is fetching the weight. So in half precision they are multiplied by 8-bit weights,
-    scaled by each output's greatest: close enough for drafts. More rows, and a few in other dtypes, use a packed copy,
-    and those of a prompt the weight itself.
-
-    Args:
-        weight: `[out, in]`; bias: `[out]`.
+    The cost of a few rows on a CPU is fetching the weight. So in bfloat16 they are multiplied by 8-bit weights, scaled
+    by each output's greatest: close enough for drafts. More rows, and a few in other dtypes, use a packed copy, and a
+    prompt's rows the weight itself.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -109,7 +106,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Norm:
-    """The root-mean-square norm of a module, without the module."""
+    """A module's root-mean-square norm, without the module."""
 
     def __init__(self, norm: RMSNorm) -> None:
         self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach(), norm.eps

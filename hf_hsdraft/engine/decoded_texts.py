@@ -42,23 +42,18 @@ StepOutputs = dict[str, tuple[torch.Tensor, ...]]
 
 @dataclass
 class _Row:
-    """One text."""
-
     ids: torch.Tensor  # `[1, length]`, prompt and new tokens
     end: int = 0  # length at which it ended; 0 while it grows
     emitted: list[int] = field(default_factory=list)  # the tokens appended last
     ends: list[int] = field(default_factory=list)  # lengths after rounds not streamed yet
     scores: tuple[torch.Tensor, ...] = ()  # `[1, V]` for each new token, if asked for, as `logits`
     logits: tuple[torch.Tensor, ...] = ()
-    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # raw, processed `[1, V]`
     steps: list[StepOutputs] = field(default_factory=list)  # further outputs of each new token, if asked for
 
 
 class DecodedTexts:
-    """Texts of a batch, from prompts `input_ids` `[B, length]` and arguments as `generate()` prepared them.
-
-    `foresight` is what drafts may know of coming draws; `None` where nothing is drawn.
-    """
+    """Texts of a batch, from prompts `input_ids` `[B, length]` and arguments as `generate()` prepared them."""
 
     def __init__(
         self,
@@ -76,7 +71,7 @@ class DecodedTexts:
         self._streamer = streamer
         self._streamed = 0
         self.verifier = verifier
-        self.foresight: Foresight | None = None
+        self.foresight: Foresight | None = None  # what drafts may know of coming draws; None without draws
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
         self.keeps_logits = bool(wanted and generation_config.output_logits)

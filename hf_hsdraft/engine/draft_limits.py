@@ -40,8 +40,6 @@ def refuse(refusal: DraftingRefused) -> None:
 
 @dataclass
 class TextPositions:
-    """Positions of the texts of a batch."""
-
     prompt: torch.Tensor  # `[B, n]`, int64, positions of the prompts' taps
     real: torch.Tensor  # `[B, n]`, bool, False for padding
     roots: list[int]  # position of each text's last token

@@ -65,7 +65,7 @@ class LocalTarget:
             self._runtime.keep_rows([self.rows.index(row) for row in staying])
             self.rows = staying
             drafting.keep(staying)
-            self.set_pace(drafting, share)  # the others' trees share what is verified
+            self.set_pace(drafting, share)  # the remaining trees share what is verified
         if self._limits.keep_up(self.rows):
             self.set_pace(drafting)
             if self._limits.options.depth == 0 and self._call.rows > 1:
@@ -75,7 +75,7 @@ class LocalTarget:
         active = self._texts.active
         lengths = {row: self._texts.new_tokens(row) for row in active}
         decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
-        # Sizes that are fixed stay so when texts leave.
+        # Fixed sizes stay the same when texts leave.
         options = self._limits.options
         sharing = self._call.rows if options.tree_sizing == "fixed" else len(self.rows)
         depths, options = self._limits.depths(active, sharing), options.shared_by(sharing)
@@ -126,7 +126,7 @@ class LocalTarget:
         runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.rows])
 
     def news(self, read: Read, verdicts: dict[int, Verdict]) -> list[Accepted]:
-        if self._runtime.in_step and verdicts:  # rows that have ended are read on with the others
+        if self._runtime.in_step and verdicts:  # rows that have ended are still read
             for row in read.trees.keys() - verdicts.keys():
                 self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
         return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
@@ -162,7 +162,7 @@ class LocalTarget:
         return []
 
     def read_ends(self) -> None:
-        """Reads the ends of texts that ended in the last round, but not as the longest, as plain decoding does."""
+        """Reads the last tokens of texts that ended in the last round but not as the longest, like plain decoding."""
         texts, runtime = self._texts, self._runtime
         rows = [row for row in self.rows if row not in self._closed and texts.rows[row].ids.shape[1] < texts.length()]
         if not rows or not runtime.trees:
@@ -177,12 +177,11 @@ class LocalTarget:
         drafting.set_pace(self._limits.options.shared_by(len(self.rows)), self.kind(drafting.session), share)
 
     def kind(self, session: Session) -> KindOfCall:
-        """What costs and habits of the rounds depend on."""
         rows, runtime, foresight = len(self.rows), self._runtime, self._call.foresight
         options = self._limits.options.shared_by(rows)
         draws = foresight.warper_names if foresight else None  # they take time, and drafts use them
         # A family's options change what a draft costs and how often it is right, as reuse does. A threshold
-        # leaves nodes out after they were drafted: that changes what a depth gains, and the cost of no part.
+        # drops nodes after they were drafted: that changes what a depth gains, and no part's cost.
         own = options.verification, repr(sorted(options.own.items()))
         costs = (
             *kind_of_call(runtime),

@@ -107,7 +107,7 @@ class Attachment:
         self._failed: dict[int, str] = {}  # why a call ended mid-text, by the model's fingerprint
         self._before, self._in_block = _attachments.get(model), False
         if self._before is not None and not self._before._in_block:
-            self._before._before = None  # it is not restored
+            self._before._before = None  # replaced for good, so not restored
 
     @property
     def statistics(self) -> AttachmentStatistics:
@@ -179,7 +179,7 @@ class Attachment:
         try:
             DraftOptions.of(self.drafter, generation_config)
         except ValueError as error:
-            DraftOptions.of(self.drafter)  # its own options are wrong: that is an error
+            DraftOptions.of(self.drafter)  # wrong options of its own are an error
             raise DraftingRefused(f"the call sets a drafting option: {error}") from error
         if self._owned:
             follow(self.drafter, target)

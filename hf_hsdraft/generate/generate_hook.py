@@ -54,7 +54,7 @@ class _Lent:
         self.begin_suppress_tokens = begin_suppress_tokens
 
     def __getattr__(self, name: str) -> Any:
-        if name == "drafter":  # while a copy is made
+        if name == "drafter":  # during a copy
             raise AttributeError(name)
         return getattr(self.drafter, name)
 
@@ -108,7 +108,7 @@ def _with_suppressed_begin(processors: Any, tokens: Any, input_ids: Any) -> Any:
     if tokens is None:
         return processors
     suppressing = SuppressTokensAtBeginLogitsProcessor(tokens, begin_index=input_ids.shape[1], device=input_ids.device)
-    # Whether there is speech at all is read from the scores as they are.
+    # Speech detection reads the unprocessed scores.
     listens = [isinstance(one, WhisperNoSpeechDetection) for one in processors]
     first = listens.index(True) + 1 if True in listens else 0
     return LogitsProcessorList([*processors[:first], suppressing, *processors[first:]])

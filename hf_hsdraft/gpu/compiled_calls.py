@@ -27,7 +27,7 @@ class CompiledCalls:
         for value in inputs.values():
             if isinstance(value, torch.Tensor):
                 torch._dynamo.mark_static(value)
-        inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}  # all are kept anyway
+        inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}  # keeps all anyway
         torch.compiler.cudagraph_mark_step_begin()  # outputs stay valid until the next forward
         return self._call(**inputs, return_dict=True)
 

@@ -80,7 +80,7 @@ def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
 
 
 def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str]:
-    """Acceptance lengths of chains (shortest first) by category, and of the longest one's depths."""
+    """Acceptance lengths of chains (shortest first) by category, and the acceptance of each depth of the longest."""
     groups = benchmark["by_category"]
     rows = [("all prompts", [benchmark["summary"][name] for name in chains])]
     categories = list(groups.get(chains[0], {}))
@@ -89,7 +89,7 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
     lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
     shares = benchmark["round"].get(chains[-1], {})
     depths = range(1, _chain_length(chains[-1]) + 1)
-    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # what was never accepted is not listed
+    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # never accepted: absent
     after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
     by_depth = [
         ("accepted, of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
@@ -146,6 +146,4 @@ def _held_out(training: Mapping[str, Any]) -> str:
 def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:
     """The figure in this format, or that it was not measured."""
     value = entry.get(name)
-    return (
-        f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP
-    )  # nor if it is no number
+    return f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP

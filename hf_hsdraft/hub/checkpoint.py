@@ -41,7 +41,7 @@ LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _WEIGHTS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights, as headers name them
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_PREFIX = "model."  # NeMo AutoModel puts it before the names of all tensors but the head's
+_PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
 
 Shape = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..core.checks import FORMAT_VERSION, is_code_file
 from .drafter_files import CONFIG, read_json
 
-ENTRY = "hub_entry"  # of the code that travels
+ENTRY = "hub_entry"  # of travelling code
 RECIPE = Path(__file__).with_name("generate_recipe.py")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WITHOUT_NETWORK = _PACKAGE / "drafters/base/plain_drafter.py"
@@ -144,7 +144,7 @@ def write_code(family: Any, folder: Path) -> str:
 
 def stands_alone(auto_map: Any) -> bool:
     """Whether the travelling code runs without the package; that of foreign families imports it."""
-    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter in older drafters
     return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
 
 

@@ -23,13 +23,13 @@ CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safet
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
-METHOD_FILES = tuple(offered("file"))  # what methods keep beside the weights of a drafter
+METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
-SPECULATOR = "speculator_model"  # type of all drafters in the format of the package speculators
+SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
 _DTYPES = {"F64", "F32", "F16", "BF16"}

@@ -75,7 +75,7 @@ def _is_damaged(path: Path) -> bool:
     """Whether a cached file does not match its name: its SHA-256, or as a git blob its SHA-1."""
     name = path.resolve().name
     if not path.is_file() or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name):
-        return path.is_file()  # a cache without links does not tell
+        return path.is_file()  # unknown in a cache without links
     if len(name) == 64:
         return sha256(path) != name
     content = path.read_bytes()
@@ -86,7 +86,7 @@ def _forget(damaged: Sequence[Path]) -> str:
     """Deletes files of the cache; returns what to do next."""
     try:
         for path in damaged:
-            path.resolve().unlink(missing_ok=True)  # the cache's snapshots are links, where the system has them
+            path.resolve().unlink(missing_ok=True)  # snapshots are links, where the system has them
             path.unlink(missing_ok=True)
     except OSError:  # a read-only cache
         return "delete it from the cache"

@@ -27,7 +27,7 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
     if assistant_model is not None:
         raise ValueError("custom_generate loads its own drafter: leave assistant_model out, or custom_generate")
     loading = {name: kwargs.pop(name) for name in _OF_THE_HUB if kwargs.get(name) is not None}
-    # transformers does not tell a recipe which repository it is from; the caller's own variable does.
+    # transformers passes a recipe no repository name; the caller's own variable has it.
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     repository = None if caller is None else caller.f_locals.get("custom_generate")
     if not isinstance(repository, str | os.PathLike):

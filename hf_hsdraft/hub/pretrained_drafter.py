@@ -124,7 +124,7 @@ class PretrainedDrafter(PreTrainedModel):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, getattr(config, "weights_digest", None))
             options = stored_options(folder / OPTIONS)
-        # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
+        # Pass tensors, not the folder, where transformers would look for adapters and other weights.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
@@ -148,7 +148,7 @@ class PretrainedDrafter(PreTrainedModel):
                 source = find_folder(given, DESCRIBED, subfolder, **hub)
                 check_is_drafter(source, kind.model_type)
                 config = kind.from_dict(read_json(source / CONFIG), **overrides)
-            # The digests are of the weights beside a configuration, and other weights are loaded here.
+            # The source's digests are of its own weights, and other weights are loaded here.
             config.weights_digest = read_json(folder / CONFIG).get("weights_digest")
             return config
         if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
@@ -162,7 +162,7 @@ class PretrainedDrafter(PreTrainedModel):
         return config
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
-        """Sets drafting options given to `from_pretrained`, which also reads those beside the weights."""
+        """Sets given drafting options; `from_pretrained` reads those beside the weights."""
         if generation_config is not None:
             self.generation_config = generation_config
 
@@ -196,7 +196,7 @@ class PretrainedDrafter(PreTrainedModel):
             if push_to_hub and self.should_save_on_this_rank(is_main_process):
                 push(folder, name, **hub)
             return
-        with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
+        with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
             with complete_folder(folder) as partial:
                 super().save_pretrained(partial, **saving)
                 complete(self, partial, folder)

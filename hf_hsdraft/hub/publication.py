@@ -46,7 +46,7 @@ from .model_card import is_generated, write_card
 
 logger = logging.get_logger(__name__)
 
-REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of the code that travels
+REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of travelling code
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -108,7 +108,7 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(getattr(config, "target_name", ""))
     entry = write_code(drafter.family(), partial)
-    config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
+    config.auto_map = drafter.code_map(entry)  # replaces another repository's
     if drafter.taps and not hasattr(config, "target_tap_layers"):
         config.reads_states = True  # for the card
     config.code_files = sorted(path.name for path in partial.glob("*.py"))

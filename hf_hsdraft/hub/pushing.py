@@ -72,7 +72,7 @@ def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], fold
 def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
     """Pushes what a drafter's `save_pretrained` writes as it is, in one commit.
 
-    Options and errors are as in `push`, but other files of the repository are not looked at.
+    Options and errors are as in `push`, but other files of the repository are ignored.
     """
     with tempfile.TemporaryDirectory() as folder:
         drafter.save_pretrained(folder)
@@ -135,5 +135,5 @@ def told(repo_id: str) -> Iterator[None]:
                 "(`hf auth login`, or HF_TOKEN) with a token that may write there"
             ) from error
         raise
-    except HTTPError as error:  # a connection that broke
+    except HTTPError as error:  # a broken connection
         raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error

@@ -271,7 +271,7 @@ class CostPace(Pace):
         progress = emitted if progress is None else progress
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         habits.saved = min(habits.saved + progress - time + TUNING.allowed_loss, TUNING.most_saved)
-        if not self._is_plain:  # a plain round says nothing of what drafting yields
+        if not self._is_plain:  # a plain round shows nothing about drafting
             newest = 1.0 - TUNING.pace_fading
             habits.tokens += newest * (progress - habits.tokens)
             habits.time += newest * (time - habits.time)

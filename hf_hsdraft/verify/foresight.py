@@ -100,7 +100,7 @@ class Draws:
             state = self._foreseen[-1].after if self._foreseen else state
             self._ahead.set_state(state)
             while len(self._foreseen) < count:
-                # The shape is that of a draw, because on a GPU the numbers depend on it.
+                # In the shape of a draw, as numbers on a GPU depend on it.
                 times = torch.empty(1, self._vocab_size, dtype=torch.float32, device=self.device)
                 times.exponential_(generator=self._ahead)
                 before, state = state, self._ahead.get_state()
@@ -120,7 +120,7 @@ class Draws:
                 self._misses = 0
                 self._drawn.append(numbers.after)
                 return token
-            self._generator.set_state(numbers.before)  # nothing can be drawn, and `torch.multinomial` says why
+            self._generator.set_state(numbers.before)  # nothing can be drawn: `torch.multinomial` raises
         token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
         after = self._generator.get_state()
         if numbers is not None:
@@ -198,7 +198,7 @@ class Foresight:
         parts = []
         for (row, tree), nodes in zip(trees.items(), split, strict=True):
             foreseen = self.draws[row].foresee(min(max(tree.depths), TUNING.draws_ahead))
-            tokens = nodes[:, 0].clamp(max=self.vocab_size - 1)  # a token beyond is never drawn, so any time will do
+            tokens = nodes[:, 0].clamp(max=self.vocab_size - 1)  # tokens beyond are never drawn
             times = [of_draw[tokens] for of_draw in foreseen]
             known = torch.stack([*times, torch.full_like(times[0], _USUAL_TIME)])
             parts.append(known.gather(0, (nodes[None, :, 1] - 1).clamp(max=len(foreseen)))[0])

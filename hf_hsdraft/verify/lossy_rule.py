@@ -38,7 +38,6 @@ class Rule:
 
     @property
     def is_published(self) -> bool:
-        """Whether the rule's options are as published."""
         return all(self.options.get(name, default) == default for name, default in self.defaults.items())
 
     @property
