@@ -52,7 +52,7 @@ _OFF = ("dropout", "output_attentions")  # handled only if off
 
 @contextlib.contextmanager
 def grouped_attention(device: torch.device) -> Iterator[None]:
-    """Within, in this thread, eager layers on a CPU do not repeat keys and values.
+    """Within, in this thread, layers on a CPU do not repeat keys and values; compiled layers still do.
 
     transformers' sdpa is wrapped at the first forward of a target on a CPU.
     """

@@ -63,7 +63,7 @@ def told_of_class(kind: type) -> str:
 def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:
     """Raises a ValueError for a verification rule trained for another target.
 
-    Raises a DraftingRefused for a rule that may drop scores again, where a processor keeps state between calls.
+    Raises a DraftingRefused for a rule that may drop scores again, if a processor may keep state between calls.
     """
     config = text_config(target)
     name = public_name(getattr(target, "name_or_path", ""))

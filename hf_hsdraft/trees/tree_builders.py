@@ -1,7 +1,7 @@
 """The interface of tree builders, and the usual builder, beam search.
 
-A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes; the
-states that the expansion returns it only gathers, and hands back.
+A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes, and
+gives it the gathered states of their parents, otherwise unchanged.
 """
 
 from __future__ import annotations
