@@ -4,15 +4,14 @@ If a folder's `__init__` registers its family, importing the folder imports the 
 by the vLLM plugin, register it in a separate file instead.
 """
 
-from .. import block, eagle
-from .. import language_model as causal_lm
+from .. import block, eagle, language_model
 from ..hidden_state import hidden_state_family
 from ..ngrams import ngram_family
 
 __all__ = [
     "block",
-    "causal_lm",
     "eagle",
     "hidden_state_family",
+    "language_model",
     "ngram_family",
 ]

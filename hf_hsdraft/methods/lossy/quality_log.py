@@ -14,7 +14,7 @@ import torch
 from ...bench.systems import System
 from ...drafters.base.protocol import Drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
-from ...hub.drafter_files import sha256
+from ...hub.drafter_files import METHOD_FILES, sha256
 from .checked_tasks import Item
 from .kept_rows import keep, read_kept
 from .quality import Answer
@@ -84,6 +84,7 @@ def model_digest(model: Any) -> str:
         if not value.is_meta:
             found.update(value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
     folder = getattr(model, "loaded_from", None)
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+    beside = [] if folder is None else [*folder.glob("*.safetensors"), *map(folder.joinpath, METHOD_FILES)]
+    for path in sorted({path for path in beside if path.is_file()}):
         found.update(f"{path.name} {sha256(path)}".encode())
     return found.hexdigest()[:16]
