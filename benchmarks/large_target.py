@@ -130,7 +130,7 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     from hf_hsdraft.drafters.base.draft_options import DraftOptions
     from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 
-    width = target.config.hidden_size * len(drafter.taps)
+    width, beam = target.config.hidden_size * len(drafter.taps), drafter.generation_config.beam_width
 
     def news(begin: int, count: int) -> Accepted:
         taps, places = torch.randn(count, width).to(target.dtype), torch.arange(begin, begin + count)
@@ -142,8 +142,7 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     for _ in range(_REPEATS + 1):
         session.observe([accepted])
         begin = time.perf_counter()
-        width = drafter.generation_config.beam_width
-        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes, width)])
+        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes, beam)])
         times.append(time.perf_counter() - begin)
         accepted, position = news(position, 3), position + 3
     return times[1:]  # the first one reads the prompt

@@ -4,7 +4,7 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 [`CachebackDrafter`], a [`CausalLMDrafter`] or a [`CascadeDrafter`] of several. `attach(model, drafter)` lets all calls
 of `model.generate()` draft, with nothing else changed.
 
-The names of `__all__` are loaded when they are asked for; `__init__.pyi` tells type checkers where they are.
+The names of `__all__` are loaded on first use; `__init__.pyi` tells type checkers where they are.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# `hsdraft --help` lists the commands at once, without PyTorch. What stands after -- is not for the command.
+# `hsdraft --help` lists the commands at once, without PyTorch. What follows -- is not for the command.
 if Path(*sys.argv[:1]).name not in ("hsdraft", "hsdraft.exe") or "--help" not in sys.argv or "--" in sys.argv:
     _install()

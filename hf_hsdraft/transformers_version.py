@@ -12,7 +12,7 @@ TESTED = (5, 24)  # the newest; pyproject.toml and .ci/run name it too
 
 
 def needs_newer() -> str | None:
-    """Returns why only the parts for vLLM work with the installed transformers; `None` if all of the package does."""
+    """Returns why only the vLLM plugin works with the installed transformers; `None` if the whole package does."""
     if Version(transformers.__version__).release >= NEEDED:
         return None
     return (
@@ -23,7 +23,7 @@ def needs_newer() -> str | None:
 
 
 def warn_if_untested() -> None:
-    """Warns once, at import, where transformers is newer than the newest version that the tests ran with."""
+    """Warns at import if transformers is newer than the tests' newest."""
     if Version(transformers.__version__).release[:2] > TESTED:
         warnings.warn(
             f"transformers {transformers.__version__} is installed, and hf_hsdraft was tested with {_named(NEEDED)} to "

@@ -1,4 +1,4 @@
-"""Which part of a program takes how much time. The interpreter says which functions run; none of them is replaced."""
+"""Attributes time to parts of a program. The interpreter reports which functions run; none of them is replaced."""
 
 from __future__ import annotations
 
@@ -19,19 +19,11 @@ from .machine import synchronise
 class Attribution:
     """Counts the seconds of each part of a program.
 
-    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter reports
-    every Python function that begins and ends. The reports take time themselves, most of all in parts with many small
-    functions. There are no reports within the leaf, so it takes no longer than usual.
-
-    Args:
-        device: waited for whenever a part begins or ends.
-        functions: functions of each part.
-        leaf: name of a part, and the module whose forward it is.
-        outermost: name of a part, and its function. The part gets the time of the function that no other part takes.
-            Time outside the function is not counted.
-
-    Attributes:
-        seconds: seconds of each part.
+    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter
+    reports the start and end of every Python function, which itself takes time, most of all in parts with many
+    small functions. There are no reports within the `leaf`, a part and the module whose forward it is, so it takes
+    no longer than usual. `outermost` is a part and its function: it gets the function's time that no other part
+    takes, and time outside the function is not counted. The device is synchronised whenever a part begins or ends.
     """
 
     def __init__(
@@ -51,7 +43,7 @@ class Attribution:
 
     @property
     def total(self) -> float:
-        """Seconds of the outermost function: those of all parts."""
+        """Seconds of the outermost function: the sum of all parts."""
         return sum(self.seconds.values())
 
     @contextmanager

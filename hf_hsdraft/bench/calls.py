@@ -24,12 +24,12 @@ class Settings:
     """How every system decodes.
 
     Attributes:
-        max_new_tokens: greatest number of new tokens of a prompt.
-        temperature: 0 decodes greedily. Above 0, `generate()` draws tokens at this temperature, see `top_k`.
-        seed: seed set before every call.
-        top_k: tokens that are drawn from, 0 for all; `None` for what the target's generation configuration says, or
-            transformers' own default of 50.
-        max_cache_len: number of tokens that caches of a fixed length hold, so that all calls share one cache.
+        max_new_tokens: per prompt.
+        temperature: 0 decodes greedily, above 0 `generate()` samples, see `top_k`.
+        seed: set before every call.
+        top_k: tokens to sample from, 0 for all; `None` for the target's generation configuration, or transformers'
+            default of 50.
+        max_cache_len: tokens that static caches hold, so that all calls share one cache.
     """
 
     max_new_tokens: int
@@ -39,7 +39,7 @@ class Settings:
     max_cache_len: int | None = None
 
     def generate_kwargs(self) -> dict[str, Any]:
-        """Returns arguments for `generate()`. The target's own generation configuration says the rest."""
+        """Returns arguments for `generate()`. The target's generation configuration sets the rest."""
         common: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
         if self.temperature == 0:
             return {**common, "do_sample": False}
@@ -49,23 +49,17 @@ class Settings:
 
 @dataclass
 class Run:
-    """What one call took and gave.
+    """Measurements of one call.
 
     Attributes:
-        tokens: number of new tokens of all rows, ends of text included and padding not.
-        seconds: seconds of the call.
-        forwards: number of forwards of the target, the prompts' included. Our decoding counts each one for every row.
-        rows: number of prompts in the call.
-        statistics: statistics of our decoding; `None` where others decode.
-        first_seconds: seconds until the first new token was handed on.
-        first_tokens: number of tokens handed on with the first one.
-        accepted: number of drafted tokens accepted in each round; `None` where the system does not tell.
-        memory_before: bytes held when the call began.
-        memory_peak: greatest number of bytes held while the call ran.
-        same_rows: number of rows with plain decoding's text; `None` where there is nothing to compare.
-        divergence: where the text of a single prompt parted from plain decoding's; `None` if it did not.
-        question: index of the prompt or batch.
-        repeat: index of the repetition of all prompts.
+        tokens: new tokens of all rows, ends of text included, padding excluded.
+        forwards: of the target, the prompts' included. Our decoding counts each one for every row.
+        first_seconds, first_tokens: seconds until the first new tokens were handed on, and their number.
+        accepted: drafted tokens accepted in each round; `None` where the system does not report them.
+        memory_before, memory_peak: bytes held when the call began, and their peak during it.
+        same_rows: rows with plain decoding's text; `None` where there is nothing to compare.
+        divergence: where the text of a single prompt diverged from plain decoding's.
+        question, repeat: index of the prompt or batch, and of the repetition of all prompts.
     """
 
     tokens: int
@@ -85,11 +79,8 @@ class Run:
 
 
 class ArrivalStreamer(BaseStreamer):
-    """Notes when the first new tokens come, and how many come each time. The prompt, which comes first, is left out.
-
-    Attributes:
-        first: time when the first new tokens came; `None` before.
-        sizes: number of tokens that came each time.
+    """Records when the first new tokens arrive, and how many arrive each time. The prompt, which comes first, is
+    skipped.
     """
 
     def __init__(self) -> None:
@@ -110,12 +101,9 @@ class ArrivalStreamer(BaseStreamer):
 
 
 class ForwardCounter:
-    """Counts the forwards of the target in the same way for every system.
+    """Counts the target's forwards in the same way for every system.
 
     It counts calls of the first decoder layer, because some systems do not call the model as a whole.
-
-    Attributes:
-        count: number of forwards so far.
     """
 
     def __init__(self, target: Any) -> None:
@@ -133,20 +121,14 @@ class ForwardCounter:
 def time_call(
     target: Any, inputs: dict[str, torch.Tensor], system: System, settings: Settings
 ) -> tuple[list[list[int]], Run]:
-    """Decodes a prompt, or a batch padded at the left, once.
+    """Decodes a prompt, or a left-padded batch, once.
 
-    Args:
-        target: the target.
-        inputs: `input_ids` and `attention_mask`, each `[B, length]`.
-        system: the system that decodes.
-        settings: how it decodes.
-
-    Returns:
-        The new tokens of each row, and what was measured.
+    `inputs` are `input_ids` and `attention_mask`, each `[B, length]`. Returns the new tokens of each row, and the
+    measurements.
     """
     stored = system.drafter.generation_config if system.options else None
     memory = PeakMemory(target.device)
-    # A static forward is compiled with its hooks, and would be compiled anew with every count.
+    # A static forward is compiled with its hooks, and would be recompiled at every count.
     counter = None if system.static else ForwardCounter(target)
     try:
         if system.options:
@@ -170,7 +152,7 @@ def time_call(
     run.rows, run.tokens = len(rows), sum(map(len, rows))
     run.forwards = max(map(len, rows)) if counter is None else counter.count
     if system.decode is not None and len(rows) == 1 and run.accepted is not None:
-        # The list leaves out rounds without a draft, which accepted nothing.
+        # Rounds without a draft, which accepted nothing, are missing from the list.
         run.accepted += [0] * (run.forwards - 1 - len(run.accepted))
     if run.statistics is not None and len(rows) > 1:
         run.forwards = run.statistics.row_forwards
@@ -194,7 +176,7 @@ def _generate(
         run.accepted = list(statistics.accepted_lengths)
     elif system.name != PLAIN and not (system.static or system.packed) and len(inputs["input_ids"]) == 1:
         rounds = streamer.sizes[1:] if system.drafts_later else streamer.sizes
-        run.accepted = [size - 1 for size in rounds]  # assisted decoding hands on round by round
+        run.accepted = [size - 1 for size in rounds]  # assisted decoding streams round by round
     start = inputs["input_ids"].shape[1] if not target.config.is_encoder_decoder else 1
     return output.sequences[:, start:].tolist(), run
 
@@ -220,6 +202,6 @@ def _decode(
 
 
 def until_end(tokens: Sequence[int], target: Any) -> list[int]:
-    """Returns the new tokens up to the first end of text, which is included. Padding follows after it."""
+    """Returns the new tokens up to and including the first end of text; padding follows it."""
     ends = end_tokens(target)
     return list(tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))])

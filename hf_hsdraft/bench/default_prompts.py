@@ -1,4 +1,4 @@
-"""The prompts of `hsdraft bench` where the user names no file. They are few: enough for a first look, for no figure."""
+"""The prompts of `hsdraft bench` if you name no file: enough for a first look, too few for a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package `economize`, with which we compare: prompt lookup, EAGLE-3, and a hybrid of both."""
+"""The package `economize` as a system to compare with: prompt lookup, EAGLE-3, and a hybrid of both."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ import torch
 from ..runtime.answer_limits import end_tokens
 
 KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
-CYCLE = 4  # economize's own default: number of tokens of a cycle, one by the target and the others drafted
+CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one prompt.
-
-    Attributes:
-        tokens: new tokens.
-        accepted: number of drafted tokens accepted in each cycle.
-    """
+    """New tokens, and the number of drafted tokens accepted in each cycle."""
 
     tokens: list[int]
     accepted: list[int]
@@ -35,7 +30,6 @@ Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]],
 
 
 def check_installed() -> None:
-    """Raises an ImportError that says what to do if economize is missing."""
     if importlib.util.find_spec("economize") is None:
         raise ImportError("the comparison needs economize: pip install --no-deps economize")
 
@@ -45,12 +39,8 @@ def decoder(
 ) -> Decode:
     """Returns the function by which economize decodes with a target.
 
-    Args:
-        kind: one of `KINDS`.
-        target: the target.
-        folder: folder that `economize.save` wrote, with an EAGLE-3 or, for the hybrid, a hybrid; `None` for the lookup.
-        cycle_length: number of tokens of a cycle, the target's own one included.
-        min_confidence: probability below which drafting stops; `None` if it never does.
+    `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
+    includes the target's token. Drafting stops below the probability `min_confidence`.
 
     Raises:
         ImportError: economize is not installed.
@@ -99,7 +89,7 @@ def _model(kind: str, target: Any, folder: Path | None) -> Any:
     if found not in (("eagle3",) if kind == "economize-eagle3" else ("eagle3", "hybrid")):
         raise ValueError(f"{folder} holds {found!r} of economize; {kind} expects an EAGLE-3")
     config, state = checkpoint.configs[0], checkpoint.states[found]
-    # It gets the target's dtype, as our drafter does. Its default is float32.
+    # The target's dtype, as for our drafter; the default is float32.
     if found == "hybrid":
         model = economize.apply(target, replace(config, fallback=replace(config.fallback, param_dtype="model")))
         model.techniques["hybrid"].load_state_dict(state)

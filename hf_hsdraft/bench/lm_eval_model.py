@@ -1,7 +1,7 @@
-"""lm-evaluation-harness with a drafter: the model `hsdraft`.
+"""The lm-evaluation-harness model `hsdraft`, which decodes with a drafter.
 
 `import hf_hsdraft.bench.lm_eval_model` registers it. lm_eval finds models of other packages only once they are
-imported. So this file run as a program is lm_eval's own command with the model known:
+imported, so this file run as a program is lm_eval's command with the model known:
 
     python -m hf_hsdraft.bench.lm_eval_model --model hsdraft --model_args pretrained=NAME,drafter=NAME --tasks gsm8k
 """
@@ -20,21 +20,19 @@ from lm_eval.models.huggingface import HFLM
 from ..drafters.base.protocol import Drafter
 from ..generate.attachment import Attachment, AttachmentStatistics, attach
 
-logger = logging.getLogger("lm_eval.hsdraft")  # shown as lm_eval's own messages are
+logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 
 
 @register_model("hsdraft")
 class HSDraftLM(HFLM):
-    """lm_eval's model `hf` whose generated texts are drafted. Likelihoods never call `generate()`, so nothing changes.
+    """lm_eval's model `hf` with drafted generation. Likelihoods never call `generate()`, so they do not change.
 
     Args:
         pretrained: Hub name or folder of the target, or the loaded target.
         drafter: a drafter, or its Hub name or folder. `None` decodes plainly.
         arguments: further arguments of `HFLM`.
 
-    Attributes:
-        attachment: the drafter's; `None` without one.
-        seconds: wall-clock time of each call of `generate()` so far.
+    `seconds` is the wall-clock time of each call of `generate()`.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class HSDraftLM(HFLM):
         self.seconds: list[float] = []
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The texts of these requests; logs what drafting did."""
         texts = super().generate_until(requests, disable_tqdm)
         if self.attachment is not None:
             logger.info(what_drafting_did(self.attachment.statistics))
@@ -58,7 +55,7 @@ class HSDraftLM(HFLM):
         return tokens
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes about the model beside the scores, and what drafting did."""
+        """Adds drafting statistics to what lm_eval writes about the model."""
         info = super().get_model_info()
         if self.attachment is not None:
             info["drafting"] = as_fields(self.attachment.statistics)
@@ -66,12 +63,11 @@ class HSDraftLM(HFLM):
 
 
 def as_fields(statistics: AttachmentStatistics) -> dict[str, Any]:
-    """What drafting did, for JSON."""
     return {"tau": statistics.tau, **asdict(statistics)}
 
 
 def what_drafting_did(statistics: AttachmentStatistics) -> str:
-    """One sentence, and one more for each reason to step aside."""
+    """One sentence, and a line for each reason to step aside."""
     said = f"{statistics.calls} calls of generate() drafted"
     if statistics.calls:
         said += f", tau {statistics.tau:.2f}, {statistics.new_tokens} tokens in {statistics.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness with and without a drafter. lm_eval does the work; here its results are compared."""
+"""Runs tasks of lm-evaluation-harness with and without a drafter, and compares the results."""
 
 from __future__ import annotations
 
@@ -18,20 +18,13 @@ from .lm_eval_model import HSDraftLM, as_fields, what_drafting_did
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one run of lm_eval gave.
-
-    Attributes:
-        results: as `lm_eval.simple_evaluate` returns them, samples included.
-        seconds: wall-clock time of each call of `generate()`, in the order of the calls.
-        drafting: what drafting did; `None` without a drafter.
-    """
+    """Results of `lm_eval.simple_evaluate`, samples included, and seconds of each call of `generate()`, in order."""
 
     results: dict[str, Any]
     seconds: Sequence[float]
     drafting: AttachmentStatistics | None
 
     def results_with_drafting(self) -> dict[str, Any]:
-        """The results, with what drafting did under `drafting`."""
         return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}
 
     def answers(self) -> dict[tuple[str, int], Any]:
@@ -40,7 +33,7 @@ class Evaluation:
         return {(task, sample["doc_id"]): sample["resps"] for task in samples for sample in samples[task]}
 
     def scores(self) -> dict[tuple[str, str], Any]:
-        """The scores by task and metric, without their standard errors."""
+        """The scores by task and metric, without standard errors."""
         table: Mapping[str, Mapping[str, Any]] = self.results["results"]
         return {(task, name): table[task][name] for task in table for name in table[task] if "_stderr" not in name}
 
@@ -51,11 +44,10 @@ class Comparison:
 
     Attributes:
         answers: number of documents.
-        other_answers: task and number of the documents whose answers are not the same.
-        same_scores: whether every score of every task is the same.
+        other_answers: task and number of the documents whose answers differ.
         seconds: of all calls of `generate()`, plain and drafted.
-        call_ratios: seconds of a plain call by those of the drafted one, for each call of `generate()`; none where
-            `batch_size="auto"` found different sizes.
+        call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
+            different sizes.
     """
 
     answers: int
@@ -66,7 +58,7 @@ class Comparison:
 
     @property
     def speed_up(self) -> float | None:
-        """Seconds of all plain calls by those of all drafted ones; `None` where nothing was generated."""
+        """Plain over drafted seconds of all calls; `None` where nothing was generated."""
         plain, drafted = self.seconds
         return plain / drafted if plain and drafted else None
 
@@ -74,17 +66,10 @@ class Comparison:
 def run_tasks(
     model: Any, tokenizer: Any, drafter: Any, tasks: Sequence[Any], batch_size: int | str = 1, **options: Any
 ) -> Evaluation:
-    """Evaluates a target on tasks, with its generated texts drafted.
+    """Evaluates a target on tasks, with its generated texts drafted, or plainly if `drafter` is None.
 
-    Args:
-        model, tokenizer: the target.
-        drafter: what proposes; `None` decodes plainly. Its attachment ends with the run.
-        tasks: names of tasks, or what else `simple_evaluate` takes.
-        batch_size: texts in a call, `"auto"` for as many as fit.
-        options: further arguments of `simple_evaluate`; `max_batch_size` is the most that `"auto"` tries.
-
-    Raises:
-        ValueError: lm_eval does not know a task; the drafter was made for another target.
+    `tasks` and `options` are those of `simple_evaluate`; `max_batch_size` is the most that a `batch_size` of `"auto"`
+    tries. Raises a ValueError if lm_eval does not know a task, or the drafter was made for another target.
     """
     batches = {"batch_size": batch_size, "max_batch_size": options.pop("max_batch_size", None) or 64}
     lm = HSDraftLM(model, drafter, tokenizer=tokenizer, **batches)
@@ -97,7 +82,6 @@ def run_tasks(
 
 
 def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
-    """Compares two runs of the same tasks, answer by answer and call by call."""
     first, second = plain.answers(), drafted.answers()
     ratios: list[float] = []
     if len(plain.seconds) == len(drafted.seconds):
@@ -112,7 +96,6 @@ def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
 
 
 def print_evaluation(run: Evaluation, console: Console) -> None:
-    """Prints lm_eval's own tables, and what drafting did."""
     said = [make_table(run.results)]
     if run.results.get("groups"):
         said.append(make_table(run.results, "groups"))
@@ -121,7 +104,6 @@ def print_evaluation(run: Evaluation, console: Console) -> None:
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
-    """Prints whether answers and scores are the same, and how the times compare."""
     said = f"same answers: {found.answers - len(found.other_answers)} of {found.answers}"
     if found.other_answers:
         said += f"; not those of {few([f'{task} {number}' for task, number in found.other_answers])}"

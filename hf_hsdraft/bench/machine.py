@@ -32,13 +32,12 @@ def _cpuinfo() -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits until a GPU has done its work, so that a clock counts it."""
+    """Waits for a GPU's queued work, so that a clock counts it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(device: torch.device, call: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result, float]:
-    """Returns what a call returns, and its seconds."""
     synchronise(device)
     begin = time.perf_counter()
     result = call(*args, **kwargs)
@@ -47,7 +46,7 @@ def timed(device: torch.device, call: Callable[..., Result], *args: Any, **kwarg
 
 
 class PeakMemory:
-    """The greatest number of bytes held since `start`: allocated memory of a GPU, or resident memory of this process.
+    """Peak bytes since `start`: allocated memory of a GPU, or resident memory of this process.
 
     It includes the weights of all loaded models. For a process it works on Linux only.
     """
@@ -56,7 +55,7 @@ class PeakMemory:
         self._device = device
 
     def start(self) -> int | None:
-        """Forgets earlier peaks. Returns the bytes held now, or `None` where the system does not tell."""
+        """Resets the peak. Returns the bytes held now, or `None` where the system does not report them."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
@@ -67,7 +66,7 @@ class PeakMemory:
             return None
 
     def peak(self) -> int | None:
-        """Returns the greatest number of bytes held since `start`; meaningless where that returned `None`."""
+        """Returns the peak since `start`; meaningless if that returned `None`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:
@@ -77,7 +76,7 @@ class PeakMemory:
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """Returns the memory that a process holds now, on Linux; `None` where the system does not tell."""
+    """Returns a process's resident memory, on Linux; `None` where the system does not report it."""
     try:
         return _status("VmRSS", process)
     except OSError:

@@ -1,4 +1,4 @@
-"""transformers' own drafters as systems to compare with: a draft model, multi-token prediction, DFlash."""
+"""transformers' drafters as systems to compare with: a draft model, multi-token prediction, DFlash."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
-LOADED = ("draft-model", "dflash")  # these have weights of their own
+LOADED = ("draft-model", "dflash")  # these need separate weights
 _OF_DFLASH = ("target_layer_ids", "block_size", "mask_token_id", "hidden_size")
 
 
 def check_name(kind: str, name: str | None) -> None:
-    """Raises a ValueError for a peer that is named without weights it needs, or with weights it does not take.
+    """Raises a ValueError if a peer lacks the weights it needs, or is given weights it does not take.
 
-    Args:
-        kind: one of `NAMES`.
-        name: folder or Hub name of the weights.
+    `kind` is one of `NAMES`, `name` a folder or Hub name.
     """
     if (name is None) == (kind in LOADED):
         raise ValueError(
@@ -32,15 +30,9 @@ def check_name(kind: str, name: str | None) -> None:
 
 
 def generate_kwargs(kind: str, target: Any, name: str | None) -> dict[str, Any]:
-    """Returns the arguments of `generate()` that make it draft in this way.
+    """Returns the arguments of `generate()` for a peer of `NAMES`; `name` is the folder or Hub name of its weights.
 
-    Args:
-        kind: one of `NAMES`.
-        name: folder or Hub name of the weights.
-
-    Raises:
-        OSError: there are no such weights.
-        ValueError: they do not fit the target, or the target has none of its own; the message says what is missing.
+    Raises an OSError if they are missing, a ValueError if they do not fit the target or the target has none for it.
     """
     return _KWARGS[kind](target, name)
 
@@ -58,7 +50,7 @@ def _draft_model(target: Any, name: str) -> dict[str, Any]:
 
 
 def _mtp(target: Any, name: None) -> dict[str, Any]:
-    """Further layers of the target's own checkpoint, each of which predicts one token more (DeepSeek-V3, section 2.2).
+    """Extra layers of the target's checkpoint, each of which predicts one more token (DeepSeek-V3, section 2.2).
 
     transformers reads them in every call. Here they are read once and dropped, to say what is missing.
     """

@@ -1,4 +1,4 @@
-"""`hsdraft bench`: what the user asks for, which is checked before any model is loaded, and the run itself."""
+"""`hsdraft bench`: the user's request, checked before any model is loaded, and the run itself."""
 
 from __future__ import annotations
 
@@ -34,22 +34,14 @@ class BenchPlan:
     """What `hsdraft bench` is to do.
 
     Attributes:
-        prompts: prompt files; the embedded prompts if there are none.
+        prompts: prompt files; the embedded prompts if empty.
         variants: comma-separated names, see `systems.Variant`.
         limit: greatest number of prompts, taken evenly from all categories; `None` for all.
-        max_new_tokens: greatest number of new tokens of a prompt.
-        temperature: 0 is greedy.
-        seed: seed of the first prompt, for a temperature above 0.
-        top_k: tokens that are drawn from, see `Settings`.
+        temperature, seed, top_k: see `Settings`; the seed is that of the first prompt.
         repeats: how often every system decodes all prompts.
-        context_lengths: numbers of prompt tokens to measure at; empty for no such sweep.
-        batch_sizes: numbers of prompts a call to measure at; empty for no such sweep.
-        profile: whether the parts of a round are timed too, for each variant of ours.
-        json_out: file of the report; `None` for none.
+        context_lengths, batch_sizes, new_tokens: points of these sweeps; empty for none.
+        profile: whether to time the parts of a round too, for each variant of ours.
         pictures: folder of the pictures; `None` for the report's.
-        new_tokens: greatest numbers of new tokens to measure at; empty for no such sweep.
-        parsed: the variants.
-        questions: the prompts.
     """
 
     prompts: Sequence[Path]
@@ -70,11 +62,9 @@ class BenchPlan:
     questions: list[Prompt] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Reads the variants' names and the prompts.
+        """Parses the variants' names and reads the prompts.
 
-        Raises:
-            ValueError: something cannot be done. The message says what, and what is expected.
-            ImportError: a package is missing.
+        Raises a ValueError if something in the plan is impossible, an ImportError if a package is missing.
         """
         object.__setattr__(self, "parsed", parse_variants(self.variants))
         if self.json_out is not None and not self.json_out.parent.is_dir():
@@ -101,24 +91,21 @@ class BenchPlan:
 
     @property
     def takes_drafter(self) -> bool:
-        """Whether a trained drafter is needed."""
         return any(variant.drafts for variant in self.parsed)
 
     @property
     def texts(self) -> list[str]:
-        """The first turn of each prompt."""
         return [question.turns[0] for question in self.questions]
 
     @property
     def points(self) -> dict[str, Sequence[int]]:
-        """The points of each sweep, by the name of the sweep."""
         return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
 
     def settings(self) -> Settings:
         return Settings(self.max_new_tokens, self.temperature, self.seed, self.top_k)
 
     def command(self, dtype: str) -> str:
-        """Returns the command line of this plan, without folders of this machine."""
+        """Returns the command line of this plan, without local paths."""
         parts = [f"--prompts {path.name}" for path in self.prompts]
         parts += [] if self.limit is None else [f"--limit {self.limit}"]
         parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
@@ -133,11 +120,7 @@ class BenchPlan:
 
 
 def whole_numbers(text: str | None, option: str) -> list[int]:
-    """Returns the numbers of a comma-separated list.
-
-    Raises:
-        ValueError: something in the list is no whole number.
-    """
+    """Returns the numbers of a comma-separated list; raises a ValueError for anything else."""
     try:
         return [int(part) for part in (text or "").split(",") if part.strip()]
     except ValueError:
@@ -147,17 +130,10 @@ def whole_numbers(text: str | None, option: str) -> list[int]:
 def run_plan(
     plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, Drafter], console: Console
 ) -> BenchResult:
-    """Measures all that a plan asks for. The report is written after each prompt, so an interrupted run is not lost.
+    """Measures everything in a plan. The report is written after each prompt, so an interrupted run keeps it.
 
-    Args:
-        plan: what to measure.
-        target: the target.
-        tokenizer: the target's tokenizer.
-        drafters: drafters by label; empty if no variant takes one.
-        console: where the progress is shown.
-
-    Raises:
-        ValueError: a variant does not fit its drafter, or a sweep does not fit its target. Nothing is measured then.
+    `drafters` are by label; empty if no variant takes one. Raises a ValueError before measuring if a variant does
+    not fit its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
     texts = plan.texts
@@ -219,7 +195,7 @@ def _add_profiles(
 
 
 def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
-    """Draws the pictures into `plan.pictures`, or else beside the report. Without matplotlib it only says so."""
+    """Draws the pictures into `plan.pictures`, or beside the report. Without matplotlib it prints a note."""
     folder = plan.pictures or (plan.json_out and plan.json_out.parent)
     if folder is None:
         return

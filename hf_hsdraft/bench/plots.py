@@ -25,18 +25,9 @@ _SWEEPS = {
 
 
 def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[Path]:
-    """Draws what was measured: speed-up by category, the parts of a round, acceptance by depth, and the sweeps.
+    """Draws speed-up by category, the parts of a round, acceptance by depth, and the sweeps; returns the paths.
 
-    Args:
-        result: what was measured.
-        folder: folder of the pictures, which is created if it is missing.
-        stem: first part of the pictures' names.
-
-    Returns:
-        The paths written. A picture without data is left out.
-
-    Raises:
-        ImportError: matplotlib is missing.
+    The folder is created if missing. A picture without data is skipped. Raises an ImportError without matplotlib.
     """
     figures = {
         "speed_up": _speed_up(result),
@@ -71,7 +62,7 @@ def _speed_up(result: BenchResult) -> Figure | None:
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
-    """Draws horizontal bars, a group for each place and a colour for each system, the first one on top."""
+    """Draws horizontal bars, grouped by place and coloured by system, the first on top."""
     places = list(dict.fromkeys(place for row in rows.values() for place in row))
     height = 0.8 / len(rows)
     for index, (name, row) in enumerate(rows.items()):
@@ -84,7 +75,7 @@ def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> No
 
 
 def _round(result: BenchResult) -> Figure | None:
-    """Draws the parts of a round from the profile if there is one, else from the statistics of decoding."""
+    """Draws the parts of a round from the profile if there is one, else from decoding statistics."""
     if result.profiles:
         rows = {name: each.parts for name, each in result.profiles.items()}
         parts: Sequence[str] = PARTS

@@ -1,4 +1,4 @@
-"""What is measured in fresh processes: the first call of a process, and the memory of several calls at once.
+"""Measurements in fresh processes: the first call of a process, and the memory of concurrent calls.
 
 Every process loads target and drafter by name, measures once, and ends. No earlier call has prepared anything for it.
 """
@@ -36,14 +36,11 @@ CONCURRENT = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter by their names, which every process loads.
+    """A target and a drafter by name, loaded by every process.
 
     Attributes:
-        target: name of the target; `None` for the default one.
-        drafter: name of the drafter.
-        dtype: dtype of both.
-        device: device of both.
-        packed_weights: the drafter's option of that name; `None` leaves it as it is.
+        target: `None` for the default one.
+        packed_weights: the drafter's option of that name; `None` leaves it unchanged.
     """
 
     target: str | None
@@ -53,7 +50,7 @@ class Pair:
     packed_weights: bool | None = None
 
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
-        """Returns what `measure` returns in a new process, of target, drafter, inputs of the prompts and `given`."""
+        """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(self._load_and, measure, list(prompts), *given).result()
 
@@ -73,13 +70,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class FirstCalls:
-    """What was measured of the first calls of one length.
-
-    Attributes:
-        new_tokens: number of tokens that each call emits.
-        plain: seconds of each plain call.
-        drafted: seconds of each drafted call.
-    """
+    """Seconds of the first calls that emit `new_tokens` tokens, plain and drafted."""
 
     new_tokens: int
     plain: list[float]
@@ -87,21 +78,13 @@ class FirstCalls:
 
     @property
     def time_ratio(self) -> float:
-        """Median seconds of the drafted calls divided by those of the plain ones."""
         return statistics.median(self.drafted) / statistics.median(self.plain)
 
 
 def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: int) -> list[FirstCalls]:
-    """Measures calls of each length, every one in a fresh process.
+    """Measures calls of each length, `repeats` plain and `repeats` drafted ones, each in a fresh process.
 
-    Args:
-        pair: what decodes.
-        prompt: prompt of all calls.
-        lengths: numbers of new tokens.
-        repeats: number of plain calls and of drafted calls of each length.
-
-    Raises:
-        ValueError: there is no length, or one is below 1.
+    Raises a ValueError if there is no length, or one is below 1.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
@@ -134,13 +117,9 @@ def _shown(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """What was measured of one number of calls.
+    """Measurements of concurrent calls, of which `packed` used packed weights.
 
-    Attributes:
-        calls: number of calls at once, each in a thread of its own.
-        packed: number of calls that used packed weights.
-        before: bytes of resident memory before the calls.
-        peak: greatest number of bytes of resident memory while they ran.
+    Resident memory is in bytes: before the calls, and its peak while they ran.
     """
 
     calls: int
@@ -150,23 +129,15 @@ class ConcurrentCalls:
 
     @property
     def added(self) -> float:
-        """Number of megabytes that the calls took."""
         return (self.peak - self.before) / _MB
 
 
 def run_concurrent(
     pair: Pair, prompts: Sequence[str], counts: Sequence[int], max_new_tokens: int
 ) -> list[ConcurrentCalls]:
-    """Measures each number of calls in a fresh process.
+    """Measures each number of concurrent calls in a fresh process; the calls take the prompts in turn.
 
-    Args:
-        pair: what decodes.
-        prompts: prompts, which the calls take in turn.
-        counts: numbers of calls at once.
-        max_new_tokens: number of new tokens of each call.
-
-    Raises:
-        ValueError: a count is below 1, or the system does not tell the peak of a process's memory.
+    Raises a ValueError if a count is below 1, or the system does not report a process's peak memory.
     """
     if min(counts) < 1:
         raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
@@ -175,10 +146,9 @@ def run_concurrent(
 
 
 def measure_calls(target: Any, drafter: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> ConcurrentCalls:
-    """Makes one plain call, and then decodes all inputs at once, each in a thread of its own.
+    """Makes one plain call, then decodes all inputs concurrently, each in a thread.
 
-    Raises:
-        ValueError: the system does not tell a process's peak of memory.
+    Raises a ValueError if the system does not report a process's peak memory.
     """
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
     target.generate(**inputs[0], **settings)

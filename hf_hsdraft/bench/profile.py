@@ -1,4 +1,4 @@
-"""Where the time of a round goes, and how fast decoding would be if everything but the target's forward were free.
+"""Where the time of a round goes, and how fast decoding would be if all but the target's forward were free.
 
 The interpreter reports which functions run. Decoding itself knows nothing of a profile.
 """
@@ -37,8 +37,8 @@ from .run import Inputs
 from .systems import System
 
 TARGET, PYTHON = "target forward", "Python"
-# The functions of each part. Time that another part takes inside a function belongs to that part. What no part takes of
-# a round is Python.
+# The functions of each part. Time that another part takes inside a function belongs to that part. The rest of a round
+# is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "context update": (HSDraftSession.read, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__),
@@ -76,18 +76,17 @@ _FORWARDS = 7  # number of forwards timed for t(1) and for t(n)
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of the rounds of one system. All means are over its rounds.
+    """Measurements of the rounds of one system; means are over its rounds.
 
     Attributes:
-        rounds: number of rounds.
         round_ms: mean milliseconds of a round.
-        parts: mean milliseconds of each part; they add up to `round_ms`.
-        tau: mean number of tokens a round.
-        nodes: mean number of nodes verified in a round, the root included.
+        parts: mean milliseconds of each part; they sum to `round_ms`.
+        tau: mean tokens a round.
+        nodes: mean nodes verified in a round, the root included.
         timed_nodes: number n of nodes of the repeated forward; `None` if no forward could be repeated.
         forward_one_ms: t(1), milliseconds of a forward over one token; `None` as above.
         forward_nodes_ms: t(n), milliseconds of the repeated forward; `None` as above.
-        decode_speed_up: speed-up measured without timers; `None` if it was not measured.
+        decode_speed_up: measured without timers; `None` if not measured.
     """
 
     rounds: int
@@ -102,14 +101,14 @@ class Profile:
 
     @property
     def limit(self) -> float | None:
-        """Speed-up of the same tau if all but the target's forward were free; `None` if it is not known."""
+        """Speed-up of the same tau if all but the target's forward were free; `None` if unknown."""
         if self.forward_one_ms is None or self.forward_nodes_ms is None:
             return None
         return self.tau * self.forward_one_ms / self.forward_nodes_ms
 
     @property
     def reached(self) -> float | None:
-        """Share of the limit that was reached, 0 to 1; `None` if it is not known."""
+        """Share of the limit that was reached, 0 to 1; `None` if unknown."""
         limit = self.limit
         return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
 
@@ -119,15 +118,8 @@ def profile(
 ) -> Profile | None:
     """Times the parts of every round of decoding some prompts. No other thread should use the target meanwhile.
 
-    Args:
-        target: the target.
-        system: one of our systems, warmed up.
-        inputs: inputs of each prompt.
-        settings: how it decodes.
-        decode_speed_up: speed-up measured without timers; `None` if it was not measured.
-
-    Returns:
-        The profile; `None` if there was no round, because all texts ended with their first token.
+    `system` is one of ours, warmed up; `decode_speed_up` was measured without timers. Returns None if there was no
+    round, because all texts ended with their first token.
     """
     tokens = nodes = rounds = 0
     spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
@@ -157,12 +149,9 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """One forward of the target, which can be repeated.
+    """A forward of the target that can be repeated: arguments, with a copy of the cache, and context variables.
 
-    Attributes:
-        arguments: its arguments, with a copy of the cache.
-        context: the context variables that it ran with.
-        packed: the layers that multiplied by packed weights.
+    `packed` are the layers that multiplied by packed weights.
     """
 
     arguments: dict[str, Any]
@@ -177,10 +166,7 @@ class _VerifyingCall:
 def _verifying_call(
     target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
 ) -> _VerifyingCall | None:
-    """Returns the forward of a call whose number of nodes is closest to `nodes`, the last one of several.
-
-    It is `None` if no forward can be repeated.
-    """
+    """Returns the last forward whose number of nodes is closest to `nodes`; None if none can be repeated."""
     best: _VerifyingCall | None = None
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,7 +188,7 @@ def _verifying_call(
 
 @torch.inference_mode()
 def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
-    """Returns the median milliseconds of a plain forward over one token, and of `call`. Both take turns."""
+    """Returns the median milliseconds of a plain forward over one token, and of `call`, in turn."""
     many, cache = call.arguments, given_cache(call.arguments)
     mask, own = many.get("attention_mask"), copy.deepcopy(cache)
     give_room_back(getattr(own, "self_attention_cache", own))

@@ -23,21 +23,19 @@ _SHOWN_DEPTHS = 8
 _COSTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
-LOSSY = "lossy"  # mark of a system whose rule of verification may change the text
+LOSSY = "lossy"  # marks a system whose verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 
 @dataclass
 class BenchResult:
-    """Everything that a comparison found.
+    """All results of a comparison.
 
     Attributes:
-        settings: settings, machine and versions of the comparison.
-        weights: digest of the weights of each of our systems, so that nobody takes its figures for another drafter's.
-        categories: category of each prompt.
-        measured: all calls.
-        profiles: profile of each system.
-        sweeps: points of each sweep, by axis; see `sweeps`.
+        settings: settings, machine and versions.
+        weights: digest of the weights of each of our systems, so that figures are not attributed to another drafter.
+        categories: of each prompt.
+        sweeps: points of each sweep, by axis.
     """
 
     settings: dict[str, Any]
@@ -51,7 +49,6 @@ class BenchResult:
         return _summaries(self.measured)
 
     def drafted(self) -> dict[str, dict[str, float]]:
-        """Returns `round_costs` of the systems that have any."""
         costs = {name: round_costs(runs) for name, runs in self.measured.runs.items() if name != PLAIN}
         return {name: row for name, row in costs.items() if row}
 
@@ -100,7 +97,6 @@ def as_document(result: BenchResult) -> dict[str, Any]:
 
 
 def write_report(result: BenchResult, path: Path) -> None:
-    """Writes the report. The file is replaced only when the new one is complete."""
     write_json(path, as_document(result))
 
 
@@ -238,7 +234,6 @@ def _sweep_cell(axis: str, row: Summary, total: int) -> str:
 
 
 def _first_calls(measured: Measured) -> list[str]:
-    """Returns a line about the first call of each system; no line if there was none."""
     found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
     return [f"first calls: {', '.join(found)}"] if found else []
 

@@ -14,7 +14,7 @@ from ..training.data.conversations import Prompt
 from .calls import Run, Settings, time_call
 from .systems import PLAIN, System
 
-WARM_UP_TOKENS = 96  # enough for the rounds in which a pace learns what forwards cost
+WARM_UP_TOKENS = 96  # enough rounds for a pace to learn what forwards cost
 Inputs = dict[str, torch.Tensor]
 _Any = TypeVar("_Any")
 
@@ -26,7 +26,7 @@ class Measured:
     Attributes:
         runs: calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat.
         left_out: systems that could not decode, with the reason.
-        first: first call of each system, which is not among `runs`.
+        first: first call of each system, not included in `runs`.
     """
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Measured:
 
 
 def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """Returns at most `limit` questions, taken in turn from all categories, in file order within each category."""
+    """Returns at most `limit` questions, in turn from all categories, in file order within each category."""
     groups: dict[str, list[Prompt]] = defaultdict(list)
     for question in questions:
         groups[question.category].append(question)
@@ -51,8 +51,8 @@ def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
 def turn_order(items: Sequence[_Any], turn: int) -> list[_Any]:
     """Returns the items in the order of one turn.
 
-    Every two turns the items are rotated by one place. The second turn of the two goes backwards. Over `2 n` turns each
-    of the `n` items has every place twice, and comes before another one as often as after it.
+    Every two turns the items rotate by one place; the second turn of the two is reversed. Over `2 n` turns each of the
+    `n` items has every place twice, and precedes each other item as often as it follows it.
     """
     start = turn // 2 % max(len(items), 1)
     rotated = [*items[start:], *items[:start]]
@@ -69,13 +69,8 @@ def measure(
 ) -> Measured:
     """Lets every system decode every prompt (or batch) several times, after a short warm-up.
 
-    Args:
-        target: the target.
-        systems: the systems besides plain decoding, which is always measured.
-        inputs: inputs of each prompt or batch.
-        settings: how all systems decode. `seed` is that of the first prompt; each further prompt has the next seed.
-        repeats: how often every system decodes all prompts.
-        tell: called with all calls so far, when all systems have decoded a prompt.
+    Plain decoding is always measured too. The seed of `settings` is that of the first prompt and grows by 1 per prompt.
+    `tell` is called with all calls so far whenever all systems have decoded a prompt.
 
     Raises:
         Exception: what plain decoding or one of our systems raised. Other systems that fail are left out.
@@ -122,9 +117,9 @@ def measure(
 def _compare(
     target: Any, inputs: Inputs, run: Run, texts: dict[str, list[list[int]]], system: System, settings: Settings
 ) -> None:
-    """Notes in a call how its texts differ from plain decoding's of the same prompts, if they should be the same."""
+    """Records how a call's texts differ from plain decoding's, if they should be equal."""
     plain, own = texts[PLAIN], texts[system.name]
-    # Plain decoding draws the tokens of all rows at once, others row by row.
+    # Plain decoding samples the tokens of all rows at once, other systems row by row.
     if settings.temperature > 0 and not (system.draws_as_plain and len(plain) == 1):
         return
     run.same_rows = sum(a == b for a, b in zip(plain, own, strict=True))

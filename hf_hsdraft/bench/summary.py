@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .calls import Run
 
-TIE_MARGIN = 1e-3  # a text that parts where the top-1/top-2 margin is smaller is a tie: rounding decides there
+TIE_MARGIN = 1e-3  # a divergence where the top-1/top-2 margin is smaller is a tie: rounding decides
 
 DEFINITIONS = {
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
@@ -43,7 +43,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the table, see `DEFINITIONS`. `None` stands for what is not known or has no meaning."""
+    """One row of the table, see `DEFINITIONS`. `None` stands for unknown or meaningless."""
 
     tau: float | None
     acceptance_length: float | None
@@ -62,7 +62,7 @@ class Summary:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which a share (0 to 1) of the values lies, with linear interpolation."""
+    """Returns a quantile (0 to 1), with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -108,20 +108,14 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
 
 
 def by_category(runs: Sequence[Run], plain: Sequence[Run], categories: Sequence[str]) -> dict[str, Summary]:
-    """Returns the figures of one system for each category.
-
-    Args:
-        runs: runs of the system.
-        plain: runs of plain decoding.
-        categories: category of each question.
-    """
+    """Returns the figures of one system for each category; `categories` has one entry per question."""
     pairs = _side_by_side(runs, plain, lambda run: categories[run.question])
     names = dict.fromkeys(categories[run.question] for run in runs)
     return {name: summarise(own, other) for name, (own, other) in zip(names, pairs, strict=True)}
 
 
 def round_costs(runs: Sequence[Run]) -> dict[str, float]:
-    """Returns milliseconds of a round by part, and acceptance by depth, as far as the runs tell them."""
+    """Returns milliseconds of a round by part, and acceptance by depth, as far as the runs report them."""
     costs = {}
     calls = [run.statistics for run in runs if run.statistics is not None]
     rounds = sum(call.rounds for call in calls)
@@ -137,23 +131,20 @@ def round_costs(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _tau(runs: Sequence[Run]) -> float | None:
-    """Returns tau; `None` for batches of others, where nobody counts the rows of a forward."""
+    """Returns tau; `None` for batches of other systems, which do not count the rows of a forward."""
     if any(run.rows > 1 and run.statistics is None for run in runs):
         return None
     return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
 
 
 def _acceptance_length(runs: Sequence[Run]) -> float | None:
-    """Returns tokens emitted per round; `None` where the system does not tell its rounds, or had none."""
+    """Returns tokens emitted per round; `None` where the system does not report its rounds, or had none."""
     lengths = [length for run in runs for length in run.accepted or ()]
     return 1 + sum(lengths) / len(lengths) if lengths else None
 
 
 def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:
-    """Returns the numbers of identical, tied and divergent prompts (or rows of batches).
-
-    They are `None` where texts cannot be compared.
-    """
+    """Returns the numbers of identical, tied and divergent prompts (or rows); `None` where texts cannot be compared."""
     if any(run.same_rows is None for run in runs):
         return None, None, None
     identical = ties = divergent = 0
@@ -177,7 +168,6 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], object]) -> dict[object, 
 def _side_by_side(
     runs: Sequence[Run], plain: Sequence[Run], key: Callable[[Run], object]
 ) -> list[tuple[list[Run], list[Run]]]:
-    """Returns groups of a system's runs, each with the same group of plain decoding's."""
     others = _grouped(plain, key)
     return [(group, others[name]) for name, group in _grouped(runs, key).items()]
 
@@ -195,7 +185,7 @@ def _seconds_per_token(runs: Sequence[Run]) -> float:
 
 
 def _decode_speed(runs: Sequence[Run]) -> float | None:
-    """Returns tokens/s after the first tokens; `None` if a run does not tell when they came, or none came after."""
+    """Returns tokens/s after the first tokens; `None` if a run does not report when they came, or none came after."""
     if any(run.first_seconds is None for run in runs):
         return None
     tokens = sum(run.tokens - run.first_tokens for run in runs)

@@ -22,12 +22,9 @@ MEANING = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """What was measured at one context length, batch size or number of new tokens.
+    """Measurements at one context length, batch size or number of new tokens.
 
-    Attributes:
-        value: number of tokens of a prompt, of prompts a call, or of new tokens.
-        prompt_tokens: mean number of tokens of a prompt, without padding.
-        measured: all calls.
+    `prompt_tokens` is the mean number of tokens of a prompt, without padding.
     """
 
     value: int
@@ -67,16 +64,9 @@ def check_points(
 
 
 def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: int) -> str | None:
-    """Puts text of other prompts in front of a prompt, as much as fits.
+    """Puts as much text of other prompts in front of a prompt as fits into `length` tokens, chat template included.
 
-    Args:
-        tokenizer: the target's tokenizer.
-        prompt: the prompt.
-        others: the other prompts.
-        length: greatest number of tokens, chat template included.
-
-    Returns:
-        The user's turn; `None` if the prompt alone is too long.
+    Returns the user's turn; `None` if the prompt alone is too long.
     """
     own = _length(tokenizer, prompt)
     if own > length:
@@ -100,7 +90,7 @@ def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: in
 
 
 def padded_batches(tokenizer: Any, prompts: Sequence[str], size: int, device: Any) -> list[Inputs]:
-    """Returns batches of `size` prompts of similar length, padded at the left. Some longest prompts may be left out."""
+    """Returns left-padded batches of prompts of similar length. Some of the longest prompts may be left out."""
     ordered = sorted(prompts, key=len)
     side, pad = tokenizer.padding_side, tokenizer.pad_token
     try:
@@ -127,18 +117,7 @@ def sweep(
     settings: Settings,
     repeats: int = 1,
 ) -> Iterator[SweepPoint]:
-    """Measures plain decoding and all systems at each value, in the order given.
-
-    Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
-        systems: the other systems.
-        prompts: first turns of users.
-        axis: what changes: `CONTEXT`, `BATCH` or `NEW`.
-        values: the values that it takes.
-        settings: how all systems decode.
-        repeats: how often every system decodes all prompts.
-    """
+    """Measures plain decoding and all systems at each value of an axis: `CONTEXT`, `BATCH` or `NEW`."""
     for value in values:
         how = replace(settings, max_new_tokens=value) if axis == NEW else settings
         if axis == CONTEXT:

@@ -1,4 +1,4 @@
-"""The systems that are compared: what the name of a variant stands for, and how it decodes."""
+"""The systems to compare: variants by name, and how they decode."""
 
 from __future__ import annotations
 
@@ -47,16 +47,13 @@ class Variant:
     """A variant as the user named it, before any model is loaded.
 
     Attributes:
-        text: the name as given.
         kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
             `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
-        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`; `None` if it was not given.
-        depth: DEPTH of `treeSIZExDEPTH`; `None` if it was not given.
-        options: drafting options that were named.
-        folder: folder of an economize drafter.
-        cycle: number of tokens of a cycle of economize.
-        confidence: probability below which economize stops drafting; `None` if it never does.
-        model: folder or Hub name of the weights of a peer.
+        size, depth: of `treeSIZExDEPTH` or `chainSIZE`, if given.
+        options: named drafting options.
+        folder, cycle, confidence: of economize: its drafter, tokens of a cycle, and the probability below which it
+            stops drafting.
+        model: folder or Hub name of a peer's weights.
     """
 
     text: str
@@ -71,24 +68,23 @@ class Variant:
 
     @property
     def public_text(self) -> str:
-        """The name without what names places of this machine."""
+        """The name without local paths."""
         place = self.model or str(self.folder or "")
         return self.text.replace(place, public_name(place)) if place else self.text
 
     @property
     def drafts(self) -> bool:
-        """Whether it takes one of our trained drafters."""
         return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
 
     def each(self, drafter: Drafter) -> list[Variant]:
-        """Returns what this name stands for: `chains` for chains of all lengths of a drafter, others for themselves."""
+        """Returns the variants it expands to: chains of all lengths for `chains`, otherwise itself."""
         if self.kind != _CHAINS:
             return [self]
         longest = min(LONGEST_CHAIN, drafter.num_draft_steps)
         return [Variant(f"chain{length}", "chain", length) for length in range(1, longest + 1)]
 
     def for_depth(self, most: int) -> Variant:
-        """Returns the variant for a drafter of some greatest depth: one that is deeper is cut, and named by what it is.
+        """Returns the variant with its depth, and its name, cut to the drafter's greatest depth.
 
         So one list of variants fits drafters of different depths.
         """
@@ -101,11 +97,9 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads the name of a variant. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
+        """Parses a variant's name. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
 
-        Raises:
-            ValueError: there is no such variant, or no such folder.
-            ImportError: it needs a package that is missing.
+        Raises a ValueError if there is no such variant or folder, an ImportError if a package is missing.
         """
         if text in _FIXED:
             return cls(text, text)
@@ -137,11 +131,9 @@ class Variant:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Reads a comma-separated list of variants.
+    """Parses a comma-separated list of variants.
 
-    Raises:
-        ValueError: see `Variant.parse`; or a variant is named twice, or none is named.
-        ImportError: see `Variant.parse`.
+    Raises errors as `Variant.parse` does, and a ValueError if a variant is named twice, or none is named.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -156,17 +148,16 @@ class System:
     """One way of decoding.
 
     Attributes:
-        name: name of its row in the table.
+        name: of its row in the table.
         generate_kwargs: arguments of `generate()` besides the common settings.
-        drafter: the `assistant_model`; `None` for none.
-        options: drafting options that are set on the drafter during a call.
-        decode: function that decodes instead of `generate()`.
-        ours: whether it drafts with a drafter that was named. If such a system fails, the whole comparison fails.
+        options: drafting options set on the drafter during a call.
+        decode: decodes instead of `generate()`.
+        ours: whether it drafts with a drafter that the user named. If such a system fails, the comparison fails.
         draws_as_plain: whether sampling with the same seed gives plain decoding's text.
-        static: whether its cache has a fixed length. Its forwards may then be compiled.
+        static: whether its cache has a fixed length; its forwards may then be compiled.
         drafts_later: whether nothing is drafted in the prompt's forward.
         packed: whether the target's weights are packed for the whole call.
-        exact: whether its rule of verification keeps the target's own distribution.
+        exact: whether its verification keeps the target's distribution.
     """
 
     name: str
@@ -183,7 +174,6 @@ class System:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether the comparison goes on without this system if it fails."""
         return not self.ours and self.name != PLAIN
 
     def shown_options(self) -> dict[str, Any]:
@@ -197,15 +187,9 @@ class System:
 
 
 def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> System:
-    """Returns the system of one of our variants.
+    """Returns the system of one of our variants; `label` names the drafter where several are compared.
 
-    Args:
-        variant: the variant.
-        drafter: its drafter.
-        label: label of the drafter, where several are compared.
-
-    Raises:
-        ValueError: the drafter has no such option, or the option cannot have that value.
+    Raises a ValueError if the drafter has no such option, or the option cannot have that value.
     """
     variant, options = variant.for_depth(drafter.num_draft_steps), {}
     names = option_names(drafter)
@@ -234,17 +218,16 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
         raise ValueError(f"variant {variant.text!r}: {error}") from None
     finally:
         drafter.generation_config = stored
-    alike = chosen.verification == "walk" and not chosen.drawn  # others draw further random numbers
+    alike = chosen.verification == "walk" and not chosen.drawn  # others consume more random numbers
     exact = not is_lossy(chosen.verification)
     name = f"{label}: {variant.text}" if label else variant.text
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike, exact=exact)
 
 
 def _untrained(drafter: Any) -> Any:
-    """Returns a drafter of the same shape with random weights. It shows what useless drafts cost.
+    """Returns a drafter of the same shape with random weights, to show the cost of useless drafts.
 
-    Raises:
-        ValueError: the drafter has no weights.
+    Raises a ValueError if the drafter has no weights.
     """
     if not hasattr(drafter, "parameters"):
         raise ValueError(f"variant 'untrained' needs a drafter with weights: a {type(drafter).__name__} has none")
@@ -262,9 +245,8 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
 
 
 def other_system(variant: Variant, target: Any) -> System:
-    """Returns the system of a variant that is not ours."""
     if variant.kind == "lookup":
-        # It draws at all drafted places at once, so the same seed gives another text than plain decoding does.
+        # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
         kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
         return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
     if variant.kind == "static":
@@ -287,15 +269,9 @@ def other_system(variant: Variant, target: Any) -> System:
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:
-    """Returns the systems of some variants, in the order given. Each of our variants comes with each drafter.
+    """Returns the systems of some variants, in order. Each of our variants comes with each drafter.
 
-    Args:
-        variants: the variants.
-        target: the target.
-        drafters: drafters by label. Labels are shown only if there are several.
-
-    Raises:
-        ValueError: an option does not fit its drafter.
+    Labels of drafters are shown only if there are several. Raises a ValueError if an option does not fit its drafter.
     """
     several, systems = len(drafters) > 1, []
     for variant in variants:

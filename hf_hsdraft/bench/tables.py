@@ -8,7 +8,6 @@ from rich.table import Table
 
 
 def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Returns a table whose columns are aligned at the right."""
     table = Table()
     for column in columns:
         table.add_column(column, justify="right")

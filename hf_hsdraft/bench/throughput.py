@@ -21,14 +21,7 @@ _DRAFTED = "drafted"
 
 @dataclass(frozen=True)
 class Throughput:
-    """What was measured of one batch size.
-
-    Attributes:
-        batch_size: number of prompts a call.
-        plain_speed: tokens/s of plain `generate()`.
-        drafted: figures of the drafted calls.
-        rows: number of rows.
-    """
+    """Measurements of one batch size; `rows` is the total number of rows."""
 
     batch_size: int
     plain_speed: float
@@ -36,7 +29,6 @@ class Throughput:
     rows: int
 
     def cells(self) -> list[str]:
-        """Returns a row of the table."""
         found = self.drafted
         figures = f"{self.plain_speed:.0f}", f"{found.speed_up:.2f}", f"{found.tau:.2f}"
         return [str(self.batch_size), *figures, f"{found.identical}/{self.rows}"]
@@ -51,19 +43,9 @@ def run_throughput(
     max_new_tokens: int,
     calls: int,
 ) -> list[Throughput]:
-    """Measures greedy decoding of batches, padded at the left. Prompts of similar length go together.
+    """Measures greedy decoding of `calls` left-padded batches of each size. Prompts of similar length go together.
 
-    Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
-        drafter: the drafter.
-        prompts: first turns of users.
-        batch_sizes: numbers of prompts a call.
-        max_new_tokens: greatest number of new tokens of a prompt.
-        calls: number of batches of each size.
-
-    Raises:
-        ValueError: there are fewer prompts than a batch needs.
+    Raises a ValueError if there are fewer prompts than a batch needs.
     """
     system = System(_DRAFTED, {"assistant_model": drafter}, drafter, ours=True)
     results = []

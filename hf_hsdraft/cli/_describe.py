@@ -1,4 +1,6 @@
-"""`hsdraft info` and `hsdraft list`: what a drafter is, by its files; nothing is built and no code of it is run."""
+"""`hsdraft info` and `hsdraft list`: describes drafters from their files, building nothing and running none of their
+code.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,11 @@ from ..hub.speculators_format import target_of
 
 @dataclass(frozen=True)
 class CachedDrafter:
-    """A drafter in the Hub's cache: one commit of one repository.
+    """A drafter in the Hub's cache: one commit of one repository, and the branches and tags that point to it.
 
     Attributes:
-        name: Name of the repository.
-        commit: Commit that is cached.
-        refs: Branches and tags that point to it.
         target: Name of the target it was made for.
-        format: Format of its files: a version of our own, or the name of another project's.
+        format: A version of our format, or the name of another project's.
         bytes: Size of its weights, 0 if they are not fetched yet.
         problem: Why it cannot be loaded; empty if nothing is known.
     """
@@ -58,9 +57,9 @@ class CachedDrafter:
 
 
 def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
-    """Yields the drafters in the cache, by name, and no models of other types.
+    """Yields the drafters in the cache, by name.
 
-    Of other projects' formats only those with weights: the names of the tensors tell what they are.
+    Drafters in other projects' formats need their weights, since only tensor names identify them.
     """
     try:
         repositories = scan_cache_dir(cache_dir).repos
@@ -85,12 +84,12 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
 
 
 def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dict[str, str]]:
-    """Returns what is known of a drafter, as sections of lines.
+    """Describes a drafter as sections of lines.
 
     Args:
         name: Folder or Hub name.
-        with_weights: Whether to fetch the weights too, and compare them with their digests. Of other projects' formats
-            no more is fetched than tells the names of the tensors; for files that are pickled, that is all.
+        with_weights: Whether to fetch the weights too and compare them with their digests. For other projects' formats
+            only the part that names the tensors is fetched, or the whole file if it is pickled.
         hub: What to ask the Hub with, see `find_folder`.
 
     Raises:
@@ -141,7 +140,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
 
 
 def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The figures of each variant of each report, by what was measured; what looks the same is numbered."""
+    """The figures of each variant of each report, by description; equal descriptions are numbered."""
     found: dict[str, str] = {}
     for benchmark in benchmarks:
         settings = benchmark["settings"]
@@ -161,7 +160,6 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """What is known of a drafter in a format of another project."""
     form = recognise(checkpoint)
     parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
     return {
@@ -175,7 +173,6 @@ def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
-    """What is known of a drafter of another family than the hidden-state one."""
     options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
     shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
     return {
@@ -203,11 +200,11 @@ def _config_in(folder: Path) -> dict[str, Any]:
     try:
         return read_json(folder / CONFIG)
     except (OSError, ValueError):
-        return {}  # whatever it is, it does not say that it is a drafter
+        return {}  # not recognisable as a drafter
 
 
 def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
-    """Returns the name of another project's format; empty if a folder holds no drafter of any that is known."""
+    """Returns the name of another project's format; empty if the folder holds no known one."""
     checkpoint = Checkpoint(name, folder, config)
     try:
         form = recognise(checkpoint)

@@ -1,4 +1,4 @@
-"""`hsdraft card`: enters measurements into a drafter's `figures.json` and draws its card anew."""
+"""`hsdraft card`: enters measurements into a drafter's `figures.json`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,21 @@ from ..training.files import write_json
 
 
 def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) -> list[dict[str, Any]]:
-    """Puts what `hsdraft bench --json` wrote into a drafter's figures, in place of what was entered before.
+    """Replaces the benchmarks in a drafter's figures by reports of `hsdraft bench --json`; returns their entries.
 
-    Args:
-        folder: Of the drafter.
-        reports: Files of the reports.
-        keep: Whether reports that were entered before stay, except those of the same command.
-
-    Returns:
-        The entries, one a report.
-
-    Raises:
-        ValueError: A report is none, or is about other weights.
+    With `keep`, earlier entries stay, except those of the same command. Raises a ValueError if a file is no such
+    report, or is about other weights.
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]
     before = read_figures(folder)
     training = before["training"]
-    if keep:  # figures belong to the weights beside them, so these do
+    if keep:  # the figures in a folder are always of its weights
         commands = {entry["settings"]["command"] for entry in entered}
         entered = [each for each in before["benchmarks"] if each["settings"]["command"] not in commands] + entered
     write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
     if draw_speed_up([each for each in entered if not is_chain(each["ours"][0])], folder) is None:
-        (folder / "speed_up.png").unlink(missing_ok=True)  # of other figures
+        (folder / "speed_up.png").unlink(missing_ok=True)  # drawn from other figures
     return entered
 
 

@@ -1,4 +1,4 @@
-"""What several commands share: options, the console, loading. A file whose name begins with `_` holds no command."""
+"""What several commands share: options, the console, loading. Files whose names begin with `_` hold no command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VerificationOption = Annotated[
 
 
 def checked_device(device: str) -> str:
-    """Returns a device. Raises a BadParameter where this PyTorch knows or finds no such device."""
+    """Returns a device; raises a BadParameter if this PyTorch does not know or find it."""
     import torch
 
     try:
@@ -75,7 +75,7 @@ DeviceOption = Annotated[str, typer.Option(help="Device to run on.", callback=ch
 
 
 def drafter_of(target: str | None, drafter: str | None) -> str:
-    """The drafter that was named, or the one that comes with the target."""
+    """The drafter that was named, or the target's default."""
     from ..runtime.target_loading import check_target, default_drafter
 
     if drafter is not None and not drafter.strip():
@@ -90,11 +90,7 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
 
 
 def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
-    """Loads a drafter for a command that only those of the hidden-state family can have.
-
-    Raises:
-        ValueError: it is of another family.
-    """
+    """Loads a drafter for a command that needs the hidden-state family; raises a ValueError for another family."""
     from ..generate.by_name import load_drafter
 
     drafter = load_drafter(name, **loading)
@@ -103,7 +99,6 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
 
 
 def check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
-    """Raises a ValueError for a drafter of another family than the hidden-state one."""
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
     if not isinstance(drafter, HSDrafter):
@@ -113,7 +108,7 @@ def check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
 
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked for first."""
+    """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked up first."""
     from ..generate.by_name import load_drafter
     from ..runtime.target_loading import load_target
 
@@ -125,16 +120,14 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
 
 
 def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
-    """Raises a DraftingRefused if a drafter was made for another target, or for another tokenizer."""
     drafter.check(target)
     drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 
 
 def verification_options(text: str) -> dict[str, Any]:
-    """Reads a rule of verification, with options if it is lossy: `walk`, `fly` or `fly+fly_window=2`.
+    """Parses a verification rule, with options if it is lossy: `walk`, `fly` or `fly+fly_window=2`.
 
-    Raises:
-        ValueError: there is no such rule or option, or the value is out of range.
+    Raises a ValueError if there is no such rule or option, or the value is out of range.
     """
     from ..verify.lossy_rule import Rule
     from ..verify.registry import VERIFIERS
@@ -146,13 +139,9 @@ def verification_options(text: str) -> dict[str, Any]:
 
 
 def set_verification(drafter: Any, text: str) -> None:
-    """Gives a drafter a rule of verification, and says if that may change the text.
+    """Sets a drafter's verification rule, see `verification_options`, and prints a note if it is lossy.
 
-    Args:
-        text: see `verification_options`.
-
-    Raises:
-        ValueError: there is no such rule, or it does not go with the drafter's other options.
+    Raises a ValueError if there is no such rule, or it does not go with the drafter's other options.
     """
     from ..drafters.base.draft_options import DraftOptions
     from ..verify.registry import is_lossy
@@ -169,17 +158,15 @@ def set_verification(drafter: Any, text: str) -> None:
 def load_plain_or_pair(
     target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool, verification: str | None = None
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding.
+    """Target, tokenizer and drafter; `None` as the drafter for plain decoding.
 
-    Args:
-        verification: rule that the user confirms by naming it, see `verification_options`; `None` for the drafter's
-            own, which is exact.
+    `verification` is a rule that the user confirms by naming it; `None` for the drafter's own, which is exact.
     """
     from ..runtime.target_loading import load_target
 
     if not plain:
         if verification is not None:
-            verification_options(verification)  # a misspelt one is told before anything is loaded
+            verification_options(verification)  # reports a misspelt one before anything is loaded
         model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
         if verification is not None:
             set_verification(loaded, verification)

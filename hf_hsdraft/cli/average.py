@@ -22,7 +22,7 @@ def average(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Averages the weights of drafters that began as one, which often draft best so; the rest is the first's."""
+    """Averages the weights of drafters that share a starting point. Everything else is copied from the first."""
     from ..runtime.target_loading import load_target
     from ..training.loop.average import average_folders, check_shares
 

@@ -1,4 +1,4 @@
-"""`hsdraft bench`, `throughput`, `first-calls` and `concurrent`: what is measured."""
+"""`hsdraft bench`, `throughput`, `first-calls` and `concurrent`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def first_calls(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Times the first call of a process, plain and with the drafter, each in a process of its own."""
+    """Times the first call of a process, plain and with the drafter, each in a fresh process."""
     from ..bench.plan import whole_numbers
     from ..bench.processes import Pair, print_first_calls, run_first_calls
 
@@ -183,7 +183,7 @@ def concurrent(
     ] = None,
     dtype: DtypeOption = Dtype.float32,
 ) -> None:
-    """Measures the memory that calls take which run at once, each number of calls in a process of its own."""
+    """Measures the memory of concurrent calls, each number of calls in a fresh process."""
     from ..bench.processes import Pair, print_concurrent, run_concurrent
     from ..training.data.conversations import read_prompts
     from ..training.evaluate.parity import PROMPTS

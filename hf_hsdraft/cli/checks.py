@@ -1,4 +1,4 @@
-"""`hsdraft check`: exits with 1 where a drafter does not do what it should."""
+"""`hsdraft check`: exits with 1 if a drafter is faulty."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check(
 ) -> None:
     """Checks a drafter by what it drafts for a few prompts; exits with 1 if something is wrong.
 
-    A drafter that cannot be trained here decodes: it says whether the texts are those of plain decoding, and tau. Of a
-    drafter that can be trained it compares, depth by depth, what training computes with what decoding uses.
+    For a drafter that cannot be trained here, it compares texts with plain decoding and prints tau. For a drafter that
+    can be trained, it compares, depth by depth, what training computes with what decoding uses.
     """
     from ..generate.by_name import load_drafter
     from ..runtime.prompt_inputs import encode_prompts

@@ -1,4 +1,6 @@
-"""`hsdraft coverage` and `hsdraft overlap`: what training chats hold, and whether they hold what is to judge."""
+"""`hsdraft coverage` and `hsdraft overlap`: what training chats hold, and whether they overlap with evaluation
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def overlap(
     prompts: Annotated[list[Path], typer.Option(exists=True, help="Prompts that are to judge: JSONL; repeat.")],
     show: Annotated[int, typer.Option(min=0, help="Near-duplicates shown.")] = 10,
 ) -> None:
-    """Finds prompts that training chats hold already, nearly or wholly. Exit status 1 if there are any."""
+    """Finds prompts that training chats already hold, wholly or nearly. Exit status 1 if there are any."""
     from ..training.data.chats import read_chats
     from ..training.data.overlap import DEFINITION, PromptIndex
 

@@ -92,10 +92,7 @@ def estimate(
 def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raises a BadParameter for options that do not go together.
 
-    Args:
-        tau: as it was measured; `None` where training is estimated.
-        fields: sizes of a drafter that were given.
-        given: options about decoding that were given, by name.
+    `fields` are sizes of a drafter, `given` options about decoding; `tau` is None where training is estimated.
     """
     if "--drafter" in given and fields:
         told = f"{given['--drafter']} has its own sizes: leave {', '.join(fields)} out"
@@ -109,12 +106,9 @@ def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[st
 
 
 def _training(target: str, fields: dict[str, Any], work: Mapping[str, Any]) -> list[str]:
-    """Returns what is told about training a fresh drafter.
+    """Returns the lines about training a fresh drafter with these configuration fields.
 
-    Args:
-        target: Hub name or folder.
-        fields: of the drafter's configuration.
-        work: further arguments of `training.estimate.estimate`.
+    `work` holds further arguments of `training.evaluate.estimate.estimate`.
     """
     from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
     from ..runtime.target_loading import load_config
@@ -132,14 +126,11 @@ def _decoding(
     speeds: tuple[float, float],
     hierarchy: tuple[str, str] | None,
 ) -> list[str]:
-    """Returns what is told about decoding with a drafter.
+    """Returns the lines about decoding with a drafter.
 
-    Args:
-        target: Hub name or folder.
-        drafter: its Hub name or folder, or `None` for a fresh one; the family and the fields of that.
-        drafting: `tau`, and `length` of the text in tokens; `steps` and `nodes`, `None` for the drafter's own.
-        speeds: bytes and operations per second of the device.
-        hierarchy: name of a middle model, and shares of tokens that are accepted; `None` leaves hierarchies out.
+    `drafter` is its Hub name or folder, or None for a fresh one of this family and these fields. `drafting` has `tau`,
+    `length` of the text in tokens, `steps` and `nodes` (None for the drafter's). `speeds` are bytes and operations per
+    second of the device. `hierarchy` names a middle model, with shares of tokens accepted.
     """
     from ..runtime.target_loading import load_config
     from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
@@ -159,10 +150,9 @@ def _decoding(
 
 
 def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
-    """The drafter that was named, or a fresh one without storage.
+    """The drafter that was named, or a fresh one on the meta device.
 
-    Raises:
-        ValueError: the drafter was made for another target, or there is no such family.
+    Raises a ValueError if the drafter was made for another target, or there is no such family.
     """
     import torch
     from transformers import AutoModelForCausalLM

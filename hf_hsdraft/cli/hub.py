@@ -58,8 +58,8 @@ def pull(
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
     with loading(name):
-        find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
-    commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
+        find_folder(name, ("README.md",), revision=revision)  # gives a clear error for a wrong name
+    commit = HfApi().model_info(name, revision=revision).sha  # not the cache's idea of the latest
     AutoDrafter.from_pretrained(name, revision=commit, force_download=force)
     with loading(name):
         folder = find_folder(name, CODE, revision=commit, force_download=force)
@@ -77,7 +77,7 @@ def info(
     ] = None,
     offline: OfflineOption = False,
 ) -> None:
-    """Says what a drafter is: its target, sizes, format, recipe and figures. Runs no code of it."""
+    """Describes a drafter: its target, sizes, format, recipe and figures. Runs none of its code."""
     from ._describe import describe
 
     hub: dict[str, Any] = {"revision": revision, "local_files_only": offline}
@@ -148,7 +148,7 @@ def card(
     license: Annotated[str | None, typer.Option(help="Of the drafter, as the Hub names it: apache-2.0.")] = None,
     language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
 ) -> None:
-    """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
+    """Enters measurements into a drafter's figures, records its target, and rewrites its card."""
     from ..hub.drafter_files import CARD, RECIPE, read_json
     from ..hub.model_card import is_generated, write_card
     from ..training.files import write_json

@@ -1,4 +1,4 @@
-"""`hsdraft`: demo, bench and train from the command line. A new command is a file beside this one or of a method."""
+"""`hsdraft`, the command line. A new command is a file beside this one or of a method."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def common(version: Annotated[bool, typer.Option("--version", help="Print the ve
     """Hidden-state speculative decoding for transformers."""
     if version:
         Console().print(__version__, highlight=False)
-    if version or "--help" in sys.argv:  # which loads nothing
+    if version or "--help" in sys.argv:  # nothing is loaded
         return
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of loading; the commands show progress of their own
+    disable_progress_bar()  # of loading; commands show their progress
 
 
 def main() -> None:
-    """The command; what a user got wrong is said in a line, not in a traceback."""
+    """Runs the command; errors of the user are printed in a line, without a traceback."""
     try:
         if "--help" not in sys.argv and (why := needs_newer()) is not None:
             raise ImportError(why)

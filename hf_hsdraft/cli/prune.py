@@ -1,4 +1,4 @@
-"""`hsdraft prune`: a small language model out of a target's own layers."""
+"""`hsdraft prune`: a small language model from a target's layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prune(
 ) -> None:
     """Saves an ordinary model with some of the target's layers, for `hsdraft train --family lm --init-from`.
 
-    The target's name is written into the recipe beside it, and is published with it; of a path, only the last part.
+    The target's name is written into the recipe beside it and published with it; of a path, only the last part.
     """
     from ..drafters.language_model.layer_subset import checked_layers, evenly, layers_of
     from ..runtime.target_loading import DEFAULT_TARGET, load_target

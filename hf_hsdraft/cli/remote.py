@@ -75,7 +75,7 @@ def verify_server(
     token = _token(token_file)
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
-    with without_workers():  # the target runs on a thread of its own
+    with without_workers():  # the target runs on a separate thread
         model, tokenizer = load_target(target, dtype.torch, device)
         server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
@@ -96,10 +96,9 @@ def verify_server(
 
 
 def _token(file: Path | None) -> str:
-    """The bearer token, by a file or by the environment: command lines are seen by other users.
+    """The bearer token, from a file or the environment, since other users can see command lines.
 
-    Raises:
-        ValueError: the file is empty, or the token cannot stand in a header.
+    Raises a ValueError if the file is empty, or the token cannot stand in a header.
     """
     source = f"the variable {_TOKEN}" if file is None else str(file)
     token = (os.environ.get(_TOKEN, "") if file is None else file.read_text(encoding="utf-8")).strip()
@@ -137,7 +136,7 @@ def fleet(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, prompt included.")] = 1024,
     least: Annotated[float, typer.Option(min=0.001, help="Tokens/s that each device should get.")] = 10.0,
 ) -> None:
-    """Says how many devices a server serves, by a model of queues; runs nothing.
+    """Estimates how many devices a server serves, by a model of queues; runs nothing.
 
     The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
     """

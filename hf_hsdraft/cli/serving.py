@@ -86,7 +86,7 @@ def serve(
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
-    logging.set_verbosity_error()  # transformers warns of each request that one was received
+    logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
     server.run(sockets=[listener])
@@ -104,7 +104,7 @@ def _serve_by_vllm(
     num_speculative_tokens: int | None,
     further: list[str],
 ) -> NoReturn:
-    """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
+    """Replaces this process by vLLM's server, so that signals and the exit status are vLLM's."""
     from ..hub.checkpoint import Checkpoint
     from ..hub.drafter_files import weight_files
     from ..runtime.target_loading import DEFAULT_TARGET, target_folder
@@ -125,7 +125,7 @@ def _serve_by_vllm(
     speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
     config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
     if config and os.path.isdir(str(name)):
-        weight_files(Path(str(name)))  # an error here comes minutes before vLLM's
+        weight_files(Path(str(name)))  # fails minutes before vLLM would
     check_parallel(config, further)
     check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
     folder = target_folder(target, dtype.torch)
@@ -158,7 +158,7 @@ def chat(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """A chat in the terminal: drafted tokens coloured, tau and tokens/s after each answer."""
+    """Chats in the terminal, with drafted tokens coloured, and tau and tokens/s after each answer."""
     import torch
 
     from ..serve.chat import TerminalChat, warm_up

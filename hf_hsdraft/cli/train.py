@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 _FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
 Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
-# Options that are fields of the plan as they are given.
+# Options passed to the plan unchanged.
 _OF_PLAN = (
     "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
     "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
@@ -192,8 +192,8 @@ def train(
         **as_given,
     )
     place = device or _own_device()
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
-        prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # what is wrong is said before that
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes start together, when they load the target
+        prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # reports errors before that
         check_no_other_run(out)
     _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, place)
@@ -203,7 +203,7 @@ def train(
 
 
 def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any]) -> None:
-    """Trains; says on Ctrl-C that what is made so far is not lost."""
+    """Trains; says on Ctrl-C that the work so far is not lost."""
     from ..training.loop.progress import Reporter
     from ..training.loop.run import train as run
 
@@ -217,7 +217,6 @@ def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, An
 
 
 def _say(line: str) -> None:
-    """Prints a line whole, and at once."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()
 

@@ -1,1 +1,1 @@
-"""Small words that every room uses."""
+"""Types and helpers used by all other packages."""

@@ -1,4 +1,4 @@
-"""Attention of many query heads to keys and values that several of them share: of batches, and of chains."""
+"""Grouped-query attention for batches, and for chains that share a context."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 def batched_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`shared_attention` for the rows of a batch, each with keys of its own: `[B, n, heads * head_dim]`.
+    """`shared_attention` for a batch, each row with its own keys: `[B, n, heads * head_dim]`.
 
     Args:
         queries: `[B, n, heads, head_dim]`.
         keys, values: `[B, kv_heads, P, head_dim]`.
-        seen: `[B, n, P]`, bool, True where a query may look; `None` for everywhere. Every query has to see something.
+        seen: `[B, n, P]`, bool, True where a query may look; `None` for everywhere. Each query has to see a key.
     """
     batch, rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -33,7 +33,7 @@ def attention_of_chains(
     own_keys: torch.Tensor,
     own_values: torch.Tensor,
 ) -> torch.Tensor:
-    """What chains take of a context that they share, and of their own positions: `[S, heads * head_dim]`.
+    """Attention of chains over a shared context and their own positions: `[S, heads * head_dim]`.
 
     Args:
         queries: `[S, heads, head_dim]`.

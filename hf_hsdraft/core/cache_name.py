@@ -1,4 +1,4 @@
-"""What transformers calls the cache of a model: `cache` since 5.24, `past_key_values` before. Only this file knows."""
+"""The name of a model's cache: `cache` since transformers 5.24, `past_key_values` before. Only this file knows it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ els
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the inputs of a model; `None` if there is none."""
+    """The cache among a model's inputs, or `None`."""
     return kwargs.get(CACHE)
 
 
 def returned_cache(outputs: Any) -> Any:
-    """The cache among the outputs of a model or of `generate()`; `None` if there is none."""
+    """The cache among the outputs of a model or of `generate()`, or `None`."""
     return getattr(outputs, CACHE, None)
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether a model's forward goes on from a cache that it is given."""
+    """Whether a model's forward accepts a cache."""
     return CACHE in inspect.signature(model.forward).parameters

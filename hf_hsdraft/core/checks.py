@@ -1,4 +1,4 @@
-"""Checks of values that somebody else wrote, how such values are shown, and limits of a drafter's files."""
+"""Checks of untrusted values, their display in messages, and limits of drafter files."""
 
 from __future__ import annotations
 
@@ -12,51 +12,50 @@ from typing import Any
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
 LONGEST_NAME = 256  # characters of a name in a configuration
-MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
+MOST_NODES = 2**12  # limit of tree_size and beam_width
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer; Python counts `True` and `False` among them, nobody who sets a size does."""
+    """Whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an integer or a float, and neither `True` nor `False`."""
+    """Whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def short(value: Any) -> str:
-    """The representation of a value, cut to 80 characters."""
+    """A value's repr, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def printable(value: Any, length: int = 120) -> str:
-    """Text that somebody else wrote, as it may go to a terminal or into a message."""
+    """Untrusted text made safe for a terminal or a message."""
     text = "".join(character if character.isprintable() else " " for character in str(value))
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
-    """The first of many names."""
     shown = ", ".join(printable(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
 def is_code_file(name: Any) -> bool:
-    """Whether this is the name of a Python module at the top of a repository."""
+    """Whether this names a Python module at the top level of a repository."""
     return isinstance(name, str) and len(name) <= LONGEST_NAME and bool(re.fullmatch(r"[A-Za-z_]\w*\.py", name, re.A))
 
 
 def public_name(name: str) -> str:
-    """A target's name as it may be published: of a path on this machine, the last part only."""
+    """A target's name without local directories, for publishing."""
     local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.exists(name) or ":" in name
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if local else name
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a field may be: a value that is `valid`, as `wanted` says; of integers `most` is the greatest."""
+    """Allowed values of a field: a predicate, its wording, and the maximum of an integer."""
 
     valid: Callable[[Any], bool]
     wanted: str
@@ -64,7 +63,7 @@ class Limit:
 
 
 def integer(most: int, least: int = 1) -> Limit:
-    """From `least` to the greatest value that makes sense: beyond are typing errors, and files that exhaust memory."""
+    """An integer range; the upper limit catches typos and files that would exhaust memory."""
     wanted = f"an integer from {least} to {most:,}"
     return Limit(lambda value: is_integer(value) and least <= value <= most, wanted, most)
 
@@ -77,34 +76,35 @@ POSITIVE = Limit(lambda value: is_number(value) and 0.0 < value < 1e12, "a posit
 
 
 def setting(doc: str, default: Any = dataclasses.MISSING, limit: Limit | None = None, **further: Any) -> Any:
-    """Declares a field of a configuration, once.
+    """Declares a field of a configuration.
 
-    `further` is as `dataclasses.field` takes it, and may hold besides: `optional=True`, for `None` whatever the limit;
-    `derived`, which makes the value of the fields before it where it is `None`; `convert`, which makes it of one type.
+    `further` goes to `dataclasses.field`, except `optional=True`, which allows None despite the limit; `derived`, a
+    function that computes the value from the earlier fields if it is None; and `convert`, which converts it to one
+    type.
     """
     known = {name: further.pop(name, None) for name in ("optional", "derived", "convert")}
     return dataclasses.field(default=default, metadata={"doc": doc, "limit": limit, **known}, **further)
 
 
 def settings(kind: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a configuration or of its class that `setting` declared, in their order."""
+    """The fields declared by `setting`, in order."""
     return [each for each in dataclasses.fields(kind) if "doc" in each.metadata]
 
 
 def check_field(each: dataclasses.Field[Any], value: Any) -> None:
-    """Raises a ValueError that names field, value and limit, unless the value is right."""
+    """Raises a ValueError with field, value and limit if the value is invalid."""
     limit = each.metadata["limit"]
     if limit is not None and not (value is None and each.metadata["optional"]):
         demand(limit.valid(value), each.name, value, f"expected {limit.wanted}")
 
 
 def check_fields(config: Any) -> None:
-    """Raises a ValueError for the first field that is beyond its limit."""
+    """Raises a ValueError for the first invalid field."""
     for each in settings(config):
         check_field(each, getattr(config, each.name))
 
 
 def demand(valid: bool, name: str, value: Any, wanted: str) -> None:
-    """Raises a ValueError about a field unless it is `valid`."""
+    """Raises a ValueError about a field unless `valid`."""
     if not valid:
         raise ValueError(f"{name}={short(value)} is invalid: {wanted}")

@@ -14,16 +14,15 @@ class DraftTree:
     """Candidate continuations of a text, as a tree of tokens.
 
     Node 0 is the root: the last accepted token, which the target has not read yet. Parents stand before their children.
-    Children of one node carry different tokens, so every node is one distinct continuation.
+    Children of one node carry different tokens, so each node is a distinct continuation.
 
     Attributes:
-        tokens: token id of each node.
+        tokens: token ids.
         parents: index of each node's parent; -1 for the root.
-        depths: distance of each node from the root. A node's position in the text is the root's position plus this.
-        scores: log-probability of each node that the text goes on along its path, by the drafter; 0 for the root. It is
-            that of the whole path, so no node has a greater one than its parent.
-        log_probs: for each node the log-probabilities `[V']` that its children were drawn by, one after the other and
-            without replacement; `None` for a node without children. Empty where nodes were not drawn.
+        depths: distance from the root. A node's position in the text is the root's position plus this.
+        scores: the drafter's log-probability of each node's whole path; 0 for the root. Never above the parent's.
+        log_probs: for each node the log-probabilities `[V']` from which its children were drawn in order, without
+            replacement; `None` for a node without children. Empty where nodes were not drawn.
         vocab_ids: `[V']`, int64, the token id of each column of `log_probs`; `None` where nodes were not drawn.
     """
 
@@ -44,19 +43,16 @@ class DraftTree:
 
     @classmethod
     def idle(cls, token: int) -> DraftTree:
-        """Returns what the target reads for a text that has ended while others go on.
+        """Returns what the target reads for a finished text while others grow.
 
-        It is read at the position before the text's last token: the target has that position, however long the text is.
+        Its position is the one before the text's last token, which exists however long the text is.
         """
         return cls((token,), (-1,), (-1,), (0.0,))
 
     def fault(self, vocab_size: int = 0) -> str:
-        """Returns what breaks the rules of a draft tree; empty if nothing does.
+        """Returns which rule of draft trees is broken, or "". The target would misread such a tree.
 
-        A target would read such a tree wrongly, and the text might change.
-
-        Args:
-            vocab_size: ids of drafted tokens have to be below it; 0 for no limit.
+        Drafted ids must be below `vocab_size`, unless that is 0.
         """
         count, seen = len(self.tokens), set()
         if not count or {len(self.parents), len(self.depths), len(self.scores)} != {count}:
@@ -72,7 +68,7 @@ class DraftTree:
                 return f"node {node} has parent {parent}: expected a node before it, 0 to {node - 1}"
             if depth != self.depths[parent] + 1:
                 return f"node {node} has depth {depth}, its parent {self.depths[parent]}: expected one more"
-            if not self.scores[node] <= self.scores[parent]:  # NaN neither
+            if not self.scores[node] <= self.scores[parent]:  # also rejects NaN
                 found = f"score {self.scores[node]}, its parent {self.scores[parent]}"
                 return f"node {node} has {found}: expected the log-probability of the whole path, which is no greater"
             if token < 0 or 0 < vocab_size <= token:
@@ -83,7 +79,7 @@ class DraftTree:
         return ""
 
     def children(self) -> list[dict[int, int]]:
-        """Returns for each node its children, as a mapping from token id to node index."""
+        """Returns for each node a mapping from its children's token ids to their indices."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node in range(1, len(self.tokens)):
             children[self.parents[node]][self.tokens[node]] = node
@@ -98,18 +94,16 @@ class DraftTree:
         return nodes[::-1]
 
     def likeliest_path(self) -> list[int]:
-        """Returns the node indices of the path whose each node is its parent's most probable child, down to a leaf."""
+        """Returns the node indices of the path that follows the most probable child down to a leaf."""
         children, nodes = self.children(), [0]
         while children[nodes[-1]]:
             nodes.append(max(children[nodes[-1]].values(), key=self.scores.__getitem__))
         return nodes[1:]
 
     def extended(self, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
-        """Returns the tree with a path of further nodes after a leaf. It has no `log_probs`.
+        """Returns the tree with a path appended to the leaf `node`, without `log_probs`.
 
-        Args:
-            node: index of the leaf.
-            following: tokens, each with its probability after those before it, above 0.
+        `following` are tokens, each with its probability (above 0) given those before it.
         """
         nodes = list(zip(self.tokens, self.parents, self.depths, self.scores, strict=True))
         for token, probability in following:
@@ -119,18 +113,18 @@ class DraftTree:
         return from_nodes(nodes)
 
     def expected_length(self) -> float:
-        """Returns how many drafted tokens are accepted on average, if the scores are right."""
+        """Returns the mean number of accepted draft tokens, if the scores are right."""
         return sum(math.exp(score) for score in self.scores[1:])
 
     def first(self, size: int) -> DraftTree:
-        """Returns the tree of the `size` most probable nodes besides the root; of equal nodes the earlier ones stay."""
+        """Returns the tree of the root and its `size` most probable nodes; ties keep the earlier node."""
         if size >= len(self) - 1:
             return self
         ranked = sorted(range(1, len(self)), key=lambda node: -self.scores[node])
         return self.part({0, *ranked[:size]})
 
     def part(self, kept: set[int]) -> DraftTree:
-        """Returns the tree of some of its nodes: the root, and with each node its parent.
+        """Returns the subtree of `kept` nodes: the root, and with each node its parent.
 
         It has no `log_probs`: a part of drawn nodes is not a draw.
         """
@@ -150,7 +144,7 @@ class DraftTree:
 
 
 def certainty(trees: Sequence[DraftTree]) -> float:
-    """Returns the mean probability that the next token of a text is in its tree; 0 for no trees."""
+    """Returns the mean probability that a text's next token is in its tree; 0 for no trees."""
     firsts = [[math.exp(s) for s, depth in zip(tree.scores, tree.depths, strict=True) if depth == 1] for tree in trees]
     return math.fsum(min(sum(probabilities), 1.0) for probabilities in firsts) / max(len(trees), 1)
 
@@ -158,11 +152,8 @@ def certainty(trees: Sequence[DraftTree]) -> float:
 def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTree:
     """Returns the union of two trees with the same root, cut to its `tree_size` most probable nodes.
 
-    A node found in both trees keeps the greater of its two probabilities after its parent. The scores of the nodes
-    below it rise with it, so no child outranks its parent.
-
-    Raises:
-        ValueError: the roots differ.
+    A node in both trees keeps the greater of its two probabilities given its parent. The scores below it rise with it,
+    so no child outranks its parent. Raises a ValueError if the roots differ.
     """
     if first.tokens[0] != second.tokens[0]:
         raise ValueError(f"trees with different roots cannot be merged: {first.tokens[0]} and {second.tokens[0]}")
@@ -188,6 +179,6 @@ def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTre
 
 
 def from_nodes(nodes: Sequence[tuple[int, int, int, float]]) -> DraftTree:
-    """Makes a tree of the token, the parent, the depth and the score of each node."""
+    """Makes a tree from token, parent, depth and score of each node."""
     tokens, parents, depths, scores = zip(*nodes, strict=True)
     return DraftTree(tokens, parents, depths, scores)

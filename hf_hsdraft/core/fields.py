@@ -1,4 +1,4 @@
-"""Fields of a configuration that somebody else wrote: each is checked when it is read, and none is overlooked."""
+"""Checked reading of foreign configurations: each field is checked when read, and unread switches are refused."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from typing import Any
 
 from .checks import few, is_integer, is_number, printable, short
 
-REQUIRED: Any = object()  # default of a field that has to be there
+REQUIRED: Any = object()  # default of a required field
 
 
 class Fields:
-    """Reads a JSON object field by field.
-
-    A field that is absent or null counts as missing.
-
-    Args:
-        values: the object.
-        place: what the object is, for messages: "config.json", or the name of a field that holds it.
-    """
+    """Reads a JSON object field by field; absent and null fields count as missing. `place` names it in messages."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
         self.values, self.place = values, place
@@ -28,7 +21,6 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = 2**31) -> Any:
-        """Returns an integer between `least` and `most`."""
         wanted = f"an integer from {least:,} to {most:,}"
         return self._checked(name, default, lambda value: is_integer(value) and least <= value <= most, wanted)
 
@@ -38,16 +30,14 @@ class Fields:
         return self._checked(name, default, lambda value: is_number(value) and least < value <= most, wanted)
 
     def flag(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns True or False."""
         return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
 
     def choice(self, name: str, allowed: Collection[Any], default: Any = REQUIRED) -> Any:
-        """Returns one of some values."""
         wanted = f"one of {', '.join(map(str, allowed))}"
         return self._checked(name, default, lambda value: _is_hashable(value) and value in allowed, wanted)
 
     def integers(self, name: str, default: Any = REQUIRED, least: int = 0, most: int = 2**31) -> Any:
-        """Returns a list of one or more integers between `least` and `most`."""
+        """Returns a non-empty list of integers."""
         wanted = f"a list of integers from {least:,} to {most:,}"
 
         def valid(value: Any) -> bool:
@@ -56,29 +46,21 @@ class Fields:
         return self._checked(name, default, lambda value: valid(value) and len(value) > 0, wanted)
 
     def table(self, name: str, default: Any = REQUIRED) -> Any:
-        """Returns the fields of an object within this one."""
+        """Returns the `Fields` of a nested object."""
         found = self._checked(name, default, lambda value: isinstance(value, dict), "an object")
         return Fields(found, f"{self.place}, {name}") if isinstance(found, dict) else found
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Reads a field of which only some values can be had here; it may be missing.
-
-        Raises:
-            ValueError: it has another value.
-        """
+        """Raises a ValueError if a field has a value that is not supported here; it may be missing."""
         wanted = f"{' or '.join(map(short, allowed))}, as nothing else can be drafted with here"
         self._checked(name, None, lambda value: any(value == each for each in allowed), wanted)
 
     def ignore(self, *names: str) -> None:
-        """Says that some fields do not matter here."""
+        """Marks fields as irrelevant here."""
         self._read.update(names)
 
     def refuse_unread(self) -> None:
-        """Refuses switches that nobody asked about: a field of value true changes what a drafter computes.
-
-        Raises:
-            ValueError: there are some.
-        """
+        """Raises a ValueError for unread fields of value true: such a switch changes what a drafter computes."""
         unread = sorted(name for name, value in self.values.items() if value is True and name not in self._read)
         if unread:
             raise ValueError(

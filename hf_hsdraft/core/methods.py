@@ -1,11 +1,11 @@
-"""Methods that are not the core, by what they offer. This file is the only one that reaches into `methods/`.
+"""Optional methods, found by what they offer. Only this file imports from `methods/`.
 
-`methods/index.json` says which module of `methods/` offers what:
+`methods/index.json` maps what is offered to modules of `methods/`:
 
     {"verification": {"fly": "lossy.fly"}, "model_type": {"cascade": "cascade.register"}}
 
-A module registers what it offers when it is imported, and it is imported when somebody asks for the name. Without the
-folder nothing is offered, and everything else works.
+A module registers its offers when imported, and is imported when one of its names is looked up. Without the folder
+nothing is offered, and everything else works.
 """
 
 from __future__ import annotations
@@ -32,28 +32,19 @@ def _index() -> dict[str, dict[str, str]]:
 
 
 def offered(kind: str) -> list[str]:
-    """Returns the names that methods offer of a kind, such as `"verification"`. Imports none of them."""
+    """Returns the names that methods offer of a kind, such as `"verification"`, without importing them."""
     return list(_index().get(kind, {}))
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """Imports the module that offers a name.
-
-    Raises:
-        ImportError: No method offers it.
-    """
+    """Imports the module that offers a name. Raises an ImportError if no method does."""
     if name not in offered(kind):
         raise ImportError(f"no method here offers the {kind} {name}: is it in the folder {_PACKAGE}?")
     return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
 
 
 class Registry(MutableMapping[str, Offer]):
-    """What the core has under some names, and what methods offer under others, which are loaded when asked for.
-
-    Args:
-        kind: Name of the table in `index.json`.
-        core: Entries of the core.
-    """
+    """Entries of the `core`, and of methods (the table `kind` in `index.json`), which load on first lookup."""
 
     def __init__(self, kind: str, core: dict[str, Offer] | None = None) -> None:
         self.kind, self.loaded = kind, dict(core or {})

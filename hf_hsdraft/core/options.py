@@ -1,4 +1,4 @@
-"""An option that one family of drafters, or one rule of verification, has beside those that all have."""
+"""A drafting option that only one family of drafters or one verification rule has."""
 
 from __future__ import annotations
 
@@ -9,28 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """A drafting option of somebody's own. It lies on `drafter.generation_config`, and is saved with the others.
-
-    Attributes:
-        name: attribute of `drafter.generation_config`.
-        default: value where nobody says otherwise.
-        check: returns whether a value may be used.
-        expected: what `check` wants, for messages: "a number from 0 to 1".
-        doc: what the option does, in a sentence.
-    """
+    """A drafting option that is set on `drafter.generation_config` and saved with the others."""
 
     name: str
     default: Any
-    check: Callable[[Any], bool]
-    expected: str
-    doc: str = ""
+    check: Callable[[Any], bool]  # returns whether a value may be used
+    expected: str  # what `check` wants, for messages: "a number from 0 to 1"
+    doc: str = ""  # what it does, in a sentence
 
     def checked(self, value: Any) -> Any:
-        """Returns the value.
-
-        Raises:
-            ValueError: it cannot be used.
-        """
+        """Returns the value, or raises a ValueError if it cannot be used."""
         if not self.check(value):
             raise ValueError(f"{self.name}={value!r} is invalid: expected {self.expected}")
         return value

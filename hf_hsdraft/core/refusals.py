@@ -1,27 +1,20 @@
-"""The error of a call that cannot be drafted for. All other errors are of another class."""
+"""The error raised when a call cannot be drafted."""
 
 from __future__ import annotations
 
 
 class DraftingRefused(ValueError):
-    """The call cannot be drafted for, although plain decoding may run it. The message says why and what to do.
+    """Raised when a call cannot be drafted, although plain decoding may run it. The message says why and what to do.
 
-    It is raised before any text is streamed, any token is drawn and any logits processor is asked, and the cache of the
-    call is as it was given. The exception is a target that turns out to read no drafts; see `speculative_decoding`.
-
-    Attributes:
-        PLAINLY: how messages say that a call may be decoded without a drafter.
+    It is raised before any text is streamed, any token is drawn and any logits processor is called, and the cache is as
+    it was given. The exception is a target that turns out to read no drafts; see `speculative_decoding`.
     """
 
-    PLAINLY = "leave assistant_model out"
+    PLAINLY = "leave assistant_model out"  # how messages say that a call may be decoded without a drafter
 
     @classmethod
     def of_sharded(cls, drafting: str) -> DraftingRefused:
-        """Returns the refusal of drafters that run parts of a target whose forwards take all processes at once.
-
-        Args:
-            drafting: what cannot draft.
-        """
+        """Returns the refusal of a drafter that runs parts of a target whose forwards take all processes at once."""
         return cls(
             f"{drafting} of a target that is sharded over processes cannot draft: its forwards take all of them at "
             f"once. To decode it plainly, {cls.PLAINLY}."

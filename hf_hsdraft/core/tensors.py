@@ -1,4 +1,4 @@
-"""Tensor and module helpers, and the parts that networks share: a norm, and attention."""
+"""Tensor and module helpers, and parts that networks share: a norm, and attention."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
-# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
-# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+# Takes a layer's index, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to keep; with
+# `rows`, only these rows have queries. Returns `[R, heads * head_dim]`.
 Attend = Callable[..., torch.Tensor]
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Nested `values` as a tensor on a device, without waiting for what the device still computes."""
+    """Nested `values` as a tensor on a device, without waiting for queued work."""
     tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -24,20 +24,21 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling a module runs its class's forward alone, on weights that are where it is."""
+    """Whether calling a module runs only its class's forward, on weights where they are."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
-    """The hooks by which accelerate runs parts of a model elsewhere, or keeps their weights elsewhere."""
+    """The hooks by which accelerate runs parts of a model elsewhere, or offloads their weights."""
     hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
     return [part for hook in hooks for part in getattr(hook, "hooks", [hook])]
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model or a module computes; `model.device` is where its weights are between forwards.
+    """Where a model or a module computes.
 
-    These are on the meta device where accelerate offloads them. Its hooks then tell where they bring them to.
+    `model.device` is where weights are between forwards: on the meta device where accelerate offloads them. Then its
+    hooks know where they are brought to.
     """
     device: torch.device = next(model.parameters()).device if not hasattr(model, "device") else model.device
     if device.type != "meta":
@@ -47,12 +48,12 @@ def device_of(model: Any) -> torch.device:
 
 
 def side_by_side(*modules: nn.Module) -> Transform:
-    """What modules make of the same input, joined in the last axis."""
+    """Applies modules to the same input and concatenates in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
 
 
 class RMSNorm(nn.Module):
-    """Divides the last axis by its root mean square and scales it, in the type of its inputs."""
+    """Root-mean-square norm of the last axis, in the dtype of its inputs."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -66,9 +67,9 @@ class RMSNorm(nn.Module):
 def shared_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What the rows take from the values, `[n, heads * head_dim]`.
+    """Grouped-query attention of one text, `[n, heads * head_dim]`.
 
-    The heads of a group stand where queries do: no key is read twice, and none is copied.
+    The heads of a group are folded into the query axis, so no key is read twice or copied.
 
     Args:
         queries: `[n, heads, head_dim]`.
@@ -88,11 +89,11 @@ def shared_attention(
 
 
 def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns where the `count` greatest of logits `[..., V]` are: `[..., V]`, bool."""
+    """Returns a mask of the `count` greatest logits, `[..., V]`, bool."""
     best = logits.topk(count, dim=-1, sorted=False).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
 
 
 def biased(logits: torch.Tensor, bias: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
-    """Returns logits `[..., V]` with a bias where `reach`, bool, is True; `None` for everywhere."""
+    """Returns logits `[..., V]` with `bias` added where `reach`, bool, is True; `None` for everywhere."""
     return logits + (bias if reach is None else bias.masked_fill(~reach, 0.0))

@@ -1,12 +1,11 @@
-"""The numbers that were tuned: how much to draft, when to pack, when to try again.
+"""The tuned numbers: how much to draft, when to pack, when to try again.
 
-They decide how much is drafted and how long that takes. The texts stay the target's own with other values too; only the
-thresholds of `Trials of a target` also guard that.
+They decide how much is drafted and how long that takes. The texts do not depend on them, except that the thresholds of
+`Trials of a target` also guard correctness.
 
-Each comment says what a number is and its unit, and after a dash where the value comes from. "By hand" means that it
-was chosen while the code was written, and that no measurement of it was kept. "History" is `docs/history.md`, and
-"replayed" are its trials with recorded drafts. Time is counted in plain rounds: forwards of the target on one token of
-each row.
+Each comment says what a number is and its unit, and after a dash where the value comes from. "By hand" means chosen
+while the code was written, with no measurement kept. "History" is `docs/history.md`, and "replayed" are its trials
+with recorded drafts. Time is counted in plain rounds: forwards of the target on one token of each row.
 
 Other numbers stay beside their code: formats, limits that inputs are checked against, defaults of options.
 """
@@ -19,7 +18,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Assumption:
-    """What is believed of a number before it is measured: its value, and how far off it may be."""
+    """A prior for a number before it is measured: its value, and how far off it may be."""
 
     value: float
     spread: float
@@ -127,7 +126,7 @@ class Tuning:
     depth_cost: Assumption = Assumption(0.05, 0.05)
     # Standard deviation of one measured time - by hand.
     cost_noise: float = 0.15
-    # Weight of earlier rounds, with each further one - by hand: some 20 rounds count. History: 24 rounds told the cost
+    # Weight of earlier rounds, with each further one - by hand: some 20 rounds count. History: 24 rounds gave the cost
     # of 3 nodes to a twentieth of a plain round, 15 did not.
     cost_fading: float = 0.95
     # A later time counts as so many times what was expected and so many plain rounds - by hand.
@@ -148,7 +147,7 @@ class Tuning:
     # Number of nodes of the first tree, and how many times as many as before later ones may have - by hand.
     first_nodes: int = 4
     node_growth: int = 2
-    # Number of tokens of the first class of lengths that have costs of their own; each later class is twice as long
+    # Number of tokens of the first class of lengths with separate costs; each later class is twice as long
     # - by hand.
     cost_length: int = 1024
     # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
@@ -162,7 +161,7 @@ class Tuning:
     # made in blocks - by hand.
     mask_rows: int = 256
     large_mask: int = 2**20
-    # Number of last tokens of a prompt that sessions are told: entering them takes time - by hand.
+    # Number of last tokens of a prompt that sessions get: entering them takes time - by hand.
     most_known: int = 2**14
 
     # --- Trials of a target ---
@@ -220,7 +219,7 @@ class Tuning:
     # - by hand: a head of 10 million numbers took 1.1 ms for one row by 8 bits, 2.0 for six, 0.8 packed.
     large_rows_in_8_bits: int = 2
     large_weight: int = 2**22
-    # Number of rows that a packed copy is multiplied by - by hand: those of several texts.
+    # Number of rows that a packed copy is multiplied by - by hand: the rows of several texts.
     product_rows: int = 64
     # Number of bytes of a weight that gets a packed copy - by hand.
     product_bytes: int = 2**27

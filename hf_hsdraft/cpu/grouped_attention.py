@@ -1,10 +1,9 @@
 """On CPUs, sdpa reads each key once for all the heads that share it, under a tree's mask too.
 
-transformers repeats keys and values for every group wherever several tokens are read under a mask: on most accelerators
-the fast kernels want it so. On a CPU they do not, and the copies grow with the context. There the kernel takes the
-queries of a head in blocks of rows, and goes over all keys for each block; so the heads that share keys become rows of
-one head where that makes fewer blocks of many keys, for a single token, and in batches. That changes nothing but the
-rounding of sums.
+transformers repeats keys and values for each group wherever several tokens are read under a mask, as the fast kernels
+of most accelerators need. On a CPU they do not, and the copies grow with the context. There the kernel takes the
+queries of a head in blocks of rows, and reads all keys for each block. So heads that share keys become rows of one head
+where that makes fewer blocks of many keys, for a single token, and in batches. Only the rounding of sums changes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ..core.tuning import TUNING
 
 _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
-_BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
+_BLOCK, _FEW = 32, 192  # the kernel's block of query rows, used for fewer rows than this
 
-# What layers and callers pass that does not change what sdpa computes where a mask says all. Layers that pass anything
-# else are left to transformers: a later version may look at it.
+# Arguments that do not change what sdpa computes under a full mask. Layers that pass others are left to
+# transformers: a later version may use them.
 _WITHOUT_EFFECT = frozenset(
     (
         "cache_position",
@@ -48,17 +47,14 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 _KNOWN = _WITHOUT_EFFECT | {"scaling"}
-_OFF = ("dropout", "output_attentions")  # known where they are not asked for
+_OFF = ("dropout", "output_attentions")  # handled only if off
 
 
 @contextlib.contextmanager
 def grouped_attention(device: torch.device) -> Iterator[None]:
-    """Layers that run on a CPU inside, in this thread, do not repeat keys and values; compiled ones still do.
+    """Within, in this thread, layers on a CPU do not repeat keys and values; compiled layers still do.
 
-    Nothing is put before transformers' sdpa until the first forward of a target on a CPU.
-
-    Args:
-        device: of the target.
+    transformers' sdpa is wrapped at the first forward of a target on a CPU.
     """
     if device.type != "cpu":
         yield
@@ -72,12 +68,12 @@ def grouped_attention(device: torch.device) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Stands before transformers' sdpa; without effect outside of `grouped_attention`. Idempotent.
+    """Wraps transformers' sdpa; without effect outside of `grouped_attention`. Idempotent.
 
-    An sdpa that somebody registered in its place is left alone.
+    An sdpa that other code registered is left alone.
     """
     original = innermost = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    while hasattr(innermost, "__wrapped__"):  # copies of this module stand before each other
+    while hasattr(innermost, "__wrapped__"):  # copies of this module wrap each other
         if getattr(innermost, "_hsdraft", None) is _grouped:
             return
         innermost = innermost.__wrapped__
@@ -94,7 +90,7 @@ def _install() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # First, as a context variable would break a compiled graph in every layer.
+        # First, as a context variable would break a compiled graph in each layer.
         ours = not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu" and not args
         if ours and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
             return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
@@ -105,12 +101,12 @@ def _install() -> None:
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Whether a keyword says nothing that `_attend` would leave out."""
+    """Whether `_attend` may ignore a keyword, or handles it."""
     return value is None or name in _KNOWN or (name in _OFF and not value)
 
 
 def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the shapes are those of a draft's forward: texts of their own each, and a mask that says all."""
+    """Whether the shapes fit a draft's forward: each row its own text, under a full mask."""
     batch, heads, n, _ = query.shape
     if key.shape[0] != batch:
         return False
@@ -120,14 +116,10 @@ def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """What `n` tokens `[B, heads, n, size]` take from keys and values `[B, key heads, length, size]`.
+    """Attention of `n` tokens `[B, heads, n, size]` over keys and values `[B, key heads, length, size]`.
 
-    Args:
-        mask: `[B or 1, heads or 1, n, length]`, of booleans or added to the scores; `None` where a single token sees
-            all.
-
-    Returns:
-        `[B, n, heads, value size]`, as transformers has it.
+    `mask` is `[B or 1, heads or 1, n, length]`, bool or additive; `None` where a single token sees all. Returns
+    `[B, n, heads, value size]`, as transformers expects.
     """
     batch, heads, n, size = query.shape
     groups = heads // key.shape[1]
@@ -142,7 +134,7 @@ def _attend(
 
 
 def _are_fewer_together(key_heads: int, groups: int, n: int) -> bool:
-    """Whether a thread gets fewer blocks of queries if the `groups` that share a key head are one."""
+    """Whether joining the `groups` that share a key head gives a thread fewer blocks of queries."""
     threads = torch.get_num_threads()
     together, apart = key_heads * -(-groups * n // _BLOCK), key_heads * groups * -(-n // _BLOCK)
     return groups * n < _FEW and -(-together // threads) < -(-apart // threads)

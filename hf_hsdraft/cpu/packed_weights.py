@@ -1,12 +1,12 @@
 """On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
 
-PyTorch multiplies a few rows by a weight as it lies in memory, which takes half as long again, or twice as long, as by
-a copy laid out for it. It is the same product, summed in another order.
+PyTorch takes 1.5 to 2 times as long to multiply a few rows by a weight as it lies in memory as by such a copy. It is
+the same product, summed in another order.
 
-A copy does not follow what is written to its weight. So it is made within a call, and gone with the last call that uses
-it. Within a call it is left alone as soon as its weight is another one, or is written to and counts it. Calls that run
-at the same time share one copy; before a call takes the copy of another, it compares all the weights with what they
-were when they were copied.
+A copy does not follow writes to its weight. So it is made within a call, and freed with the last call that uses it.
+Within a call it is skipped as soon as its weight is replaced, or written to in a way that its version counts.
+Concurrent calls share one copy; before a call takes another call's copy, it compares all the weights with what was
+copied.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from .private_operators import can_pack, packed_copy, packed_product
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
-    """The layers of a target that it pays to pack; none where there is no kernel, or where something is compiled.
+    """The layers of a target worth packing; none where there is no kernel, or where something is compiled.
 
-    Args:
-        asked_for: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take
-            no more than 2 GiB together; `False` for none.
+    `asked_for`: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take no
+    more than 2 GiB together; `False` for none.
     """
     if asked_for is False or target.device.type != "cpu" or not _are_products_torchs_own():
         return []
     modules = list(target.modules())
-    if any(map(_is_compiled, modules)):  # it would be compiled anew
+    if any(map(_is_compiled, modules)):  # it would be recompiled
         return []
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
     if asked_for:
@@ -51,19 +50,19 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
-    """The layers of a target that multiply by packed copies here and now."""
+    """The layers of a target that multiply by packed copies in this context."""
     modules: Any = target.modules()
     return [module for module in modules if module in _in_use.get()]
 
 
 def _are_products_torchs_own() -> bool:
-    """Whether nobody has put another product in their place, as some libraries of quantised weights do."""
+    """Whether no library has replaced linear products, as some for quantised weights do."""
     own = nn.Linear.forward is _FORWARD and _FORWARD.__module__ == nn.Linear.__module__
     return own and not hasattr(_FORWARD, "__wrapped__") and isinstance(F.linear, types.BuiltinFunctionType)
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
-    """Whether there is something here that multiplies by a packed copy of `weight`."""
+    """Whether a kernel here multiplies by a packed copy of `weight`."""
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
         return False
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -74,11 +73,11 @@ def has_kernel(weight: torch.Tensor) -> bool:
 
 
 class PackedWeight:
-    """x W^T + b, by a copy of W that is made when it is first multiplied by. Several threads may use it.
+    """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
     Args:
-        weight: `[out, in]`, of which `has_kernel` holds.
-        shared: whether `holds` will be asked; that takes sums of the weight when it is copied.
+        weight: `[out, in]`, accepted by `has_kernel`.
+        shared: whether `holds` will be called, for which the copy records sums of the weight.
     """
 
     def __init__(self, weight: torch.Tensor, shared: bool = False) -> None:
@@ -92,24 +91,21 @@ class PackedWeight:
 
     @property
     def made(self) -> bool:
-        """Whether the copy has been made, or could not be."""
+        """Whether the copy has been made, or has failed."""
         return self._copy is not None or self._failed
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        """Whether `weight`, from which this was made, is what it was, as far as it tells: `.data` may be written to."""
+        """Whether `weight` is unchanged, as far as its version tells: `.data` may be written to."""
         return weight.data_ptr() == self._place and (self._version is None or weight._version == self._version)
 
     def holds(self, weight: torch.Tensor) -> bool:
-        """Whether a copy of `weight` that is made now would be this one; compares with what was written to `.data`."""
+        """Whether the copy still matches `weight`, compared by value to detect writes to `.data`."""
         if self._failed or not self.is_of(weight):
             return False
         return self._copy is None or (self._sums is not None and torch.equal(self._sums, _sums(weight)))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        Args:
-            x: `[..., in]`, of the weight's type; gradients do not get through.
-        """
+        """`x` is `[..., in]`, of the weight's dtype; no gradients."""
         usual = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype == x.dtype)
         if self._failed or not usual or x.numel() == 0:
             return F.linear(x, self._weight, bias)
@@ -120,18 +116,18 @@ class PackedWeight:
         return packed_product(x, self._copy, bias)
 
     def _make(self) -> None:
-        with self._making, torch.inference_mode(False), torch.no_grad():  # calls within and without may share it
-            if self._copy is not None or self._failed:  # another thread was faster
+        with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode
+            if self._copy is not None or self._failed:  # made by another thread
                 return
             try:
                 self._sums = _sums(self._weight) if self._shared else None
                 self._copy = packed_copy(self._weight, TUNING.packed_rows)
-            except RuntimeError:  # no room for it
+            except RuntimeError:  # out of memory
                 self._failed = True
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """`[out, parts]`, int64: sums of a weight's bits: whoever writes to a weight changes some of them."""
+    """`[out, parts]`, int64: checksums of a weight's bits, to detect writes."""
     row = weight.shape[1] * weight.element_size()
     if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
         return weight.detach().view({2: torch.int16, 4: torch.int32}[weight.element_size()]).sum(1, dtype=torch.int64)
@@ -145,7 +141,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
+    """Whether a module is a plain product: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module):
         return False
     if type(module.weight) is not nn.Parameter:
@@ -158,19 +154,16 @@ _FORWARD = nn.Linear.forward
 _in_use: ContextVar[dict[nn.Module, PackedWeight]] = ContextVar("hsdraft_packed", default={})  # noqa: B039 never written
 
 
-# The copies of each layer's weight that new calls may share, and all copies there are; calls alone keep them.
+# Copies of each layer's weight that new calls may share, and all copies; only calls keep them alive.
 _to_share: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PackedWeight]] = weakref.WeakKeyDictionary()
 _alive: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
 _sharing = threading.RLock()
 
 
 class PackedWeights:
-    """Packed copies of weights, each made when it is first multiplied by, or shared with others who have made it.
+    """Packed copies of weights, made at the first product or shared with other calls.
 
-    Copies live for as long as some `PackedWeights` has them. Others share them only if all weights are what they were.
-
-    Args:
-        linears: layers of a target, as `linears_to_pack` says.
+    Copies live as long as some `PackedWeights` holds them. They are shared only if all weights are unchanged.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -182,24 +175,20 @@ class PackedWeights:
 
     @classmethod
     def of(cls, target: Any, asked_for: bool | None) -> PackedWeights | None:
-        """Copies of a target's weights, or `None` where there are none to be.
+        """Copies of a target's weights, or `None` if nothing is to be packed.
 
-        Args:
-            asked_for: as in `linears_to_pack`; the 2 GiB are those of the process, over all targets.
+        `asked_for` is as in `linears_to_pack`; the 2 GiB are for the process, over all targets.
         """
         linears = linears_to_pack(target, asked_for)
         with _sharing:
-            packed = cls(linears)  # so far, nothing has been copied
+            packed = cls(linears)  # nothing is copied yet
             fits = asked_for or sum(copy.size for copy in _alive) <= TUNING.packed_bytes
             return packed if linears and fits else None
 
     def serve(self, target: Any, asked_for: bool | None) -> bool:
-        """Whether copies that are made of a target's weights now would be among these; compares all the weights.
+        """Whether these copies include those that a target would get now; compares all the weights.
 
-        There may be more than the default packs: those that a call has asked for.
-
-        Args:
-            asked_for: as in `linears_to_pack`.
+        They may be more than the default packs, if a call asked for more.
         """
         wanted, able = set(linears_to_pack(target, asked_for)), set(linears_to_pack(target, True))
         if not wanted or not wanted <= set(self._of) <= able:
@@ -209,12 +198,11 @@ class PackedWeights:
 
     @property
     def made(self) -> bool:
-        """Whether all copies have been made, or could not be."""
         return all(copy.made for copy in self._of.values())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, in this thread, the layers multiply by the copies."""
+        """Within, in this thread, the layers multiply by the copies."""
         if _is_any_module_hooked() or not _are_products_torchs_own():
             yield
             return
@@ -223,7 +211,7 @@ class PackedWeights:
             _stand_in(use)
             yield
         finally:
-            _in_use.reset(token)  # first: what an interrupt leaves behind calls the layer as it is
+            _in_use.reset(token)  # first: if interrupted, what remains calls the layer itself
             _stand_back(use)
 
 
@@ -240,19 +228,16 @@ def _new_copy(linear: nn.Linear) -> PackedWeight:
 
 
 def _is_any_module_hooked() -> bool:
-    """Whether there are hooks of all modules."""
     return bool(_of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks)
 
 
 @dataclass(eq=False)
 class _Use:
-    """A forward that runs by packed copies."""
-
     of: Mapping[nn.Module, PackedWeight]
 
 
-# torch calls what a module has there instead of its hooks and its forward, which is how `Module.compile` works. Copies
-# of a module, in memory or stored, go without it, and nobody's own `forward` is touched.
+# torch calls this attribute instead of a module's hooks and forward, as `Module.compile` uses it. Copies of a module,
+# in memory or stored, lack it, and no `forward` is touched.
 _PLACE = "_compiled_call_impl"
 _uses: weakref.WeakSet[_Use] = weakref.WeakSet()
 _standing = threading.RLock()
@@ -268,7 +253,7 @@ def _stand_in(use: _Use) -> None:
 
 
 def _stand_back(use: _Use) -> None:
-    """Takes away what is ours, and of no use to other threads."""
+    """Removes each `_Forward` that no other thread needs."""
     with _standing:
         _uses.discard(use)
         others = {linear for other in _uses for linear in other.of}
@@ -278,7 +263,7 @@ def _stand_back(use: _Use) -> None:
 
 
 class _Forward:
-    """What a layer does for as long as some thread has packed copies in use, in that thread and in others."""
+    """A layer's call while any thread has packed copies in use, in that thread and in others."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._linear: Any = linear
@@ -291,8 +276,8 @@ class _Forward:
 
 
 def _can_take_place(packed: PackedWeight, linear: nn.Linear, input: torch.Tensor) -> bool:
-    """Whether the layer would do the same product here and now, and nothing else."""
+    """Whether the layer would compute just the same product."""
     weight = linear.weight
     if not is_unhooked(linear) or not packed.is_of(weight) or input.dtype != weight.dtype:
         return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))  # the latter chooses types of its own
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))  # autocast chooses dtypes

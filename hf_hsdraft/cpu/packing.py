@@ -1,12 +1,12 @@
 """When the weights of a target are packed, and how long the copies stay.
 
 Packing takes as long as some forwards, so a short call cannot gain by packing for itself. The copies therefore stay
-when a call ends, for as long as the target lives. A later call takes them if every weight is still what was copied;
+after a call, for as long as the target lives. A later call takes them if each weight is still what was copied;
 comparing takes less than half a plain forward.
 
-Whether more forwards will come is not known beforehand. So the target's weights are packed once the forwards without
-packed weights, those of earlier calls included, have lost as much time as packing takes. Then packing costs at most as
-much again as was lost without it (the rule of "ski rental").
+Whether more forwards will come is unknown. So a target's weights are packed once forwards without packed weights, those
+of earlier calls included, have lost as much time as packing takes. Then packing costs at most as much again as was lost
+without it (the rule of "ski rental").
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ from .packed_weights import PackedWeights, linears_to_pack
 
 @dataclass
 class _Stock:
-    """What calls of a target leave to later ones.
-
-    Attributes:
-        copies: packed weights, if there are any.
-        lost: plain forwards that could have been saved by packing, since the weights were last seen to change.
-    """
+    """What calls of a target leave to later ones."""
 
     copies: PackedWeights | None = None
-    lost: float = 0.0
+    lost: float = 0.0  # plain forwards that packing could have saved since the weights last changed
 
 
 _stocks: weakref.WeakKeyDictionary[Any, _Stock] = weakref.WeakKeyDictionary()
@@ -42,7 +37,6 @@ class Packing:
     """The packed weights of one call.
 
     Args:
-        target: whose weights they are.
         asked_for: `True` packs before the first round, whatever the size; `None` when it pays, up to 2 GiB in the
             process; `False` never.
         slower: whether packed weights are known to slow this kind of call down.
@@ -51,13 +45,12 @@ class Packing:
     def __init__(self, target: Any, asked_for: bool | None, slower: Callable[[], bool]) -> None:
         self._target, self._asked_for, self._slower = target, asked_for, slower
         self.weights: PackedWeights | None = None
-        self._settled = asked_for is False  # nothing changes any more in this call
+        self._settled = asked_for is False  # nothing changes in this call any more
 
     def begin(self, room: int) -> bool:
-        """Takes what earlier calls have packed, or packs if that was asked for; returns whether this call packs.
+        """Takes earlier calls' copies, or packs if that was asked for; returns whether this call packs.
 
-        Args:
-            room: number of tokens that the call may emit.
+        `room` is the number of tokens that the call may emit.
         """
         if self._settled:
             return False
@@ -72,8 +65,8 @@ class Packing:
                 return False
             if stock.copies.serve(self._target, None):
                 self.weights, self._settled = stock.copies, True
-                return not stock.copies.made  # a call that ended too soon has left them to this one
-            elif linears_to_pack(self._target, None):  # else they are for calls that ask for them
+                return not stock.copies.made  # a short call may have left some to be made
+            elif linears_to_pack(self._target, None):  # else only for calls that ask
                 stock.copies, stock.lost = None, 0.0
         return False
 
@@ -98,19 +91,19 @@ class Packing:
             if stock.copies is not None and stock.copies.serve(self._target, self._asked_for):
                 self.weights = stock.copies
                 return False
-            # Where more is asked for than the default has packed, what is there is shared; no limit counts it.
+            # If more is asked for than the default packs, existing copies are shared, without a limit.
             shared = stock.copies if self._asked_for else None
             stock.copies, stock.lost = None, 0.0
             self.weights = PackedWeights.of(self._target, self._asked_for)
             if self.weights is None and _drop_others(self._target):
                 self.weights = PackedWeights.of(self._target, self._asked_for)
             stock.copies = self.weights
-            del shared  # until here, for what is still right of it
+            del shared  # kept until here, so that valid copies are shared
             return self.weights is not None
 
 
 def _drop_others(target: Any) -> bool:
-    """Leaves the copies of other targets to the calls that use them; returns whether there were any."""
+    """Drops the copies of other targets, which their current calls keep; returns whether there were any."""
     others = [stock for other, stock in _stocks.items() if other is not target and stock.copies is not None]
     for stock in others:
         stock.copies, stock.lost = None, 0.0

@@ -1,8 +1,8 @@
 """torch's private operators: a later torch may lack them, or take other arguments or another layout.
 
-So each is tried once with a few small numbers, by the very calls that products make, and compared with the public
-operator. Where it raises or differs, this process does without it. The numbers are integers that every type holds, so
-that sums are exact in any order.
+So each is tried once with a few small numbers, by the same calls as products, and compared with the public operator.
+Where it raises or differs, this process does without it. The numbers are integers that each dtype holds, so that sums
+are exact in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INPUTS, _OUTPUTS = 64, 33
 
 
 def packed_copy(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """A copy of a weight `[out, in]` for `packed_product`, laid out for so many rows at once; it serves any number."""
+    """A copy of a weight `[out, in]` for `packed_product`, laid out for `rows` rows at once; it serves any number."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
@@ -31,13 +31,13 @@ def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | N
 
 
 def product_in_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """x W^T of `[n, in]`, by W as integers `[out, in]` and what to multiply each output with `[out]`."""
+    """x W^T of `[n, in]`, by W as int8 `[out, in]` and a scale for each output `[out]`."""
     return torch._weight_int8pack_mm(x, weight, scales)
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether products by packed copies of weights of this type work here."""
+    """Whether products by packed copies of weights of this dtype work here."""
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
         return False
@@ -56,9 +56,9 @@ def can_multiply_in_8_bits() -> bool:
 
 
 def _works(what: str, trial: Callable[[], bool]) -> bool:
-    """Whether a trial finds nothing wrong; what it finds is logged."""
+    """Whether a trial succeeds; logs its failure."""
     try:
-        # Whoever asks first may do so anywhere, and the answer is for all.
+        # The answer is cached for all, whatever context the first caller is in.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             problem = "" if trial() else "its products are wrong"
     except Exception as error:  # whatever another torch raises
@@ -95,6 +95,6 @@ def _multiplies_in_8_bits() -> bool:
 
 
 def _integers(*shape: int) -> torch.Tensor:
-    """Float32, small enough that a product's sums are exact in every type."""
+    """Float32, small enough that a product's sums are exact in each dtype."""
     count = math.prod(shape)
     return ((torch.arange(count, device="cpu", dtype=torch.float32) * 7 + 3) % 5 - 2).view(shape)

@@ -1,7 +1,7 @@
 """Products and norms as decoding runs them: joined, and laid out for the processor once.
 
-At the size of a drafter every operation costs more to start than to run, and on a CPU the weights have left its caches
-by the time the target has run. So what can be one product is one here, of few bytes.
+At the size of a drafter each operation costs more to start than to run, and the target's forward has evicted the
+weights from a CPU's caches. So products are joined where possible, and read few bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits
 
 
 def are_rounded() -> bool:
-    """Whether products are made of rounded weights here and now."""
+    """Whether products use rounded weights in this context."""
     return _rounding.get()
 
 
 @contextlib.contextmanager
 def in_full_precision() -> Iterator[None]:
-    """Within, drafts are made with the weights as they are, for comparisons with training."""
+    """Within, drafts use the weights as they are, for comparisons with training."""
     token = _rounding.set(False)
     try:
         yield
@@ -39,14 +39,11 @@ def in_full_precision() -> Iterator[None]:
 
 
 class Product:
-    """x W^T + b, by a weight that stays as it is.
+    """x W^T + b, by a constant weight `[out, in]` and bias `[out]`.
 
-    What a few rows cost on a CPU is fetching the weight. So in half precision they are multiplied by 8-bit weights,
-    each output's scaled by its greatest: close enough for drafts. More rows, and a few in other types, take a packed
-    copy, and those of a prompt the weight itself.
-
-    Args:
-        weight: `[out, in]`; bias: `[out]`.
+    The cost of a few rows on a CPU is fetching the weight. So in bfloat16 they are multiplied by 8-bit weights, scaled
+    by each output's greatest: close enough for drafts. More rows, and a few in other dtypes, use a packed copy, and a
+    prompt's rows the weight itself.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -66,14 +63,14 @@ class Product:
         return F.linear(x, self._weight, self._bias)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
-        """Whether nobody compiles this, differentiates it, or chooses types on the way."""
+        """Whether this is not compiled, differentiated or autocast."""
         differentiated = torch.is_grad_enabled() and x.requires_grad
         if torch.compiler.is_compiling() or differentiated or torch.is_autocast_enabled("cpu"):
             return False
         return x.dtype == self._weight.dtype
 
     def of(self, outputs: torch.Tensor) -> Transform:
-        """Some of the outputs, `[n]`, int64, without their bias; for any rows, as they are few where this is asked."""
+        """The product for some outputs, `[n]`, int64, without bias; for any number of rows."""
         if self._small is None:
             weight = self._weight.index_select(0, outputs)
             return lambda x: F.linear(x, weight)
@@ -90,7 +87,7 @@ def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -
 
 
 def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`[out, in]` as integers, and what to multiply each output with `[out]`, where a kernel makes that quicker.
+    """`[out, in]` as int8 and a scale for each output `[out]`, where a kernel makes that quicker; else `None`.
 
     There is one for bfloat16 and vectors of these widths; it does not check that the inputs fill whole vectors.
     """
@@ -109,7 +106,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Norm:
-    """The root-mean-square norm of a module, without the module."""
+    """A module's root-mean-square norm, without the module."""
 
     def __init__(self, norm: RMSNorm) -> None:
         self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach(), norm.eps
@@ -119,17 +116,17 @@ class Norm:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a product or a norm is its weight and no more: no adapter, nothing that makes or fetches the weight."""
+    """Whether a product or a norm is only its weight: no adapter, nothing that makes or fetches the weight."""
     return type(module) in (nn.Linear, RMSNorm) and is_unhooked(module)
 
 
 def are_weights(modules: Sequence[nn.Module]) -> bool:
-    """Whether these are weights and no more, not even biases."""
+    """Whether these are plain and without biases."""
     return all(is_plain(module) and getattr(module, "bias", None) is None for module in modules)
 
 
 def joined(*modules: nn.Module) -> Transform:
-    """What the modules make of the same input, side by side; of a norm, what it makes alone."""
+    """The modules' outputs for the same input, side by side; products are fused."""
     if len(modules) > 1:
         return Product(torch.cat([each.weight for each in modules])) if are_weights(modules) else side_by_side(*modules)  # type: ignore[misc]
     [module] = modules

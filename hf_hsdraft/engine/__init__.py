@@ -1,1 +1,1 @@
-"""One call of `generate()`: its set-up, the rounds, the texts as they grow, what is returned."""
+"""One call of `generate()`: set-up, rounds, growing texts, output."""

@@ -1,4 +1,4 @@
-"""What is checked before a call does any work."""
+"""Checks made before a call does any work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_call(
     if not kwargs.get("use_cache"):
         raise DraftingRefused("use_cache=False is not possible with a drafter: verification needs the target's cache")
     window = furthest_position(target)
-    rotary = getattr(text_config(target), "rope_parameters", None)  # goes on beyond its window
+    rotary = getattr(text_config(target), "rope_parameters", None)  # works beyond the window
     length = 0 if rotary else _positions_taken(target, input_ids, kwargs)
     if length > window:
         raise DraftingRefused(
@@ -52,7 +52,7 @@ def check_drafter(drafter: Drafter, target: Any) -> None:
 
 
 def told_of_class(kind: type) -> str:
-    """What is said of a class in the place of a drafter."""
+    """The error message for a class passed as a drafter."""
     parameters = inspect.signature(kind).parameters.values()
     given = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     alone = issubclass(kind, Drafter) and all(one.default is not one.empty for one in given)
@@ -61,9 +61,9 @@ def told_of_class(kind: type) -> str:
 
 
 def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:
-    """Raises a ValueError for a rule of verification that was trained for another target.
+    """Raises a ValueError for a verification rule trained for another target.
 
-    Raises a DraftingRefused for a rule that drops scores again, where a processor remembers that it was asked.
+    Raises a DraftingRefused for a rule that may drop scores again, if a processor may keep state between calls.
     """
     config = text_config(target)
     name = public_name(getattr(target, "name_or_path", ""))
@@ -77,7 +77,7 @@ def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:
 
 
 def _positions_taken(target: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
-    """How many of its positions the target needs for the prompts."""
+    """Number of the target's positions that the prompts take."""
     if target.config.is_encoder_decoder:
         return input_ids.shape[1]
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")

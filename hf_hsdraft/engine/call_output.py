@@ -1,4 +1,4 @@
-"""What a call returns: transformers' own fields, and what was done for them."""
+"""What a call returns: transformers' own fields and statistics."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class DraftStatistics:
     """What one call did; kept when `return_dict_in_generate=True`, and for an [`Attachment`].
 
     Attributes:
-        new_tokens: tokens emitted, of all rows.
+        new_tokens: tokens emitted, over all rows.
         target_forwards: forwards of the target; reading the prompts is one, however it is chunked. Forwards that only
             find out what a target can do are not counted.
         row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
         accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
-        drafted_nodes: nodes verified in each round, the root not counted, for each row.
+        drafted_nodes: nodes verified in each round, without the root, for each row.
         draft_kind: `"tree"` or `"chain"`, what was drafted.
-        reason: why chains were, if they were not asked for.
-        exact: whether the text has the target's own distribution; only a lossy rule of verification has not.
+        reason: why chains were drafted, if they were not asked for.
+        exact: whether the text has the target's distribution; False only for a lossy verification rule.
         relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
-        reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 of
+        packed_weights: whether rounds used packed copies of the target's weights at some point.
+        reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 for
             other drafters.
-        packed_weights: whether rounds multiplied by packed copies of the target's weights, from some round on.
-        prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
-            the total is Python between the parts, and finding out what a target can do.
+        prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time. The rest of the
+            total is Python between the parts, and finding out what a target can do.
     """
 
     new_tokens: int = 0
@@ -54,7 +54,7 @@ class DraftStatistics:
 
     @property
     def rounds(self) -> int:
-        """Rounds of drafting, each counted for every row; the prompts' forward is none."""
+        """Rounds of drafting, each counted for every row; the prompts' forward is not counted."""
         return len(self.accepted_lengths)
 
     @property
@@ -62,20 +62,19 @@ class DraftStatistics:
         """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
         return self.new_tokens / max(self.row_forwards, 1)
 
-    # Whisper's `generate` takes each field of an output apart by rows, and moves the parts to the CPU.
+    # Whisper's `generate` splits each field of an output by row, and moves the parts to the CPU.
     __iter__ = None
 
     def __getitem__(self, row: int) -> DraftStatistics:
-        """What stands for a row: the statistics of the whole call, as its rows are decoded together."""
+        """The statistics of the whole call, as its rows are decoded together."""
         return self
 
     def cpu(self) -> DraftStatistics:
-        """These statistics, which are on no device."""
         return self
 
 
 def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
-    """Returns tau over several calls: all emitted tokens per target forward, each counted for every row."""
+    """Returns tau over several calls: all emitted tokens per row forward."""
     forwards = sum(call.row_forwards for call in statistics)
     return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
@@ -88,7 +87,7 @@ class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):
 
     @property
     def exact(self) -> bool:
-        """Whether the text has the target's own distribution; see [`DraftStatistics`]."""
+        """Whether the text has the target's distribution; see [`DraftStatistics`]."""
         return self.statistics is None or self.statistics.exact
 
 
@@ -100,7 +99,7 @@ class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
     @property
     def exact(self) -> bool:
-        """Whether the text has the target's own distribution; see [`DraftStatistics`]."""
+        """As in [`HSDraftGenerateOutput`]."""
         return self.statistics is None or self.statistics.exact
 
 

@@ -1,6 +1,6 @@
-"""The texts of a call as they grow, with the rules of the call that choose their tokens and end them.
+"""The growing texts of a call, and its rules for choosing tokens and for ending.
 
-Rows of a batch grow at their own pace; what comes out is what a loop over single steps would have made.
+Rows of a batch grow at their own pace; the output is what a loop over single steps would have made.
 """
 
 from __future__ import annotations
@@ -27,56 +27,33 @@ from ..verify.foresight import Draws, Foresight
 from ..verify.verdict import Nodes, Verdict, Verifier, draw_token
 from .row_processors import RowProcessors
 
-# Processors of the library that can be asked about a drafter's scores: they look at nothing else, wherever those are.
+# Library processors that depend on the scores alone, so they can process a drafter's too.
 _WARPERS = tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
 )
 
-# Criteria of the library that treat each row alone and remember nothing: a row of a batch can be asked about by itself.
+# Library criteria that treat each row alone and keep no state: they can be asked about a single row.
 _ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
-# Outputs of one token beside its scores, for `return_dict_in_generate`: name of the output to tensors by layer.
+# Outputs of one token besides its scores, for `return_dict_in_generate`: tensors by layer, by name of the output.
 StepOutputs = dict[str, tuple[torch.Tensor, ...]]
 
 
 @dataclass
 class _Row:
-    """One text.
-
-    Attributes:
-        ids: `[1, length]`, prompt and new tokens.
-        end: length at which it ended; 0 while it goes on.
-        emitted: the tokens appended last.
-        ends: length after each round that was not handed on yet.
-        scores, logits: `[1, V]` each new token, if asked for.
-        judged: raw and processed scores `[1, V]` at the nodes of the tree that is being verified, as far as they were
-            asked for; emptied when a path of it is accepted.
-        steps: further outputs of each new token, if asked for.
-    """
-
-    ids: torch.Tensor
-    end: int = 0
-    emitted: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    scores: tuple[torch.Tensor, ...] = ()
+    ids: torch.Tensor  # `[1, length]`, prompt and new tokens
+    end: int = 0  # length at which it ended; 0 while it grows
+    emitted: list[int] = field(default_factory=list)  # the tokens appended last
+    ends: list[int] = field(default_factory=list)  # lengths after rounds not streamed yet
+    scores: tuple[torch.Tensor, ...] = ()  # `[1, V]` for each new token, if asked for, as `logits`
     logits: tuple[torch.Tensor, ...] = ()
-    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    steps: list[StepOutputs] = field(default_factory=list)
+    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # raw, processed `[1, V]`
+    steps: list[StepOutputs] = field(default_factory=list)  # further outputs of each new token, if asked for
 
 
 class DecodedTexts:
-    """Texts of a batch.
-
-    Args:
-        input_ids: `[B, length]`, the prompts.
-        generation_config, logits_processor, stopping_criteria, streamer: as `generate()` prepared them.
-        verifier: the rule that accepts drafts.
-
-    Attributes:
-        verifier: see above.
-        foresight: what drafts may know of the draws to come; `None` where nothing is drawn.
-    """
+    """Texts of a batch, from prompts `input_ids` `[B, length]` and arguments as `generate()` prepared them."""
 
     def __init__(
         self,
@@ -94,18 +71,18 @@ class DecodedTexts:
         self._streamer = streamer
         self._streamed = 0
         self.verifier = verifier
-        self.foresight: Foresight | None = None
+        self.foresight: Foresight | None = None  # what drafts may know of coming draws; None without draws
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
         self.keeps_logits = bool(wanted and generation_config.output_logits)
         by_row = [len(self.rows) == 1 or type(one) in _ROW_WISE_CRITERIA for one in stopping_criteria]
         self._stop = StoppingCriteriaList(itertools.compress(stopping_criteria, by_row))
         self._stop_batch = StoppingCriteriaList(itertools.compress(stopping_criteria, (not one for one in by_row)))
-        self._steps_asked = 0  # steps of the batch that `_stop_batch` was asked about
-        self._step_scores: tuple[torch.Tensor, ...] = ()  # `[B, V]` of each of them, if scores are asked for
-        # Plain decoding fills ended rows up where a token ends them, and lets them go on where something else did.
+        self._steps_asked = 0  # steps that `_stop_batch` was asked about
+        self._step_scores: tuple[torch.Tensor, ...] = ()  # `[B, V]` for each, if scores are returned
+        # Plain decoding pads rows that a token ended, and lets rows grow that ended otherwise.
         self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
-        # A text's length and last token are known here: asking these needs nothing back from the device.
+        # These need only a text's length and last token, which are known without waiting for the device.
         self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in self._stop)
         eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
         self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
@@ -129,18 +106,18 @@ class DecodedTexts:
         return max(self._config.max_length - self.rows[index].ids.shape[1], 0)
 
     def new_tokens(self, index: int) -> int:
-        """Tokens of a row after its prompt, without those beyond an end that was found later."""
+        """Tokens of a row after its prompt, without those beyond an end found later."""
         row = self.rows[index]
         length = row.ids.shape[1]
         return (min(length, row.end) if row.end and self._has_eos else length) - self.prompt_length
 
     def all_new_tokens(self) -> int:
-        """Number of new tokens of all rows when they have ended."""
+        """Number of new tokens over all rows once they have ended."""
         most = self.length() - self.prompt_length
         return sum(min(self.new_tokens(row), most) for row in range(len(self.rows)))
 
     def beyond_end(self) -> list[int]:
-        """Tokens of each row that are beyond the end of the batch; 0 while one of the rows goes on."""
+        """For each row, the tokens beyond the end of the batch; 0 while a row grows."""
         if self.active:
             return [0] * len(self.rows)
         return [max(row.ids.shape[1] - self.length(), 0) for row in self.rows]
@@ -149,18 +126,14 @@ class DecodedTexts:
         return self.rows[index].emitted[-1]
 
     def batch(self) -> torch.Tensor:
-        """`[B, length]` up to each row's last token; shorter rows stand at the right."""
+        """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         if len(self.rows) == 1:
             return self.rows[0].ids
         length = max(row.ids.shape[1] for row in self.rows)
         return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
 
     def foresee(self, vocab_size: int) -> None:
-        """Lets drafts know of the draws to come, where tokens are the target's own draws. Called before the first draw.
-
-        Args:
-            vocab_size: of the target's logits.
-        """
+        """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own."""
         if not self._config.do_sample or not self.verifier.own_draws:
             return
         self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
@@ -169,7 +142,7 @@ class DecodedTexts:
             self.foresight = Foresight(self._draws, warpers, vocab_size)
 
     def start(self, logits: torch.Tensor) -> None:
-        """Processes the scores of every row's first new token, `[B, V]`, at once, as plain decoding does."""
+        """Processes the scores of all rows' first new tokens, `[B, V]`, at once, as plain decoding does."""
         if len(self.rows) == 1 or len(self._process) == 0:
             return
         ids = torch.cat([row.ids for row in self.rows])
@@ -179,17 +152,17 @@ class DecodedTexts:
             row.judged[0] = judged[0], judged[1]
 
     def prune(self, index: int, tree: DraftTree) -> DraftTree:
-        """A row's tree without nodes that are known to be refused. Of drawn nodes the rule has to see all."""
+        """A row's tree without nodes that are known to be rejected. Rules for drawn nodes have to see all of them."""
         if self.verifier.drawn_nodes or not self._process:
             return tree
         return self._processed.prune(index, self.rows[index].ids, tree)
 
     def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
-        """What of a row's tree is accepted, by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
+        """Judges a row's tree by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
         row = self.rows[index]
 
         def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
-            if node not in row.judged:  # processors are asked once, as some of them count
+            if node not in row.judged:  # once, as some processors count
                 drafted = row.ids.new_tensor([tokens])
                 raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
                 ids = torch.cat([row.ids, drafted], dim=-1)
@@ -203,7 +176,7 @@ class DecodedTexts:
         processed = self.keeps_scores or self.keeps_logits or len(self._process) > 0
 
         def ask_along(path: Sequence[int]) -> None:
-            """Asks for what the call returns or processors follow, where the rule did not."""
+            """Processes scores that the call returns or processors track, where the rule did not need them."""
             for depth, node in enumerate((0, *path) if processed else ()):
                 scores_at(node, [tree.tokens[above] for above in path[:depth]])
 
@@ -216,7 +189,7 @@ class DecodedTexts:
         return verdict
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
-        """Appends what was accepted, and the token after it."""
+        """Appends the accepted path and the token after it."""
         row = self.rows[index]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         row.emitted = tokens
@@ -231,9 +204,9 @@ class DecodedTexts:
             row.end = row.ids.shape[1]
 
     def end_batch(self) -> None:
-        """Asks criteria that may look at all rows, or remember them, once for each step that all rows have taken.
+        """Asks criteria that may look at all rows, or keep state, once for each step that all rows have taken.
 
-        So plain decoding asks them too. A row that is ahead of the others may turn out to have ended before its last
+        Plain decoding asks them in the same way. A row ahead of the others may turn out to have ended before its last
         token; what is beyond its end is dropped.
         """
         while self._stop_batch and self._steps_asked < self._steps_taken():
@@ -248,10 +221,10 @@ class DecodedTexts:
             self._steps_asked += 1
 
     def stream(self) -> None:
-        """Hands on what is new: of one text the tokens `[n]` of each round, of a batch each step `[B]` of all rows.
+        """Streams new tokens: for one text the tokens `[n]` of each round, for a batch `[B]` of each step.
 
-        Plain decoding hands on `[1]` and `[B]`: streamers may count the items of what they get. The last token of a
-        round is the target's own, those before it were drafted.
+        Plain decoding streams `[1]` and `[B]`: streamers may count items. The last token of a round is the target's
+        own, those before it were drafted.
         """
         if self._streamer is None:
             return
@@ -278,11 +251,11 @@ class DecodedTexts:
             self._streamer.end()
 
     def length(self) -> int:
-        """Length of the batch when all rows have ended: that of the last one to end."""
+        """Length of the batch when all rows have ended."""
         return max(row.end or row.ids.shape[1] for row in self.rows)
 
     def sequences(self, length: int | None = None) -> torch.Tensor:
-        """`[B, length]`, rows that ended earlier filled up with the padding token."""
+        """`[B, length]`, with padding tokens after rows that ended earlier."""
         length = self.length() if length is None else length
         kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
         rows = [row.ids[:, :end] for row, end in zip(self.rows, kept, strict=True)]
@@ -313,19 +286,18 @@ class DecodedTexts:
         """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""
         row = self.rows[index]
         length = row.ids.shape[1] + len(tokens)
-        if row.end:  # it goes on until the other rows have ended
+        if row.end:  # it grows until the other rows have ended
             return length >= self._config.max_length
         if self._known_stop:
             limits = [one for one in self._stop if type(one) is MaxLengthCriteria]
             for one in limits:
-                one(torch.empty(1, length, dtype=torch.bool), None)  # only for its reminder of the context window
+                one(torch.empty(1, length, dtype=torch.bool), None)  # only for its context window warning
             return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
         ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
         scores = self._with_path(row, path)[0] if self.keeps_scores else None
         return bool(self._stop(ids, scores)[0])
 
     def _with_path(self, row: _Row, path: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Scores and raw logits of a row, with those of the tokens chosen at the root and along an accepted path."""
         scores, logits = row.scores, row.logits
         if self.keeps_scores:
             scores = (*scores, *(row.judged[node][1] for node in (0, *path)))

@@ -28,7 +28,7 @@ from .local_target import LocalTarget
 from .loop import Observer, decode
 from .observers import PaceTimer, StatisticsKeeper
 
-_MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
+_MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: the drafter's state
 
 
 def speculative_decoding(
@@ -45,20 +45,20 @@ def speculative_decoding(
     refused: Callable[[DraftingRefused], None] = refuse,
     **model_kwargs: Any,
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput | torch.Tensor:
-    """Decodes with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
+    """Decodes with a drafter ("Make Every Draft Count"); the output has the target's distribution.
 
-    It has not where the drafter's options name a lossy rule of verification; the statistics say so. Takes what
+    The exception is a lossy verification rule set in the drafter's options; the statistics say so. Takes what
     `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Args:
-        statistics: are filled in, whatever the call returns; seconds only with `return_dict_in_generate`.
-        refused: told that the target turns out to read no drafts, which takes a few tokens to find out. Where it raises
-            nothing, the call goes on without drafts.
+        statistics: filled in, whatever the call returns; seconds only with `return_dict_in_generate`.
+        refused: called if the target turns out to read no drafts, which takes a few tokens to find out. If it does not
+            raise, the call continues without drafts.
 
     Raises:
         DraftingRefused: target, drafter and call do not fit together. Nothing has been streamed or drawn then, and the
-            cache is as it was given; only `refused` is told later.
+            cache is as it was given; only `refused` may be called later.
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
@@ -93,7 +93,7 @@ def speculative_decoding(
 def _read_prompts(
     runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any
 ) -> TargetOutput:
-    """The prompts' forward, and the first token of each text."""
+    """Runs the prompts' forward and chooses the first token of each text."""
     output = runtime.prefill(input_ids, generation_config)
     rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
     texts.foresee(output.logits.shape[-1])
@@ -114,24 +114,18 @@ def _grow(
     keeper: StatisticsKeeper,
     refused: Callable[[DraftingRefused], None],
 ) -> Session | None:
-    """Lets the texts grow to their ends after the prompts' forward, which returned `output`.
+    """Grows the texts to their ends after the prompts' forward, which returned `output`.
 
-    Args:
-        inputs_embeds: `[B, length, D]`, for prompts that were given so.
-
-    Returns:
-        the drafter's session; `None` if each text has ended with its first token.
-
-    Raises:
-        DraftingRefused: the target reads no drafts.
+    Returns the drafter's session, or `None` if each text has ended with its first token. `inputs_embeds` is
+    `[B, length, D]`, for prompts given as embeddings. Raises a DraftingRefused if the target reads no drafts.
     """
     runtime, texts, session = call.runtime, call.texts, None
     if texts.active or call.synced_gpus:
-        with call.target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
+        with call.target._optimize_model_for_decode():  # experts run as in plain decoding
             session = _run_rounds(call, drafter, output, inputs_embeds, keeper, refused)
     texts.stream()
     runtime.finish(texts.sequences())
-    # What the drafter has read of a single text stays with the cache, for a call that continues the text.
+    # The drafter's state for a single text stays with the cache, for a call that continues the text.
     if session is not None and call.outlives and call.rows == 1:
         memory = session.memory(runtime.length + 1)
         if memory is not None:
@@ -147,7 +141,6 @@ def _run_rounds(
     keeper: StatisticsKeeper,
     refused: Callable[[DraftingRefused], None],
 ) -> Session:
-    """Runs all rounds; see `_grow`."""
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
     limits = DraftLimits(call, output.taps.shape[1], refused)
     limits.find(output.logits[:, -1])
@@ -169,7 +162,7 @@ def _run_rounds(
     try:
         decode(target, drafting, [keeper, timer, *call.observers])
     except BaseException:
-        if limits.presumed:  # the cache holds what was emitted, so it is handed on too
+        if limits.presumed:  # the cache holds what was emitted, so stream it too
             texts.stream()
         raise
     before = runtime.forwards
@@ -188,11 +181,11 @@ def _news_of_prompts(
     inputs_embeds: torch.Tensor | None,
     runtime: TargetRuntime,
 ) -> list[Accepted]:
-    """The news of the prompts: their taps, each with the token that follows."""
+    """The prompts' taps, each with the token that follows."""
     count, news, attended = output.taps.shape[1], [], runtime.rows.attended
     for row, text in enumerate(texts.rows):
         known = text.ids[0, :-1]
-        if attended is not None and 0 < len(known) <= attended.shape[1]:  # what is padding is known
+        if attended is not None and 0 < len(known) <= attended.shape[1]:  # padding is known
             known = known[attended[row, -len(known) :].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = target.own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]

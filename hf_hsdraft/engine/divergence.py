@@ -1,4 +1,4 @@
-"""Where two texts of a target part."""
+"""Where two texts of a target diverge."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two texts differ.
+    """The first difference between two texts."""
 
-    Attributes:
-        step: index of the first new token that differs.
-        margin: difference between the target's two greatest logits there, in one plain forward over the shared text.
-            Where it is tiny, rounding decides. `None` for sampled texts, about which it says nothing.
-    """
-
-    step: int
-    margin: float | None
+    step: int  # index of the first new token that differs
+    margin: float | None  # the target's top-1/top-2 logit difference there, in one plain forward; None if sampled
 
     def __str__(self) -> str:
         if self.margin is None:
@@ -29,7 +23,7 @@ class Divergence:
 
 @torch.inference_mode()
 def first_divergence(target: Any, prompt_length: int, plain: torch.Tensor, other: torch.Tensor) -> Divergence | None:
-    """Compares two outputs of `generate()`, each `[1, length]`. Returns `None` if they hold the same tokens."""
+    """Compares two outputs of `generate()`, each `[1, length]`. Returns `None` if they are equal."""
     shared = min(plain.shape[1], other.shape[1])
     differing = torch.nonzero(plain[0, :shared] != other[0, :shared]).flatten().tolist()
     if not differing and plain.shape[1] == other.shape[1]:

@@ -1,7 +1,7 @@
 """What may be drafted in a call: trees, chains or nothing, how deep, and up to which length that is known.
 
-It follows from what the target can do, which is tried where it is not known yet (`target_probe`), and from where its
-positions or its cache end.
+It follows from what the target can do, which is tried if unknown (`target_probe`), and from where its positions or its
+cache end.
 """
 
 from __future__ import annotations
@@ -35,29 +35,19 @@ logger = logging.get_logger(__name__)
 
 
 def refuse(refusal: DraftingRefused) -> None:
-    """Raises it: the call ends."""
     raise refusal
 
 
 @dataclass
 class TextPositions:
-    """Positions of the texts of a batch.
-
-    Attributes:
-        prompt: `[B, n]`, int64, positions of the prompts' taps.
-        real: `[B, n]`, bool, which of them are no padding.
-        roots: position of each text's last token.
-        ahead: by how much the target's own position of that token is greater: a caller's `position_ids` may say so.
-    """
-
-    prompt: torch.Tensor
-    real: torch.Tensor
-    roots: list[int]
-    ahead: list[int]
+    prompt: torch.Tensor  # `[B, n]`, int64, positions of the prompts' taps
+    real: torch.Tensor  # `[B, n]`, bool, False for padding
+    roots: list[int]  # position of each text's last token
+    ahead: list[int]  # offset between the caller's `position_ids` and the text length, for each text
 
     @classmethod
     def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> TextPositions:
-        """After the prompts' forward, which gave taps of the last `tapped` positions."""
+        """Positions after the prompts' forward, which gave taps of the last `tapped` positions."""
         real = runtime.rows.attended
         if real is None:
             real = torch.ones(batch_size, runtime.length, dtype=torch.bool)
@@ -69,11 +59,10 @@ class TextPositions:
         return cls(positions[:, -tapped:], real[:, -tapped:], roots, ahead)
 
     def of_root(self, row: int) -> set[int]:
-        """Where a text's last token is: by its length and by the target's own positions, which both may have limits."""
+        """A text's last position by its length and by the target's own positions: both may have limits."""
         return {self.roots[row], self.roots[row] + self.ahead[row]}
 
     def furthest(self) -> int:
-        """The greatest position of a text's last token."""
         return max(max(self.of_root(row)) for row in range(len(self.roots)))
 
     def reach(self, target: Any) -> list[int]:
@@ -83,16 +72,14 @@ class TextPositions:
 
 
 class DraftLimits:
-    """The limits of a call's drafts.
+    """The limits of a call's drafts, found after the prompts' forward.
 
     Args:
-        call: after the prompts' forward.
-        tapped: number of positions of the prompts that have taps.
-        refused: told that the target turns out to read no drafts. Where it raises nothing, the texts go on without any.
+        tapped: number of prompt positions that have taps.
+        refused: called if the target turns out to read no drafts. If it does not raise, the texts grow without drafts.
 
     Attributes:
-        positions: where the texts are.
-        options: what is left of the options: chains where the target reads no trees, a depth of 0 for no drafts.
+        options: the effective options: chains where the target reads no trees, depth 0 for no drafts.
         kind: `"tree"` or `"chain"`.
         reason: why it is not what was asked for; empty if it is.
         presumed: whether the target has not been tried yet: it may turn out that it cannot be drafted for.
@@ -104,17 +91,13 @@ class DraftLimits:
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused = refused
         self.presumed = False
-        self._known_until = sys.maxsize  # length of text up to which is known what the target can do
-        self._steps: Steps | None = None  # tokens that are read one by one, to try the target with them
+        self._known_until = sys.maxsize  # text length up to which the target's ability is known
+        self._steps: Steps | None = None  # tokens read in single steps, to try the target
 
     def find(self, logits: torch.Tensor) -> None:
-        """Finds out what the target can do, before the first draft.
+        """Finds out what the target can do, by `logits` `[B, V]` for the first new tokens, before the first draft.
 
-        Args:
-            logits: `[B, V]`, of the first new tokens.
-
-        Raises:
-            DraftingRefused: it reads no drafts at all.
+        Raises a DraftingRefused if it reads no drafts at all.
         """
         runtime, rows, doubling = self._runtime, len(self.positions.roots), not self._synced_gpus
         if runtime.refusal is not None:
@@ -136,7 +119,7 @@ class DraftLimits:
         assert known is not None
         self._known_until = known.until
         ability = known
-        if in_step:  # the row that is furthest decides for all, as in plain decoding
+        if in_step:  # the furthest row decides for all, as in plain decoding
             ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
         refusal = self._refusal(ability)
         if refusal is not None:
@@ -163,41 +146,39 @@ class DraftLimits:
         return why_in_step(runtime.target, self.positions.furthest() + room + 1, slots)
 
     def _why_nothing(self, unknown: bool, room: int) -> str:
-        """Why nothing can be drafted in this call; empty if something may.
+        """Why nothing can be drafted in a call of `room` more tokens; empty if something may.
 
-        Args:
-            unknown: whether the target has to be tried.
-            room: number of tokens that may still be emitted.
+        `unknown` says whether the target has to be tried.
         """
         target, reach = self._runtime.target, min(self.positions.reach(self._runtime.target))
         if not _drafts_fit(self._runtime, reach) or (unknown and not _trial_fits(self._runtime, reach)):
             return why_drafts_end(target, max(self.positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
             )
-        # A trial reads its tokens one by one, and the last token of a call is never drafted: no draft would follow.
+        # A trial reads single tokens, and the last token of a call is never drafted: no draft would follow.
         if unknown and self._tries_with_own_steps and room <= STEPS + 1:
             return "nothing is drafted in so short a call before it is known what the target can do"
         return ""
 
     @property
     def _tries_with_own_steps(self) -> bool:
-        """Whether a trial is made with tokens of the call, which are read one by one for it.
+        """Whether a trial uses tokens of the call, which are read in single steps for it.
 
-        In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
-        Where sizes are fixed or costs are given, the first call drafts as all others do: its drafts are compared with
-        theirs, and drawn trees take random numbers.
+        Not in a batch, where rows end and leave; nor across processes, which have to try in the same round; nor over a
+        static cache, where steps are compiled; nor where sizes are fixed or costs are given: there the first call has
+        to draft as all others do, as its drafts are compared with theirs and drawn trees take random numbers.
         """
         single = len(self._texts.rows) == 1 and self._runtime.slots.size is None
         repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
 
     def _draft_nothing(self, reason: str) -> None:
-        """From here on the texts go on as plain decoding writes them."""
+        """From here on the texts grow as in plain decoding."""
         self._runtime.trees = False
         self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
 
     def _refusal(self, ability: Ability) -> DraftingRefused | None:
-        """What is to be said of a target that reads no drafts; `None` if it reads some."""
+        """The refusal of a target that reads no drafts, or `None`."""
         name = type(self._runtime.target).__name__
         if not ability.chains:
             return DraftingRefused(f"{name} cannot be drafted for: {ability.reason}.")
@@ -213,24 +194,16 @@ class DraftLimits:
         logger.warning_once(f"{name} is drafted for with chains instead of trees: {ability.reason}.")
 
     def note_step(self, root: int, logits: torch.Tensor) -> None:
-        """Takes what the target said after the last token of a single text, `[1, V]`: a trial may be made of it."""
+        """Takes the logits `[1, V]` after the last token of a single text: a trial may use them."""
         if self._steps is not None:
             self._steps.add([root], logits)
 
     def keep_up(self, rows: Sequence[int]) -> bool:
         """Tries the target once there are tokens to try it with, and again once the texts have outgrown what is known.
 
-        Where it reads them otherwise, drafts become chains, or the rounds go on without any. A batch whose rows are at
-        different lengths goes on with trees of the root alone: these are read as plain decoding reads a batch.
-
-        Args:
-            rows: the texts that are read.
-
-        Returns:
-            whether the options have changed.
-
-        Raises:
-            DraftingRefused: the first trial has found that the target reads no drafts at all.
+        If it misreads them, drafts become chains, or the rounds continue without drafts. A batch whose rows have
+        different lengths then reads trees of the root alone, as plain decoding reads a batch. Returns whether the
+        options have changed. Raises a DraftingRefused if the first trial finds that the target reads no drafts at all.
         """
         runtime = self._runtime
         if runtime.refusal is not None and self.options.depth > 0 and self._texts.active:
@@ -241,7 +214,7 @@ class DraftLimits:
             return True
         if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
             return False
-        ragged = runtime.trees and len(self._texts.rows) > 1  # those that have left count: the texts tell of all
+        ragged = runtime.trees and len(self._texts.rows) > 1  # counts rows that have left too
         chains = not runtime.trees and not self.presumed
         known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
         if known is None:
@@ -269,7 +242,7 @@ class DraftLimits:
         return True
 
     def _refuse(self, refusal: DraftingRefused) -> None:
-        """Tells of a refusal in the middle of a call; where that ends the call, what was read is taken back."""
+        """Reports a refusal in the middle of a call; if that ends the call, what was read is undone."""
         try:
             self._refused(refusal)
         except DraftingRefused:
@@ -278,7 +251,7 @@ class DraftLimits:
             raise
 
     def _tried(self, rows: Sequence[int], ragged: bool, chains: bool) -> Ability | None:
-        """What a trial finds; `None` until there can be one. So long nothing is drafted."""
+        """What a trial finds; `None` until one is possible. Until then nothing is drafted."""
         runtime = self._runtime
         if self._steps is not None:
             return ability_by(self._steps, chains) if self._steps.complete else None
@@ -292,10 +265,9 @@ class DraftLimits:
         return tried_again(runtime, self._texts.batch()[list(rows)], ragged, chains)
 
     def depths(self, active: Sequence[int], sharing: int) -> dict[int, int]:
-        """How deep to draft for each active text: no node beyond its greatest length, a forward's reach, or the cache.
+        """How deep to draft for each active text, limited by its greatest length, a forward's reach, and the cache.
 
-        Args:
-            sharing: number of texts that share the sizes of the options.
+        `sharing` is the number of texts that share the sizes of the options.
         """
         runtime = self._runtime
         most = min(runtime.deepest, self._known_until - runtime.length - 1)
@@ -309,7 +281,7 @@ class DraftLimits:
         return depths
 
     def _in_any_process(self, flag: bool) -> bool:
-        """Whether it is so in any process, where all of them have to run the same forwards."""
+        """Whether the flag is set in any process, where all have to run the same forwards."""
         distributed: Any = torch.distributed
         if not (self._synced_gpus and distributed.is_available() and distributed.is_initialized()):
             return flag
@@ -324,5 +296,5 @@ def _drafts_fit(runtime: TargetRuntime, reach: int) -> bool:
 
 
 def _trial_fits(runtime: TargetRuntime, reach: int) -> bool:
-    """The same, and all slots that a trial takes are read alike."""
+    """Whether such drafts fit and all slots that a trial takes are read alike."""
     return _drafts_fit(runtime, reach) and slots_read_alike(runtime.target, runtime.length) > PROBE_COLUMNS

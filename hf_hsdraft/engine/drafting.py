@@ -1,4 +1,4 @@
-"""The drafting of a call: free sessions first, then the drafter's own as deep as pays, joined in one tree a text."""
+"""The drafting of a call: free sessions first, then the drafter's to the depth that pays, merged into one tree."""
 
 from __future__ import annotations
 
@@ -16,30 +16,18 @@ from ..trees.tree_builders import Expansion
 
 @dataclass(frozen=True)
 class Wanted(Ask):
-    """What the engine knows of a draft beside what sessions need.
+    """An ask with what the engine needs besides."""
 
-    Attributes:
-        reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
-            in front of a drafter, which may go so deep.
-        ahead: number of tokens by which the text is longer than the shortest one that still grows.
-        decides: whether the batch waits for this text. The pace looks at these texts only.
-    """
-
-    reach: int = 0
-    ahead: int = 0
-    decides: bool = True
+    reach: int = 0  # greatest depth that the target can verify, which n-grams in front of a drafter may use
+    ahead: int = 0  # tokens by which the text is longer than the shortest one that still grows
+    decides: bool = True  # whether the batch waits for this text; the pace looks at these only
 
 
 class Drafting:
-    """All sessions of a call, and the pace they go at.
-
-    Args:
-        drafter: proposes; n-grams stand in front of it if they are asked for.
-        call: that it drafts for.
+    """All sessions of a call, and their pace.
 
     Attributes:
-        session: of the drafter.
-        pace: how much to draft; all there is until `set_pace` says otherwise.
+        pace: unlimited until `set_pace`.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
@@ -58,16 +46,10 @@ class Drafting:
         self._paced = None if session.free else session
         self._rests = False
         self._vocab_size = call.target.get_input_embeddings().weight.shape[0]
-        self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
+        self._drafted: dict[int, DraftTree] = {}  # the paced session's last drafts, by text
 
     def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:
-        """Sets how much to draft: by what calls of a kind cost, or fixed.
-
-        Args:
-            options: of each text.
-            kind: what costs and habits of the rounds depend on.
-            share: share of the texts drafted for until now that go on.
-        """
+        """Sets how much to draft: by measured costs of `kind`, or fixed. `share` is the share of texts that stay."""
         if options.tree_sizing == "fixed" or options.depth == 0:
             self.pace = FixedPace()
         else:
@@ -75,7 +57,6 @@ class Drafting:
             self.pace = pace_for(self._call.target, self._drafter, kind, options.costs, before, share)
 
     def draft(self, asks: Sequence[Wanted]) -> list[DraftTree]:
-        """A tree for each ask, with as many nodes as pay."""
         roots = [DraftTree.root(ask.root) for ask in asks]
         self.depth, self._drafted = 0, {}
         wanted = [ask for ask in asks if ask.depth > 0]
@@ -98,7 +79,7 @@ class Drafting:
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
     def _of_drafter(self, asks: Sequence[Wanted], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
-        """What the paced session drafts to some depth, scored by the pace; roots alone where it does not draft."""
+        """The paced session's drafts, scored by the pace; roots alone where it does not draft."""
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
@@ -110,7 +91,7 @@ class Drafting:
         return scored
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
-        """What a session drafts, without nodes that would be verified in vain."""
+        """Drafts of a session, without nodes that would be verified in vain."""
         trees = _checked(session, session.draft(asks), asks, self._vocab_size)
         return [self._pruned(tree, ask) for ask, tree in zip(asks, trees, strict=True)]
 
@@ -119,7 +100,7 @@ class Drafting:
         return tree if texts is None else texts.prune(ask.row, tree)
 
     def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Wanted) -> DraftTree:
-        """What is verified, where n-grams go on from the end of a tree."""
+        """The tree to verify, where n-grams extend its end."""
         limit = replace(ask, depth=ask.reach)
         longer = _checked(ngrams, [ngrams.continued(tree, limit)], [limit], self._vocab_size)
         return self._pruned(longer[0], ask)
@@ -129,12 +110,11 @@ class Drafting:
             each(rows, expansion)
 
     def rest(self) -> None:
-        """Nothing is drafted any more; nothing is kept for it."""
+        """Ends drafting and frees what was kept for it."""
         self.keep(())
         self._rests = True
 
     def observe(self, news: Sequence[Accepted]) -> None:
-        """Takes what the target accepted."""
         if self._rests:
             return
         for each in news:
@@ -146,7 +126,7 @@ class Drafting:
             session.observe(news)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """From here on only these texts go on."""
+        """Drops all other texts."""
         if self._rests:
             return
         for session in self._sessions:
@@ -154,11 +134,7 @@ class Drafting:
 
 
 def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> Sequence[DraftTree]:
-    """Returns the trees of a session.
-
-    Raises:
-        ValueError: a tree is missing, or is not as it was asked for: the target could not read it rightly.
-    """
+    """Returns the trees of a session, or raises a ValueError for what the target could not read correctly."""
     name, found = type(session).__name__, len(trees) if isinstance(trees, Sequence) else type(trees).__name__
     if found != len(asks):
         raise ValueError(f"{name}.draft returned {found}: expected a list with {len(asks)} trees, one for each ask")
@@ -170,7 +146,7 @@ def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int)
 
 
 def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
-    """Returns what is wrong with a tree that was asked for; empty if nothing is."""
+    """Returns what is wrong with a tree, or an empty string."""
     if not isinstance(tree, DraftTree):
         return f"got {type(tree).__name__}, expected a DraftTree; DraftTree.root(ask.root) drafts nothing"
     fault = tree.fault(vocab_size)
@@ -188,7 +164,7 @@ def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
 
 
 def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:
-    """The nodes of two trees in one; of two chains the better one."""
+    """Merges two trees; of two chains it returns the better one."""
     if len(other) == 1 or len(tree) == 1:
         return tree if len(other) == 1 else other
     if ask.chain:

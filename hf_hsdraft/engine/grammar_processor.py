@@ -1,8 +1,8 @@
 """A grammar that constrains one text: xgrammar's logits processor as a function of the text.
 
 `xgrammar.contrib.hf.LogitsProcessor` keeps a matcher for each row, and takes the last token of each text at each call.
-A draft tree has several texts, and the rows of a batch come in their own time. So here the matcher goes to whatever
-text it is asked about: back to what both texts share, and on from there.
+A draft tree has several texts, and the rows of a batch advance at different times. So here the matcher moves to the
+text in question: it rolls back to the shared prefix and advances from there.
 """
 
 from __future__ import annotations
@@ -16,26 +16,19 @@ from ..core.draft_tree import DraftTree
 
 
 class GrammarProcessor:
-    """The grammar of one text.
-
-    Each token is masked as xgrammar's own processor masks it. That processor is left as it is.
-
-    Args:
-        processor: xgrammar's; `check` has let it through.
-        row: index of the text in the batch.
-    """
+    """The grammar of text `row`. Masks tokens as xgrammar's `processor` does, and leaves that processor unchanged."""
 
     def __init__(self, processor: Any, row: int) -> None:
         self._xgrammar = sys.modules["xgrammar"]
         grammars = processor.compiled_grammars
         self._matcher = self._xgrammar.GrammarMatcher(grammars[row if len(grammars) > 1 else 0])
         self._mask = self._xgrammar.allocate_token_bitmask(1, processor.full_vocab_size)
-        self._begin: int | None = None  # length of the prompt, which the grammar does not look at
+        self._begin: int | None = None  # length of the prompt, which the grammar ignores
         self._read: list[int] = []  # the tokens that the matcher has taken
 
     @staticmethod
     def takes(processor: Any) -> bool:
-        """Whether this is xgrammar's logits processor for transformers, told without importing xgrammar."""
+        """Whether this is xgrammar's logits processor for transformers, found without importing xgrammar."""
         kind = type(processor)
         return (kind.__module__, kind.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
 
@@ -52,13 +45,10 @@ class GrammarProcessor:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[1, V]` after a text `[1, L]`, minus infinity where the grammar forbids a token. Writes to `scores`.
 
-        The first text is the prompt.
-
-        Raises:
-            ValueError: the grammar forbids a token of the text.
+        The first text is the prompt. Raises a ValueError if the grammar forbids a token of the text.
         """
         self._go_to(input_ids)
-        if self._matcher.is_terminated():  # there is no mask any more: as xgrammar, the last one goes on
+        if self._matcher.is_terminated():  # no new mask: like xgrammar, keep the last one
             last = self._read[-1]
             self._matcher.rollback(1)
             self._matcher.fill_next_token_bitmask(self._mask, 0)
@@ -72,7 +62,7 @@ class GrammarProcessor:
     def prune(self, input_ids: torch.Tensor, tree: DraftTree) -> DraftTree:
         """The tree without nodes that the grammar forbids after a text `[1, L]` and their path.
 
-        Nothing follows the end of a text. A text that goes on beyond the grammar's end is not constrained any more.
+        Nothing follows the end of a text. A text beyond the grammar's end is no longer constrained.
         """
         self._go_to(input_ids)
         if len(tree) == 1 or self._matcher.is_terminated():
@@ -91,7 +81,7 @@ class GrammarProcessor:
         return tree if len(kept) == len(tree) else tree.part(kept)
 
     def _go_to(self, input_ids: torch.Tensor) -> None:
-        """Brings the matcher to a text `[1, L]`."""
+        """Moves the matcher to a text `[1, L]`."""
         if self._begin is None:
             self._begin = input_ids.shape[1]
         tokens = input_ids[0, self._begin :].tolist()

@@ -1,4 +1,4 @@
-"""The target of a call where it runs in this process: one forward verifies the drafts of all texts."""
+"""The target of a call in this process: one forward verifies the drafts of all texts."""
 
 from __future__ import annotations
 
@@ -22,31 +22,24 @@ from .drafting import Drafting, Wanted
 
 @dataclass(frozen=True)
 class Read:
-    """What a forward has read.
+    """What a forward has read."""
 
-    Attributes:
-        trees: tree of each text that was read; those that have ended have no draft.
-        output: logits and taps. Row i is of the i-th tree.
-    """
-
-    trees: dict[int, DraftTree]
-    output: TargetOutput
+    trees: dict[int, DraftTree]  # of each text; texts that have ended have no draft
+    output: TargetOutput  # logits and taps, in the order of `trees`
 
     def of(self, states: torch.Tensor, row: int) -> torch.Tensor:
-        """A text's part `[nodes, ...]` of logits or taps of all rows."""
+        """A text's part `[nodes, ...]` of the logits or taps of all rows."""
         return states[list(self.trees).index(row)]
 
 
 class LocalTarget:
-    """A target and the texts that grow by it; see `Target`.
+    """A target and the texts that it grows, from the first token of each; see `Target`.
 
     Args:
-        call: after the prompts' forward, and with the first token of each text.
-        limits: what may be drafted.
         taps: the hidden states that the drafter reads; a verifier may read others too.
 
     Attributes:
-        rows: the texts that forwards are of: all but those that have ended and left.
+        rows: the texts that forwards read: all but those that have ended and left.
     """
 
     def __init__(self, call: Call, limits: DraftLimits, taps: Sequence[int] = ()) -> None:
@@ -72,7 +65,7 @@ class LocalTarget:
             self._runtime.keep_rows([self.rows.index(row) for row in staying])
             self.rows = staying
             drafting.keep(staying)
-            self.set_pace(drafting, share)  # the others' trees share what is verified
+            self.set_pace(drafting, share)  # the remaining trees share what is verified
         if self._limits.keep_up(self.rows):
             self.set_pace(drafting)
             if self._limits.options.depth == 0 and self._call.rows > 1:
@@ -82,7 +75,7 @@ class LocalTarget:
         active = self._texts.active
         lengths = {row: self._texts.new_tokens(row) for row in active}
         decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
-        # Sizes that are fixed stay so when texts leave.
+        # Fixed sizes stay the same when texts leave.
         options = self._limits.options
         sharing = self._call.rows if options.tree_sizing == "fixed" else len(self.rows)
         depths, options = self._limits.depths(active, sharing), options.shared_by(sharing)
@@ -133,13 +126,12 @@ class LocalTarget:
         runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.rows])
 
     def news(self, read: Read, verdicts: dict[int, Verdict]) -> list[Accepted]:
-        if self._runtime.in_step and verdicts:  # rows that have ended are read on with the others
+        if self._runtime.in_step and verdicts:  # rows that have ended are still read
             for row in read.trees.keys() - verdicts.keys():
                 self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
         return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
 
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
-        """The root and its accepted path."""
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]
         self._roots[row] += len(tokens)
         places = torch.arange(begin, begin + len(tokens))
@@ -148,7 +140,7 @@ class LocalTarget:
         return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns those hidden states that the drafter reads, of all side by side `[..., taps * D]`."""
+        """Picks the drafter's hidden states out of all, `[..., taps * D]`."""
         return picked_taps(taps, self._runtime.tap_layers, self._taps)
 
     def _undrafted(self, row: int) -> DraftTree:
@@ -157,10 +149,9 @@ class LocalTarget:
         return (DraftTree.idle if idle else DraftTree.root)(self._texts.last_token(row))
 
     def _kept(self, row: int, verdicts: dict[int, Verdict], beyond: int) -> list[int] | None:
-        """The nodes that are kept of a text's tree; of one that has ended its root, once: plain decoding reads its end.
+        """The accepted nodes of a text's tree, without `beyond` tokens beyond the batch's end.
 
-        Args:
-            beyond: number of tokens of the text that are beyond the end of the batch.
+        Of a text that has ended it is the root, once: plain decoding reads its end.
         """
         if row in verdicts:
             path = verdicts[row].path
@@ -171,7 +162,7 @@ class LocalTarget:
         return []
 
     def read_ends(self) -> None:
-        """Reads the ends of texts that ended in the last round, but not as the longest: plain decoding does so too."""
+        """Reads the last tokens of texts that ended in the last round but not as the longest, like plain decoding."""
         texts, runtime = self._texts, self._runtime
         rows = [row for row in self.rows if row not in self._closed and texts.rows[row].ids.shape[1] < texts.length()]
         if not rows or not runtime.trees:
@@ -182,20 +173,15 @@ class LocalTarget:
             runtime.commit([[] if row in rows else None for row in self.rows])
 
     def set_pace(self, drafting: Drafting, share: float = 1.0) -> None:
-        """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed.
-
-        Args:
-            share: share of the texts read until now that go on.
-        """
+        """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed."""
         drafting.set_pace(self._limits.options.shared_by(len(self.rows)), self.kind(drafting.session), share)
 
     def kind(self, session: Session) -> KindOfCall:
-        """What costs and habits of the rounds depend on."""
         rows, runtime, foresight = len(self.rows), self._runtime, self._call.foresight
         options = self._limits.options.shared_by(rows)
-        draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
-        # Options of a family's own change what a draft costs and how often it is right, as reuse does. A threshold
-        # leaves nodes out after they were drafted: that changes what a depth gains, and the cost of no part.
+        draws = foresight.warper_names if foresight else None  # they take time, and drafts use them
+        # A family's options change what a draft costs and how often it is right, as reuse does. A threshold
+        # drops nodes after they were drafted: that changes what a depth gains, and no part's cost.
         own = options.verification, repr(sorted(options.own.items()))
         costs = (
             *kind_of_call(runtime),
@@ -215,6 +201,6 @@ class LocalTarget:
 
 
 def waited_for(lengths: Mapping[int, int]) -> list[int]:
-    """The texts that a batch waits for, by their lengths: it has ended when the last of them has."""
+    """The texts that a batch waits for, by their lengths: it ends with the last of them."""
     shortest = min(lengths.values(), default=0)
     return [row for row, length in lengths.items() if length - shortest <= TUNING.abreast]

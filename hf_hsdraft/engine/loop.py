@@ -1,11 +1,11 @@
 """The rounds of a call: draft, verify, accept, commit, observe ("Make Every Draft Count").
 
 Accepted so far are the tokens x_0 to x_t of a text. The target has read all of them but x_t, the root of the next tree.
-One round makes a + 1 tokens of one forward:
+One round makes a + 1 tokens in one forward:
 
-- draft: the drafter proposes a tree. A node of depth d is a candidate for x_{t+d}. The pace says how deep and how many.
+- draft: the drafter proposes a tree. A node of depth d is a candidate for x_{t+d}. The pace sets depth and size.
 - verify: the target reads the root at position t and the nodes at t + depth, all at once.
-- accept: at each node the target chooses its own next token, from the root on, for as long as that was drafted.
+- accept: from the root on, the target chooses its own next token at each node, for as long as that token was drafted.
 - commit: the path of a nodes and the token after it are emitted. The cache keeps root and path, and drops the rest.
 - observe: the drafter takes the new tokens and the hidden states of root and path.
 
@@ -27,13 +27,7 @@ from .drafting import Drafting, Wanted
 
 
 class Target(Protocol):
-    """Verifies drafts, and holds the texts. The prompts have been read.
-
-    `Read` and `Verdicts` are its own: what a forward says, and what was accepted by that.
-
-    Attributes:
-        forwards: number of forwards so far.
-    """
+    """Verifies drafts and holds the texts after the prompts. `read` and `verdicts` have its own types."""
 
     @property
     def forwards(self) -> int: ...
@@ -43,15 +37,15 @@ class Target(Protocol):
         ...
 
     def prepare(self, drafting: Drafting) -> None:
-        """Before a round: texts that have ended leave, and limits that no longer hold are found again."""
+        """Before a round: removes texts that have ended, and renews limits that no longer hold."""
         ...
 
     def asks(self) -> list[Wanted]:
-        """The drafts that are wanted, of the texts that still grow."""
+        """The wanted drafts, for the texts that still grow."""
         ...
 
     def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Takes back what a forward has read if it, or what follows it inside, is interrupted."""
+        """Undoes what a forward has read if it, or what follows it inside, is interrupted."""
         ...
 
     def verify(self, trees: Sequence[DraftTree]) -> Any:
@@ -67,18 +61,12 @@ class Target(Protocol):
         ...
 
     def news(self, read: Any, verdicts: Any) -> list[Accepted]:
-        """What became of each text, in the order of `asks`."""
+        """What each text got, in the order of `asks`."""
         ...
 
 
 def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) -> None:
-    """Runs rounds until all texts have ended.
-
-    Args:
-        target: verifies.
-        drafting: proposes, and learns what became of it.
-        observers: told of each round, in this order.
-    """
+    """Runs rounds until all texts have ended. Observers are called in order."""
     while target.goes_on():
         target.prepare(drafting)
         for each in observers:
@@ -102,61 +90,53 @@ def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) ->
 
 @dataclass(frozen=True)
 class Round:
-    """What a round did.
-
-    Attributes:
-        asks: drafts that were wanted, of the texts that still grew.
-        trees: tree that was verified for each text.
-        news: what each text got.
-        forwards: number of forwards of the target.
-        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
-    """
+    """What a round did for the texts that still grew."""
 
     asks: Sequence[Wanted]
     trees: Sequence[DraftTree]
     news: Sequence[Accepted]
-    forwards: int
-    depth: int
+    forwards: int  # of the target
+    depth: int  # asked of the drafter's session; 0 if it was not asked. Its trees may be shallower.
 
     @property
     def nodes(self) -> list[int]:
-        """Number of nodes that each text's tree had beside the root."""
+        """Number of nodes besides the root, for each text."""
         return [len(tree) - 1 for tree in self.trees]
 
     @property
     def accepted(self) -> list[int]:
-        """Number of emitted tokens of each text that its tree held."""
+        """Number of accepted draft tokens, for each text."""
         return [each.num_drafted for each in self.news]
 
     @property
     def emitted(self) -> list[int]:
-        """Number of tokens emitted by each text that the batch waits for."""
+        """Number of emitted tokens, for each text that the batch waits for."""
         return [len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True) if ask.decides]
 
     @property
     def progress(self) -> int:
-        """Number of tokens by which the shortest text has become longer. The batch ends with it."""
+        """Number of tokens by which the shortest text, with which the batch ends, has grown."""
         return min((ask.ahead + len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True)), default=0)
 
 
 class Observer:
-    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call.
+    """Called at each step of a round. A streamer of `generate()` may be one too, for its own call.
 
     Attributes:
-        on_expansion: takes the rows and the [`Expansion`] that their trees grow from, in a form that can be asked after
-            the call too. `None` where nobody listens, as making that form may copy what was read.
+        on_expansion: takes the rows and the [`Expansion`] that their trees grow from, in a form usable after the call.
+            `None` if unused, as making that form may copy what was read.
     """
 
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
 
     def began(self) -> None:
-        """A round begins."""
+        pass
 
     def drafted(self) -> None:
-        """Its drafts are made."""
+        pass
 
     def verified(self) -> None:
-        """Its forward is done, and what is accepted is decided."""
+        """The forward is done and acceptance is decided."""
 
     def ended(self, done: Round) -> None:
-        """All is emitted, kept and told to the sessions."""
+        """All is emitted and kept, and the sessions have observed it."""

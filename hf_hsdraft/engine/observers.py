@@ -1,4 +1,4 @@
-"""The observers that every call has: its statistics, and the clock of its pace."""
+"""The observers of each call: its statistics, and the clock of its pace."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from .loop import Observer, Round
 
 
 class StatisticsKeeper(Observer):
-    """Enters a call and its rounds into the statistics.
-
-    Args:
-        statistics: are filled in.
-        device: of the target.
-        timed: whether times are taken. That waits for the device.
-    """
+    """Records a call and its rounds in the statistics. With `timed` it waits for the device."""
 
     def __init__(self, statistics: DraftStatistics, device: torch.device, timed: bool) -> None:
         self.statistics, self._device, self._timed = statistics, device, timed
@@ -38,7 +32,6 @@ class StatisticsKeeper(Observer):
         self._last = now
 
     def finish(self) -> None:
-        """The call has ended."""
         self.statistics.total_seconds = self._now() - self._begin
 
     def began(self) -> None:
@@ -52,7 +45,7 @@ class StatisticsKeeper(Observer):
 
     def ended(self, done: Round) -> None:
         self.enter("commit_seconds")
-        self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
+        self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle rounds keep processes in step
         self.statistics.row_forwards += len(done.nodes) * done.forwards
         self.statistics.accepted_lengths += done.accepted
         self.statistics.drafted_nodes += done.nodes
@@ -60,10 +53,9 @@ class StatisticsKeeper(Observer):
 
 
 class PaceTimer(Observer):
-    """Tells the pace how long rounds take and what came of them, and the acceleration that they have ended.
+    """Reports times and results of rounds to the pace, and their ends to the acceleration.
 
-    Args:
-        changed: called when forwards become others, whose costs have to be learnt anew.
+    `changed` is called when forwards change, so that their costs have to be learnt again.
     """
 
     def __init__(self, drafting: Drafting, acceleration: Acceleration, changed: Callable[[], None]) -> None:

@@ -1,11 +1,11 @@
 """Logits processors of a batch whose rows are at different lengths.
 
-Plain decoding shows a processor all rows at once. With a drafter each row reaches its next token in its own time, so it
-is processed as a batch of one: ids `[1, L]`, scores `[1, V]`. The result is plain decoding's own where a processor
-treats every row alone. Of the library's classes that is known here; of others the caller has to say it.
+Plain decoding calls a processor with all rows at once. With a drafter rows reach their next tokens at different times,
+so each is processed as a batch of one: ids `[1, L]`, scores `[1, V]`. The result is that of plain decoding if the
+processor treats each row alone. For the library's classes that is known here; for others the caller has to declare it.
 
-A processor may have a method `prune(input_ids, tree)`: it takes nodes out of a draft tree that it would forbid, so that
-they are not verified in vain. What is emitted is decided by the scores alone.
+A processor may have a method `prune(input_ids, tree)` that takes nodes which it would forbid out of a draft tree, so
+that they are not verified in vain. Only the scores decide what is emitted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _of_library(*names: str) -> tuple[type, ...]:
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
-# They treat each row alone, and remember nothing from one call to the next.
+# These treat each row alone, and keep no state between calls.
 _ROW_WISE = _of_library(
     "AlternatingCodebooksLogitsProcessor",
     "BarkEosPrioritizerLogitsProcessor",
@@ -54,27 +54,27 @@ _ROW_WISE = _of_library(
     "WatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
 )
-# They do so too, but hold something for each row, in the field named here.
+# These do so too, but hold data for each row in the field named here.
 _HOLDS_ROWS = {
     logits_process.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
     logits_process.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
     logits_process.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",  # a tensor where prompts are padded
 }
-# This one reads the scores of the first new token only, and of all rows at once; later it hands scores through.
+# Reads only the scores of the first new token, for all rows at once; later it returns scores unchanged.
 _READS_THE_START = _of_library("WhisperNoSpeechDetection")
-# They keep a state of all rows at the same length.
+# These keep a state of all rows at the same length.
 _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
 def _form_of(processor: Any) -> type[GrammarProcessor] | None:
-    """What takes the place of another library's processor for one row: a class that is made of both."""
+    """The per-row replacement of another library's processor, made of processor and row, or `None`."""
     return GrammarProcessor if GrammarProcessor.takes(processor) else None
 
 
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:
-    """Raises a DraftingRefused if one of these processors cannot be asked about single rows of a batch.
+    """Raises a DraftingRefused if one of these processors cannot process single rows of a batch.
 
-    Raises a ValueError for one that is for another number of rows: such a call fails without a drafter too.
+    Raises a ValueError for one made for another number of rows: such a call fails without a drafter too.
     """
     for one in processors:
         form = _form_of(one)
@@ -101,7 +101,7 @@ def _check_row_wise(processor: Any) -> None:
 
 
 def is_row_wise(processor: Any) -> bool:
-    """Whether a processor is known to treat each text alone, and to remember nothing between two calls."""
+    """Whether a processor is known to treat each text alone, and to keep no state between calls."""
     if isinstance(processor, _NOT_IN_BATCHES):
         return False
     return _form_of(processor) is not None or _is_known(processor) or bool(getattr(processor, "row_wise", False))
@@ -113,12 +113,7 @@ def _is_known(processor: Any) -> bool:
 
 
 class RowProcessors:
-    """The processors of a call, for one row at a time.
-
-    Args:
-        processors: as `generate()` prepared them; `check_processors` has let them through.
-        rows: of the batch.
-    """
+    """The processors of a call for single rows: as `generate()` prepared them, accepted by `check_processors`."""
 
     def __init__(self, processors: LogitsProcessorList, rows: int) -> None:
         self._all = processors
@@ -132,16 +127,16 @@ class RowProcessors:
         return self._of_rows[row](ids, scores)
 
     def prune(self, row: int, ids: torch.Tensor, tree: DraftTree) -> DraftTree:
-        """The draft tree of a row after its text `[1, L]`, without nodes that a processor is known to forbid."""
+        """A row's draft tree after its text `[1, L]`, without nodes that a processor is known to forbid."""
         for one in self._of_rows[row]:
             if hasattr(one, "prune"):
                 tree = one.prune(ids, tree)
         return tree
 
     def of_all_rows(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[B, V]` after texts `[B, L]` of equal length, as plain decoding does it. May write to `scores`.
+        """Scores `[B, V]` after texts `[B, L]` of equal length, as in plain decoding. May write to `scores`.
 
-        Processors that only the caller knows to be row-wise get single rows here too.
+        Processors that only the caller declares row-wise get single rows here too.
         """
         for place, one in enumerate(self._all):
             if _is_known(one):
@@ -154,7 +149,7 @@ class RowProcessors:
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """The processor for a batch that is this row alone: with that row's part of what it holds for each row."""
+    """The processor for a batch of this row alone, with the row's part of its state."""
     form = _form_of(processor)
     if form is not None:
         return form(processor, row)
@@ -169,7 +164,7 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
     if field is None or not isinstance(held, torch.Tensor | list):
         return processor
     own = copy.copy(processor)
-    place = row // max(rows // len(held), 1)  # several rows may go back to one prompt
+    place = row // max(rows // len(held), 1)  # several rows may share a prompt
     setattr(own, field, held[place : place + 1])
     if kind is logits_process.EncoderNoRepeatNGramLogitsProcessor:
         own.batch_size = 1

@@ -1,1 +1,1 @@
-"""The one room that touches transformers' `generate()`."""
+"""All patches of transformers' `generate()`."""

@@ -8,10 +8,10 @@
     attachment.statistics  # a copy: AttachmentStatistics(calls, new_tokens, tau, seconds, stepped_aside, ...)
     attachment.last        # DraftStatistics of the drafted call that ended last, or None
 
-Where a call asks for nothing else, `generate()` decodes by `GenerationMixin._sample`. This method is wrapped: for a
-model with an attachment it drafts, and for every other model it is what it was. So nothing changes about the model,
-neither its class nor its attributes, and `generate()` checks and prepares a call exactly as it does without a drafter.
-Calls that decode otherwise (beams, another assistant, `custom_generate`) never come here.
+By default `generate()` decodes by `GenerationMixin._sample`. This method is wrapped: it drafts for a model with an
+attachment, and is unchanged for every other model. So neither the model's class nor its attributes change, and
+`generate()` checks and prepares a call exactly as it does without a drafter. Calls that decode otherwise (beams,
+another assistant, `custom_generate`) do not reach it.
 
 Attachments are kept beside the models, by identity. A copy or a pickle of a model has no attachment.
 """
@@ -57,16 +57,16 @@ class AttachmentStatistics:
     """What the calls of a model did since a drafter was attached, or since `Attachment.reset`.
 
     Attributes:
-        calls: number of drafted calls that have ended well.
-        new_tokens: tokens that they emitted, of all rows.
+        calls: drafted calls that ended without an error.
+        new_tokens: tokens that they emitted, over all rows.
         target_forwards: their forwards of the target, the prompts' included.
         row_forwards: the same, each counted for every row that was still growing.
-        accepted_tokens: tokens among the emitted ones that were drafted.
+        accepted_tokens: emitted tokens that were drafted.
         drafted_nodes: drafted tokens that the target verified.
-        seconds: wall-clock time that these calls took to decode, in all.
-        exact: whether all of their texts have the target's own distribution; see [`DraftStatistics`].
+        seconds: total wall-clock time of decoding.
+        exact: whether all of their texts have the target's distribution; see [`DraftStatistics`].
         relaxed_tokens: tokens that a lossy rule accepted in place of the target's own.
-        stepped_aside: number of calls that were decoded without drafts, by reason.
+        stepped_aside: number of calls decoded without drafts, by reason.
     """
 
     calls: int = 0
@@ -82,22 +82,20 @@ class AttachmentStatistics:
 
     @property
     def tau(self) -> float:
-        """Tokens that the drafted calls emitted per target forward and row; plain decoding has exactly 1."""
+        """Tokens emitted by drafted calls per target forward and row; plain decoding has exactly 1."""
         return self.new_tokens / max(self.row_forwards, 1)
 
 
 class Attachment:
     """A drafter that drafts in all calls of one model; made by [`attach`].
 
-    As a context manager it ends with the block. An attachment that the model had before is back then.
+    As a context manager it ends with the block, and restores the model's former attachment.
 
     Args:
-        model: whose calls are drafted for.
-        drafter: what proposes.
-        owned: whether nobody else holds the drafter. Then it follows the model to another device and dtype.
+        owned: whether the drafter is used only here. Then it follows the model to another device and dtype.
 
     Attributes:
-        drafter: what proposes. Its options may be changed between calls.
+        drafter: its options may be changed between calls.
         last: statistics of the drafted call that ended last; `None` before the first one.
     """
 
@@ -106,19 +104,19 @@ class Attachment:
         self.last: DraftStatistics | None = None
         self._model, self._owned = weakref.ref(model), owned
         self._statistics, self._lock = AttachmentStatistics(), threading.Lock()
-        self._failed: dict[int, str] = {}  # why a call ended in the middle of its text, by what the model was made of
+        self._failed: dict[int, str] = {}  # why a call ended mid-text, by the model's fingerprint
         self._before, self._in_block = _attachments.get(model), False
         if self._before is not None and not self._before._in_block:
-            self._before._before = None  # it was replaced for good
+            self._before._before = None  # replaced for good, so not restored
 
     @property
     def statistics(self) -> AttachmentStatistics:
-        """What the calls did so far; a copy, which does not change any more."""
+        """A copy of the statistics so far."""
         with self._lock:
             return replace(self._statistics, stepped_aside=dict(self._statistics.stepped_aside))
 
     def reset(self) -> None:
-        """Lets the statistics begin anew."""
+        """Resets the statistics."""
         with self._lock:
             self._statistics, self.last = AttachmentStatistics(), None
 
@@ -140,7 +138,7 @@ class Attachment:
                 _attachments[model] = self._before
 
     def step_aside(self, reason: str) -> None:
-        """Counts a call that is decoded without drafts, and logs the reason when it is a new one."""
+        """Counts a call that is decoded without drafts, and logs a new reason."""
         with self._lock:
             counts = self._statistics.stepped_aside
             counts[reason] = counts.get(reason, 0) + 1
@@ -149,13 +147,7 @@ class Attachment:
             logger.warning(f"a call of generate() is decoded without the attached drafter: {reason}")
 
     def decode(self, plainly: Callable[..., Any], target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Decodes a call with drafts, or plainly if it is refused.
-
-        Args:
-            plainly: what decodes without drafts.
-            target: the model.
-            input_ids, kwargs: what `generate()` hands to its decoding method.
-        """
+        """Decodes a call with drafts, or by `plainly` if it is refused."""
         statistics, began = DraftStatistics(), time.perf_counter()
         refusals: list[DraftingRefused] = []
         try:
@@ -165,7 +157,7 @@ class Attachment:
                     target, self.drafter, input_ids, statistics=statistics, refused=refusals.append, **kwargs
                 )
         except DraftingRefused as refusal:
-            if statistics.target_forwards:  # the text has begun: this is a fault of the target
+            if statistics.target_forwards:  # the text has begun: the target's fault
                 self._failed[fingerprint(target)] = str(refusal)
                 raise
             self.step_aside(refusal.of_attached())
@@ -177,7 +169,7 @@ class Attachment:
         return output
 
     def _check(self, target: Any, generation_config: Any, **_: Any) -> None:
-        """Raises a DraftingRefused for what only plain decoding can do, and lets an own drafter follow the model."""
+        """Raises a DraftingRefused for what only plain decoding can do, and moves an owned drafter to the model."""
         if self._failed and (why := self._failed.get(fingerprint(target))):
             raise DraftingRefused(f"an earlier call ended in the middle of its text: {why}")
         if generation_config.is_assistant:
@@ -187,7 +179,7 @@ class Attachment:
         try:
             DraftOptions.of(self.drafter, generation_config)
         except ValueError as error:
-            DraftOptions.of(self.drafter)  # its own options are wrong: that is an error
+            DraftOptions.of(self.drafter)  # wrong options of its own are an error
             raise DraftingRefused(f"the call sets a drafting option: {error}") from error
         if self._owned:
             follow(self.drafter, target)
@@ -213,25 +205,24 @@ _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictio
 def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any) -> Attachment:
     """Lets all calls of `model.generate()` draft from now on; their text stays the same.
 
-    A call is decoded without the drafter, as if nothing were attached, where it asks for beams, another assistant,
-    prompt lookup or `custom_generate`, and where drafting is refused, for instance because of its cache. So is
-    continuous batching. The reason is logged once and counted in `Attachment.statistics`.
+    Calls with beams, another assistant, prompt lookup or `custom_generate`, and calls for which drafting is refused,
+    for instance because of their cache, are decoded as if nothing were attached. So is continuous batching. The reason
+    is logged once and counted in `Attachment.statistics`.
 
     Args:
         model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
-            wrapper. An attachment that it already has is replaced.
+            wrapper. An existing attachment is replaced.
         drafter: a drafter, or the Hub name or folder of one. A drafter that is loaded here follows the model to another
             device and dtype.
         loading: with a name, further arguments of `AutoDrafter.from_pretrained`, such as `revision` or `subfolder`.
 
-    Returns:
-        the attachment: for `with`, statistics and `detach`.
+    Returns the attachment: for `with`, statistics and `detach`.
 
     Raises:
-        TypeError: this is no model with `generate()`, or no drafter.
+        TypeError: the model has no `generate()`, or `drafter` is not a drafter.
         OSError: there is no such folder or repository, or it holds no drafter.
-        ValueError: the drafter was made for another target, one of its options is wrong, or the model decodes in a way
-            of its own.
+        ValueError: the drafter was made for another target, one of its options is wrong, or the model has its own
+            decoding loop.
     """
     target = _decoding_model(model)
     _check_decoding(target)
@@ -256,17 +247,17 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
 
 
 def detach(model: Any) -> None:
-    """Ends the attachment of a model. Nothing happens if it has none."""
+    """Ends the attachment of a model, if there is one."""
     _attachments.pop(_decoding_model(model), None)
 
 
 def attached(model: Any) -> Attachment | None:
-    """Returns the attachment of a model; `None` if it has none."""
+    """Returns the attachment of a model, or `None`."""
     return _attachments.get(_decoding_model(model))
 
 
 def allow_attachments() -> None:
-    """Makes `attach` work. Idempotent; calls of models without an attachment pass straight through."""
+    """Makes `attach` work. Idempotent; calls of models without an attachment are unchanged."""
     if getattr(GenerationMixin._sample, "_hsdraft_attachments", None) is _attachments:
         return
     GenerationMixin._sample = _hooked_sampling(GenerationMixin._sample)
@@ -283,7 +274,7 @@ def _hooked_sampling(original: Any) -> Any:
     @functools.wraps(original)
     def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         attachment = _attachments.get(self)
-        if attachment is None or args:  # `generate()` gives names to the other arguments
+        if attachment is None or args:  # `generate()` passes keywords only
             return original(self, input_ids, *args, **kwargs)
         return attachment.decode(original, self, input_ids, **kwargs)
 
@@ -292,7 +283,7 @@ def _hooked_sampling(original: Any) -> Any:
 
 
 def _counting(original: Any, reason_of: Callable[..., str]) -> Any:
-    """A method of `generate()` that also counts calls which will not come to `_sample`, by the reason that is found."""
+    """Wraps a method of `generate()` to count calls that do not reach `_sample`, by reason."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +298,7 @@ def _counting(original: Any, reason_of: Callable[..., str]) -> Any:
 
 
 def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> str:
-    """Why a call of this mode does not come to `_sample`; empty if it does, or if `custom_generate` is counted."""
+    """Why a call of this mode does not reach `_sample`; empty if it does, or if `custom_generate` is counted."""
     if generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE):
         return f"the call decodes by {generation_mode.value.replace('_', ' ')}"
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
@@ -323,7 +314,7 @@ def _reason_of_callable(custom_generate: Any, *_: Any, **__: Any) -> str:
 
 
 def _decoding_model(model: Any) -> Any:
-    """The model whose `generate()` runs in the end, out of the wrappers that hand the call on."""
+    """Unwraps the model whose `generate()` runs in the end."""
     while isinstance(model, torch.nn.Module) and not isinstance(model, GenerationMixin):
         names = ("base_model", "model", "_orig_mod", "module")  # of PEFT, `torch.compile` and data-parallel wrappers
         inner = next((model._modules[name] for name in names if name in model._modules), None)
@@ -334,7 +325,7 @@ def _decoding_model(model: Any) -> Any:
 
 
 def _check_decoding(target: Any) -> None:
-    """Raises an error for a model of which no call could ever be drafted for."""
+    """Raises an error for a model none of whose calls could be drafted."""
     name = type(target).__name__
     if not isinstance(target, GenerationMixin):
         raise TypeError(
@@ -345,14 +336,14 @@ def _check_decoding(target: Any) -> None:
 
 
 def _own_methods(kind: type) -> Iterator[Any]:
-    """The functions that a model's classes define beside those of transformers' `generate()`."""
+    """The functions of a model's classes other than `GenerationMixin`."""
     for base in kind.__mro__:
         if base is not GenerationMixin:
             yield from filter(inspect.isfunction, vars(base).values())
 
 
 def _samples_itself(method: Any) -> bool:
-    """Whether a method calls `_sample` by itself, for other texts than those that `generate()` prepares."""
+    """Whether a method calls `_sample` itself, on other texts than `generate()` prepares."""
     return "_sample" in inspect.unwrap(method).__code__.co_names
 
 

@@ -1,8 +1,8 @@
-"""Drafters that are given by name, as in `generate(assistant_model="user/drafter")`.
+"""Drafters given by name, as in `generate(assistant_model="user/drafter")`.
 
-A drafter that a call names is loaded once for a target, and kept for as long as the target lives. The methods of
-`generate()` that first see an assistant are wrapped, and put the drafter in the place of its name. A pipeline loads its
-assistant by itself, out of transformers' own registries; see `register_drafter`.
+A drafter named in a call is loaded once for a target, and kept for as long as the target lives. The methods of
+`generate()` that first see an assistant are wrapped, and replace the name by the drafter. A pipeline loads its
+assistant itself, from transformers' own registries; see `register_drafter`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,16 @@ _lock = threading.RLock()
 def load_drafter(
     name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: Any = "cpu", **loading: Any
 ) -> Any:
-    """Loads a drafter of any family.
-
-    Args:
-        name: Hub name or folder of the drafter.
-        dtype: dtype of its weights, if it has any; `None` for that of the files.
-        device: device of its weights.
-        loading: further arguments of `AutoDrafter.from_pretrained`.
-
-    Raises:
-        OSError, ValueError: as `AutoDrafter.from_pretrained`.
-    """
+    """Loads a drafter of any family, by `AutoDrafter.from_pretrained`. `dtype` `None` is the dtype of the files."""
     loading = loading if dtype is None else {"dtype": dtype, **loading}
     drafter = AutoDrafter.from_pretrained(name, **loading)
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
 
 
 def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
-    """Loads a drafter with the dtype of a target, to its device.
+    """Loads a drafter with a target's dtype to its device.
 
-    Args:
-        name: Hub name or folder of the drafter.
-        loading: further arguments of `AutoDrafter.from_pretrained`.
-
-    Raises:
-        OSError: there is no such folder or repository, or it holds no drafter.
-        ValueError: it holds something else.
+    Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
     drafter = AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading})
     follow(drafter, target)
@@ -60,7 +44,7 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
 
 def follow(drafter: Any, target: Any) -> None:
-    """Moves a drafter to the device of its target, and to its dtype."""
+    """Moves a drafter to its target's device and dtype."""
     if not isinstance(drafter, nn.Module) or device_of(target).type == "meta":
         return
     if (drafter.device, drafter.dtype) != (device_of(target), target.dtype):
@@ -69,8 +53,8 @@ def follow(drafter: Any, target: Any) -> None:
 
 
 def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
-    """The drafter of this name for a target, loaded when a call asks for it first; see `load_for`."""
-    with _lock:  # calls that come at once wait for one of them to load it
+    """A target's drafter of this name, loaded on first use; see `load_for`."""
+    with _lock:  # concurrent calls load it once
         known = _loaded.setdefault(target, {})
         key = os.fspath(name)
         if key not in known:
@@ -80,9 +64,9 @@ def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
 
 
 def allow_names() -> None:
-    """Makes `generate(assistant_model="user/drafter")` work. Idempotent; assistants that are objects are left alone.
+    """Makes `generate(assistant_model="user/drafter")` work. Idempotent; leaves assistants that are objects alone.
 
-    To be called before `generate_hook.install`: it shows other assistants to targets with a `generate` of their own.
+    Call it before `generate_hook.install`, which shows other assistants to targets with their own `generate`.
     """
     if getattr(GenerationMixin._extract_generation_mode_kwargs, "_hsdraft_names", None) is _loaded:
         return

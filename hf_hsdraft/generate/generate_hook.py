@@ -1,4 +1,4 @@
-"""The one place that touches transformers' `generate()`."""
+"""The patch of `generate(assistant_model=drafter)`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..runtime.target_limits import check_inputs
 
 
 def install() -> None:
-    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls pass straight through.
+    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls are unchanged.
 
-    A drafter that came with code of its own, from a repository of the Hub, brings a copy of this module. Each copy
-    wraps what it finds and answers for its own drafters only, so copies of any versions get along in one process.
+    A drafter loaded with its own code from the Hub brings a copy of this module. Each copy wraps what it finds and
+    handles only its own drafters, so copies of different versions do not interfere.
     """
     if _is_installed(GenerationMixin._assisted_decoding):
         return
@@ -43,13 +43,9 @@ def _is_installed(method: Any) -> bool:
 class _Lent:
     """A drafter as a target's own `generate` sees it, with a copy of its options.
 
-    A target such as Whisper writes to the options of its assistant. It gets this object in the drafter's place, so
-    that no call changes a drafter.
-
-    Args:
-        drafter: that stays as it is.
-        begin_suppress_tokens: of the call. Whisper leaves them out where it has an assistant, as its own kind of
-            assistant must be able to end a text at once; plain decoding obeys them, so a drafted call does too.
+    A target such as Whisper writes to its assistant's options. It gets this object instead, so that no call changes a
+    drafter. `begin_suppress_tokens` are the call's: Whisper drops them if it has an assistant, as its own kind of
+    assistant must be able to end a text at once; plain decoding obeys them, so a drafted call does too.
     """
 
     def __init__(self, drafter: Drafter, begin_suppress_tokens: Any) -> None:
@@ -58,22 +54,22 @@ class _Lent:
         self.begin_suppress_tokens = begin_suppress_tokens
 
     def __getattr__(self, name: str) -> Any:
-        if name == "drafter":  # while a copy is made
+        if name == "drafter":  # during a copy
             raise AttributeError(name)
         return getattr(self.drafter, name)
 
 
 def _drafter_of(assistant: Any) -> Drafter | None:
-    """The drafter that a call was given; `None` for anybody else's assistant."""
+    """The call's drafter, or `None` for a foreign assistant."""
     drafter = assistant.drafter if isinstance(assistant, _Lent) else assistant
     return drafter if isinstance(drafter, Drafter) else None
 
 
 def _hooked_preparation(original: Any) -> Any:
-    """Puts `_Lent` in a drafter's place for targets that have a `generate` of their own.
+    """Puts `_Lent` in a drafter's place for targets with their own `generate`.
 
-    Such a `generate` hands all arguments of the call to this method, the assistant among them, and goes on with what
-    it returns. That of transformers hands over no assistant, so nothing happens there.
+    Such a `generate` passes all arguments, the assistant included, to this method, and uses what it returns. That of
+    transformers passes no assistant, so nothing happens there.
     """
 
     @functools.wraps(original)
@@ -108,11 +104,11 @@ def _hooked_decoding(original: Any) -> Any:
 
 
 def _with_suppressed_begin(processors: Any, tokens: Any, input_ids: Any) -> Any:
-    """The processors of a call with the one that keeps tokens from a text's beginning, where Whisper would put it."""
+    """Adds the processor that suppresses tokens at a text's beginning, where Whisper would put it."""
     if tokens is None:
         return processors
     suppressing = SuppressTokensAtBeginLogitsProcessor(tokens, begin_index=input_ids.shape[1], device=input_ids.device)
-    # Whether there is speech at all is read from the scores as they are.
+    # Speech detection reads the unprocessed scores.
     listens = [isinstance(one, WhisperNoSpeechDetection) for one in processors]
     first = listens.index(True) + 1 if True in listens else 0
     return LogitsProcessorList([*processors[:first], suppressing, *processors[first:]])
@@ -131,8 +127,8 @@ def _hooked_validation(original: Any) -> Any:
         drafter = _drafter_of(assistant)
         if drafter is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_drafter(drafter, self)
-            check_inputs(self)  # before a streamer gets the prompt
-            # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
+            check_inputs(self)  # before the prompt is streamed
+            # Several sequences, stateful caches and other encoders are checked by the runtime, not by mode.
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         return original(self, generation_mode, generation_config, generation_mode_kwargs)

@@ -1,4 +1,4 @@
-"""Advice in errors of `generate()`: where a drafting option belongs that a call was given."""
+"""Adds a hint to errors of `generate()` that were given a drafting option."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def allow_hints() -> None:
 
 
 def _option_names() -> set[str]:
-    """Returns the names of all drafting options that any family here has."""
+    """Returns the names of all drafting options of all families."""
     names, families = option_names(), [Drafter]
     while families:
         family = families.pop()

@@ -1,4 +1,4 @@
-"""Keys and values of a single text in tensors that never change their size or place, as compiled forwards need them."""
+"""Keys and values of a single text in tensors of fixed size and place, as compiled forwards need them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..core.tensors import shared_attention
 
 
 class StaticText:
-    """A context of a trunk for one forward, over rooms that outlive it. Nothing of it is read back from the device.
+    """A context of a trunk for one forward, over buffers that outlive it. Nothing is read back from the device.
 
     Args:
-        keys, values: of each layer, `[kv_heads, room, head_dim]`; written to.
-        window: positions that are attended to, the own one included; `None` for all.
+        keys, values: for each layer, `[kv_heads, room, head_dim]`; written to.
+        window: positions attended to, the own one included; `None` for all.
         columns: pairs that are read, more than are real.
         place: `[2]`, int64, on the device: how many positions have been read, and how many columns are real.
 
@@ -53,9 +53,9 @@ class StaticText:
         values: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Keeps keys and values at `places` `[n]`; the queries are of these, or of some `rows` of them."""
+        """Writes keys and values at `places` `[n]`, and attends with their queries, or those of `rows`."""
         held_keys, held_values = self._keys[layer], self._values[layer]
-        held_keys.index_copy_(1, places, keys.to(held_keys.dtype))  # autocast may have made them others
+        held_keys.index_copy_(1, places, keys.to(held_keys.dtype))  # autocast may have changed the dtype
         held_values.index_copy_(1, places, values.to(held_values.dtype))
         at = (places if rows is None else places[rows])[:, None]
         columns = torch.arange(held_keys.shape[1], device=places.device)
@@ -66,13 +66,13 @@ class StaticText:
 
 
 def keep_in_place(*parts: Any) -> None:
-    """Tells the compiler that all tensors of some structures stay where they are: a recorded graph reads them there."""
+    """Tells the compiler that all tensors in these structures stay in place: a recorded graph reads them there."""
     for tensor in _tensors(parts):
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:
-    """All tensors that a plain structure is made of, those that its functions have bound among them."""
+    """All tensors in a plain structure, including those in closures."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple | list):

@@ -1,4 +1,4 @@
-"""The figures of a card: speed, acceptance of chains, and what training measured."""
+"""The figures of a card: speed, acceptance of chains, and training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHAINS = (
 
 
 def is_chain(variant: str) -> bool:
-    """Whether a variant of `hsdraft bench` drafts chains of a fixed length and nothing else."""
+    """Whether a variant of `hsdraft bench` drafts only chains of a fixed length."""
     return _chain_length(variant) > 0
 
 
@@ -34,13 +34,7 @@ def _chain_length(variant: str) -> int:
 
 
 def figures_section(training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str) -> str:
-    """What was measured, with definitions and commands; a visible gap where nothing was.
-
-    Args:
-        training: figures of the training run.
-        benchmarks: entries of `figures.json`.
-        name: of the drafter, for the commands.
-    """
+    """The training figures and the entries of `figures.json`, with definitions and commands, and visible gaps."""
     measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
     blocks = [_SPEED, *(_benchmark(benchmark, name) for benchmark in benchmarks)]
     blocks += [] if any(not is_chain(variant) for variant in measured) else [f"Speed: {GAP}."]
@@ -66,7 +60,7 @@ def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
 
 
 def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
-    """Speed of the drafter's variants beside others, and by category of the first one."""
+    """Speed of all variants and comparisons, and by category for the first one."""
     settings = benchmark["settings"]
     rows = [
         [
@@ -86,11 +80,7 @@ def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
 
 
 def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str]:
-    """Acceptance lengths of chains, by category, and how often each depth of the longest one is accepted.
-
-    Args:
-        chains: variants, shortest first.
-    """
+    """Acceptance lengths of chains (shortest first) by category, and the acceptance of each depth of the longest."""
     groups = benchmark["by_category"]
     rows = [("all prompts", [benchmark["summary"][name] for name in chains])]
     categories = list(groups.get(chains[0], {}))
@@ -99,7 +89,7 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
     lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
     shares = benchmark["round"].get(chains[-1], {})
     depths = range(1, _chain_length(chains[-1]) + 1)
-    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # what was never accepted is not listed
+    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # never accepted: absent
     after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
     by_depth = [
         ("accepted, of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
@@ -122,7 +112,7 @@ def _drawn(settings: Mapping[str, Any]) -> str:
 
 
 def _shape(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant's name with what it stands for."""
+    """A variant's name with its options."""
     try:
         options = settings["variants"][variant]
         nodes, depth, width = (options[name] for name in ("tree_size", "num_assistant_tokens", "beam_width"))
@@ -154,8 +144,6 @@ def _held_out(training: Mapping[str, Any]) -> str:
 
 
 def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:
-    """A figure of an entry in so many digits, or that it was not measured."""
+    """The figure in this format, or that it was not measured."""
     value = entry.get(name)
-    return (
-        f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP
-    )  # nor if it is no number
+    return f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP

@@ -1,7 +1,7 @@
-"""A drafter's files in a format of somebody else: found, looked at and checked before anything is allocated.
+"""Foreign drafter checkpoints, inspected and checked before anything is allocated.
 
-Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read. Their names
-and shapes are seen before that, by the headers of the files. Older files, which are pickled, have no such headers.
+Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read; names and
+shapes come before that, from the headers of the files. Older files, which are pickled, have no such headers.
 """
 
 from __future__ import annotations
@@ -37,75 +37,51 @@ from .drafter_files import (
 )
 
 _PICKLED = "pytorch_model.bin"
-LOOSE_MASK = "mask_embedding.pt"  # of some block drafters: the embedding of a mask, beside the weights
+LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _WEIGHTS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights, as headers name them
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_PREFIX = "model."  # NeMo AutoModel puts it before the names of all tensors but the head's
+_PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a configuration and weights, whoever wrote them.
+    """A folder with a configuration and weights, in any format."""
 
-    Attributes:
-        name: folder or Hub name that was asked for.
-        folder: where the files are.
-        config: what its config.json holds.
-        subfolder: of the repository, where the files are.
-        hub: what the Hub was asked with; empty for a folder here.
-    """
-
-    name: str
+    name: str  # folder or Hub name that was asked for
     folder: Path
-    config: Mapping[str, Any]
-    subfolder: str = ""
-    hub: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any]  # contents of config.json
+    subfolder: str = ""  # of the repository
+    hub: Mapping[str, Any] = field(default_factory=dict)  # arguments for the Hub; empty for a local folder
 
     @classmethod
     def open(cls, name: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Checkpoint:
-        """Finds a checkpoint. Of one on the Hub, all but the weights is fetched.
+        """Finds a checkpoint. From the Hub it fetches all but the weights; `hub` are arguments of `HUB_ARGUMENTS`.
 
-        Args:
-            name: folder or Hub name.
-            subfolder: where the files are in it.
-            hub: what to ask the Hub with, of `HUB_ARGUMENTS`.
-
-        Raises:
-            OSError: there is no such folder or repository, or it holds no configuration.
-            DamagedFile: the configuration is damaged.
+        Raises an OSError if there is no such folder, repository or configuration, and a DamagedFile.
         """
         wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, *METHOD_FILES)
         folder = find_folder(name, wanted, subfolder, **hub)
         if os.path.isdir(name):
             return cls(os.fspath(name), folder, read_json(folder / CONFIG))
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        hub = {**hub, "revision": commit}  # whatever is fetched later is of the same state
+        hub = {**hub, "revision": commit}  # so that later fetches get the same state
         return cls(os.fspath(name), folder, read_json(folder / CONFIG), subfolder, hub)
 
     def also(self, *names: str) -> Path:
-        """Fetches further files, as far as they are there, and returns the folder that they are in.
-
-        Raises:
-            OSError: the Hub cannot be reached.
-        """
+        """Fetches further files that exist and returns their folder. Raises an OSError if the Hub cannot be reached."""
         return find_folder(self.name, names, self.subfolder, **self.hub) if self.hub else self.folder
 
     def with_weights(self) -> Path:
-        """Fetches the weights, if they are on the Hub and not here, and returns the folder that they are in.
-
-        Raises:
-            OSError: there are none, or the Hub cannot be reached.
-            DamagedFile: an index of files is damaged.
-        """
+        """Fetches missing weights and returns their folder. Raises an OSError if that fails, and a DamagedFile."""
         _ = self._files
         return self.folder
 
     @cached_property
     def _files(self) -> list[Path]:
-        """The files of weights, which are fetched first if need be."""
+        """The files of weights, fetched if missing."""
         if self.hub:
             self.also(*(listed_files(self.folder) or [WEIGHTS]))
             if not self._has_safetensors:
@@ -114,7 +90,7 @@ class Checkpoint:
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
-        """Headers of the files on the Hub; none if the files are here, or the Hub does not give parts of them."""
+        """Headers of the files on the Hub; none if the files are local, or the Hub serves no parts of them."""
         if not self.hub or self.hub.get("local_files_only") or self._has_weights:
             return []
         place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
@@ -123,12 +99,12 @@ class Checkpoint:
                 api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
                 for name in listed_files(self.folder) or [WEIGHTS]
             ]
-        except (OSError, HTTPError, SafetensorsParsingError):  # what is wrong is told when the files are fetched
+        except (OSError, HTTPError, SafetensorsParsingError):  # fetching the files will raise the error
             return []
 
     @cached_property
     def _found(self) -> Mapping[str, tuple[Shape, str]]:
-        """Shape and dtype of each tensor by its name in the files, by their headers."""
+        """Shape and dtype of each tensor by its name in the files."""
         found = {
             name: (tuple(each.shape), str(each.dtype))
             for header in self._headers
@@ -150,7 +126,7 @@ class Checkpoint:
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
-        """The names of the tensors as they are told, by those in the files: without a prefix that a drafter's have."""
+        """Public name of each stored name: without a prefix that a drafter's tensors may have."""
         names = {name: name for name in self._found}
         if self.is_prefixed:
             names = {name: name.removeprefix(_PREFIX) for name in names}
@@ -163,35 +139,19 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        """Shape of each tensor by its name, by the headers of the files.
-
-        Raises:
-            OSError: there are no weights.
-            DamagedFile: a file is truncated, or no file of weights.
-        """
+        """Shape of each tensor by name. Raises an OSError if there are no weights, and a DamagedFile."""
         return {self._names[name]: shape for name, (shape, _) in self._found.items()}
 
     @property
     def bytes(self) -> int:
-        """Size of the weights.
-
-        Raises:
-            OSError: there are no weights.
-        """
+        """Size of the weights. Raises an OSError if there are none."""
         if self._headers:
             parts = (each.data_offsets for header in self._headers for each in header.tensors.values())
             return sum(end - start for start, end in parts)
         return sum(path.stat().st_size for path in self._files)
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights by name, one after the other.
-
-        Args:
-            names: of those that are wanted; `None` for all.
-
-        Raises:
-            OSError, DamagedFile: as `shapes`.
-        """
+        """Yields tensors by name, only those in `names` if given. Raises the errors of `shapes`."""
         files = self._files
         if files == [self.folder / _PICKLED]:
             for stored, tensor in self._unpickled().items():
@@ -212,16 +172,10 @@ class Checkpoint:
         optional: Mapping[str, Shape] | None = None,
         integers: Collection[str] = ("d2t", "t2d"),
     ) -> None:
-        """Compares names, shapes and dtypes of the tensors with those that a configuration describes.
+        """Compares the tensors with the shapes that a configuration describes, and their dtypes with those of weights.
 
-        Args:
-            expected: shapes by name, of the tensors that must be there.
-            optional: of those that may be there.
-            integers: names of those that are no weights, and may have any dtype.
-
-        Raises:
-            ValueError: tensors are missing, unknown, of other shapes or of a dtype that no weights have. The message
-                names them.
+        Tensors named in `integers` may have any dtype. Raises a ValueError that names those that are missing, unknown
+        or wrong.
         """
         known = {**(optional or {}), **expected}
         wrong = {
@@ -248,11 +202,7 @@ class Checkpoint:
             )
 
     def loose_tensor(self, name: str) -> torch.Tensor:
-        """Returns the one tensor of a file beside the weights, read without running any code of it.
-
-        Raises:
-            DamagedFile: it holds something else.
-        """
+        """Returns the one tensor of a file beside the weights, read without running code, or raises a DamagedFile."""
         path = self.folder / name
         found = _unpickled(path)
         if not isinstance(found, torch.Tensor):
@@ -269,12 +219,11 @@ class Checkpoint:
 
     @property
     def _has_weights(self) -> bool:
-        """Whether all files of weights are here."""
+        """Whether all files of weights are local."""
         names = listed_files(self.folder) or [WEIGHTS]
         return self._is_pickled or all((self.folder / name).is_file() for name in names)
 
     def _unpickled(self) -> dict[str, torch.Tensor]:
-        """The weights of an older file."""
         path = self.folder / _PICKLED
         found = _unpickled(path)
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -283,15 +232,15 @@ class Checkpoint:
 
 
 def _unpickled(path: Path) -> Any:
-    """What a file of PyTorch holds. It is read without running any code of it.
+    """Contents of a PyTorch file, read without running code from it.
 
-    A file of today's layout, a zip archive, is mapped, not loaded; PyTorch maps no older one.
+    Files in today's layout, a zip archive, are memory-mapped; PyTorch maps no older ones.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except MemoryError:
         raise
-    except Exception as error:  # a damaged pickle raises what it likes, among it errors of seeking beyond its end
+    except Exception as error:  # a damaged pickle may raise anything, even errors of seeking beyond its end
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         told = printable(error) or type(error).__name__

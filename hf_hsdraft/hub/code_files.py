@@ -1,6 +1,6 @@
-"""The code that travels with a drafter: found by its imports, flattened, and an entry that names its classes.
+"""The code that travels with a drafter: collected by its imports, flattened, with an entry that names its classes.
 
-transformers looks for a repository's code beside the entry file only, by lines such as `from .module import name`. So
+transformers looks for a repository's code only beside the entry file, by lines such as `from .module import name`. So
 each file is copied under its own name into one folder, and its relative imports are rewritten to one dot and the name
 of the file.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from ..core.checks import FORMAT_VERSION, is_code_file
 from .drafter_files import CONFIG, read_json
 
-ENTRY = "hub_entry"  # of the code that travels
+ENTRY = "hub_entry"  # of travelling code
 RECIPE = Path(__file__).with_name("generate_recipe.py")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WITHOUT_NETWORK = _PACKAGE / "drafters/base/plain_drafter.py"
@@ -63,10 +63,9 @@ _RELATIVE = re.compile(r"from\s+\.[.\w]*\s+import\b")
 
 
 def relative_imports(path: Path) -> Iterator[tuple[int, Path]]:
-    """Line number (from 0) and file of each relative import of a module.
+    """Yields line number (from 0) and file of each relative import of a module.
 
-    Raises:
-        ImportError: an import names no file: travelling code imports names from files, never a package or a folder.
+    Raises an ImportError for an import of a package or a folder: travelling code imports names from files.
     """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -81,10 +80,9 @@ def relative_imports(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def closure(entries: Sequence[Path]) -> list[Path]:
-    """Some files and all that they import, directly or not, ordered by name.
+    """Files and all that they import, directly or not, ordered by name.
 
-    Raises:
-        ImportError: see `relative_imports`; or two files have the same name, and could not lie in one folder.
+    Raises an ImportError, as `relative_imports`, and if two files have the same name and would collide in one folder.
     """
     found: set[Path] = set()
     waiting = [path.resolve() for path in entries]
@@ -101,7 +99,7 @@ def closure(entries: Sequence[Path]) -> list[Path]:
 
 
 def flattened(path: Path) -> str:
-    """The text of a module with every relative import rewritten to `from .file import ...`."""
+    """A module's text with each relative import rewritten to `from .file import ...`."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for line, file in relative_imports(path):
         lines[line] = _RELATIVE.sub(f"from .{file.stem} import", lines[line], count=1)
@@ -109,7 +107,7 @@ def flattened(path: Path) -> str:
 
 
 def write_flat(entries: Sequence[Path], folder: Path) -> list[str]:
-    """Writes the closure of some files into a folder, flattened; returns the names of the files."""
+    """Writes the flattened closure of some files into a folder; returns the file names."""
     files = closure(entries)
     for path in files:
         (folder / path.name).write_text(flattened(path), encoding="utf-8")
@@ -117,10 +115,10 @@ def write_flat(entries: Sequence[Path], folder: Path) -> list[str]:
 
 
 def write_code(family: Any, folder: Path) -> str:
-    """Writes the code of a family of drafters into a folder; returns the module that its classes are loaded by.
+    """Writes a drafter family's code into a folder; returns the module that its classes are loaded from.
 
-    A family of this package brings an entry, which hands over to the package where that is installed, and what drafts
-    without it. One from elsewhere brings the files of its class and of its configuration, which import this package.
+    A family of this package brings an entry, which uses the package where it is installed, and what drafts without it.
+    A foreign family brings the files of its class and its configuration, which import this package.
     """
     config = family.config_class
     own, of_config = (Path(inspect.getfile(each)).resolve() for each in (family, config))
@@ -145,15 +143,15 @@ def write_code(family: Any, folder: Path) -> str:
 
 
 def stands_alone(auto_map: Any) -> bool:
-    """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
-    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    """Whether the travelling code runs without the package; that of foreign families imports it."""
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter in older drafters
     return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
 
 
 def former_code(folder: Path) -> set[str]:
     """Returns the names of the code files that the drafter in a folder was saved with.
 
-    Its configuration lists them. Before there was a list, they are what the entries import.
+    They come from its configuration, or in older folders from what the entries import.
     """
     config = read_json(folder / CONFIG)
     listed, auto_map = config.get("code_files"), config.get("auto_map")

@@ -1,4 +1,4 @@
-"""Finding a drafter's files, here or on the Hub, and checking them before anything is allocated for them."""
+"""Finds a drafter's files, local or on the Hub, and checks them before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safet
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
-METHOD_FILES = tuple(offered("file"))  # what methods keep beside the weights of a drafter
+METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
-SPECULATOR = "speculator_model"  # type of all drafters in the format of the package speculators
+SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-_NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names that mean something to whoever reads the file
+_NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
 
 
 class DamagedFile(ValueError):
-    """A file is not what it should be; `paths` are those of the files that may be damaged."""
+    """A file is not what it should be; `paths` are the files that may be damaged."""
 
     def __init__(self, message: str, *paths: Path) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class DamagedFile(ValueError):
 
 
 class NotFetched(OSError):
-    """A repository could not be fetched from the Hub; `__cause__` is what its client raised."""
+    """A repository could not be fetched; `__cause__` is the Hub client's error."""
 
     def __init__(self, name: str, revision: str, error: Exception) -> None:
         super().__init__(f"{name} at {revision!r} could not be fetched: {error}")
@@ -53,7 +53,7 @@ class NotFetched(OSError):
 
 
 def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Takes out of the arguments of a call to load what the Hub is asked with, and the subfolder."""
+    """Pops the Hub's arguments and the subfolder from the arguments of a load."""
     hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
     return hub, kwargs.pop("subfolder", None) or ""
 
@@ -63,8 +63,7 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
 
     Args:
         patterns: Files to fetch from the Hub.
-        subfolder: Where they are in the repository.
-        hub: What to ask the Hub with, of `HUB_ARGUMENTS`.
+        hub: Arguments for the Hub, of `HUB_ARGUMENTS`.
 
     Raises:
         OSError: There is no such folder or repository, or the Hub cannot be reached and nothing complete is cached.
@@ -82,10 +81,9 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
 
 
 def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **hub: Any) -> Path:
-    """Returns the folder of a drafter with all that loading needs; weights are fetched only if it is a drafter.
+    """Returns a drafter's folder with all that loading needs; weights are fetched only if it is a drafter.
 
-    Raises:
-        OSError, DamagedFile, ValueError: As `find_folder` and `check_is_drafter`.
+    Raises the errors of `find_folder` and `check_is_drafter`.
     """
     folder = find_folder(name, DESCRIBED, subfolder, **hub)
     check_is_drafter(folder, model_type)
@@ -97,12 +95,7 @@ def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object of a drafter's folder.
-
-    Raises:
-        OSError: The file is missing.
-        DamagedFile: It is too large, or no JSON object.
-    """
+    """Returns a JSON object of a drafter's folder. Raises an OSError if it is missing, and a DamagedFile."""
     if not path.is_file():
         raise OSError(f"{path.parent} has no {path.name}: it is no drafter's folder, or not all of one")
     if path.stat().st_size > _LARGEST_JSON:
@@ -117,16 +110,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def type_in(config: Mapping[str, Any]) -> str | None:
-    """Returns the type of model that a config.json stands for; `None` if it names none.
-
-    Files in the format of the package speculators name no `model_type`. All of them are of one type here, with those
-    that name one.
-    """
+    """Returns the model type of a config.json, or `None`. All speculators files, which name none, share one."""
     return SPECULATOR if "speculators_model_type" in config else config.get("model_type")
 
 
 def check_is_drafter(folder: Path, model_type: str | None) -> None:
-    """Raises a ValueError or OSError for a folder of something else, such as a target's or an adapter's."""
+    """Raises a ValueError or OSError for another kind of folder, such as a target's or an adapter's."""
     if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} is an adapter: load the drafter it adapts, then drafter.load_adapter() with this")
     config = read_json(folder / CONFIG)
@@ -141,12 +130,7 @@ def check_is_drafter(folder: Path, model_type: str | None) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in a folder.
-
-    Raises:
-        OSError: There are none, or some that the index names are missing.
-        DamagedFile: The index names files elsewhere.
-    """
+    """Returns the files of weights in a folder. Raises an OSError if any is missing, and a DamagedFile."""
     names = [WEIGHTS] if (folder / WEIGHTS).is_file() else listed_files(folder) or [WEIGHTS]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise OSError(f"{folder} has no {few(missing)}; weights are read from safetensors files only")
@@ -171,17 +155,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, str] | None) -> None:
-    """Checks the files of weights by their headers and digests.
-
-    Args:
-        shapes: Shape of every tensor that the configuration describes.
-        expected: Digests by file name, where the drafter has any.
+    """Checks the files of weights by their headers, and by their SHA-256 digests where those are known.
 
     Raises:
         OSError: Files are missing.
         DamagedFile: They are damaged.
-        ValueError: They hold other tensors. This is no warning: a drafter that is partly random decodes correctly,
-            only slowly.
+        ValueError: They hold other tensors. This is no warning: a partly random drafter decodes correctly, only slowly.
     """
     found: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
@@ -210,7 +189,7 @@ def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], expected: M
 
 
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a file of weights, by its header."""
+    """Shapes of a file's tensors, from its header."""
     shapes = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -228,7 +207,7 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights in a folder, by name. Raises a DamagedFile if some are no numbers."""
+    """Returns the weights in a folder, by name. Raises a DamagedFile for NaN or infinity."""
     return {
         name: checked_numbers(path, name, tensor)
         for path in weight_files(folder)
@@ -237,7 +216,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of a file. Raises a DamagedFile if it holds NaN or infinity, with which nothing is drafted."""
+    """Returns the tensor. Raises a DamagedFile if it holds NaN or infinity, with which nothing is drafted."""
     if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(tensor.isfinite().all()):
         raise DamagedFile(
             f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state of the "
@@ -248,7 +227,6 @@ def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):

@@ -1,4 +1,4 @@
-"""What to do about errors of loading: why the Hub gave nothing, and damaged files in its cache."""
+"""Remedies for errors of loading: why the Hub returned nothing, and damaged files in its cache."""
 
 from __future__ import annotations
 
@@ -25,15 +25,9 @@ from .drafter_files import DamagedFile, NotFetched, sha256
 
 @contextmanager
 def loading(name: Any, offline: bool = False) -> Iterator[None]:
-    """Says why the Hub gave nothing, and deletes damaged files from its cache, to be fetched by the next call.
+    """Explains why the Hub returned nothing, and deletes damaged files from its cache, to be fetched by the next call.
 
-    Args:
-        name: folder or repository that is loaded.
-        offline: whether the Hub is not asked.
-
-    Raises:
-        OSError: There is no such repository, or the Hub cannot be reached.
-        ValueError: A file is damaged.
+    Raises an OSError if a repository is missing or cannot be reached, and a ValueError for a damaged file.
     """
     try:
         yield
@@ -78,10 +72,10 @@ def _why_not_fetched(failure: NotFetched) -> str:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether a file of the cache is not what it is named by there: its SHA-256, or as a blob of git its SHA-1."""
+    """Whether a cached file does not match its name: its SHA-256, or as a git blob its SHA-1."""
     name = path.resolve().name
     if not path.is_file() or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name):
-        return path.is_file()  # a cache without links does not tell
+        return path.is_file()  # unknown in a cache without links
     if len(name) == 64:
         return sha256(path) != name
     content = path.read_bytes()
@@ -89,11 +83,11 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _forget(damaged: Sequence[Path]) -> str:
-    """Deletes files of the cache; returns what to do then."""
+    """Deletes files of the cache; returns what to do next."""
     try:
         for path in damaged:
-            path.resolve().unlink(missing_ok=True)  # the cache's snapshots are links, where the system has them
+            path.resolve().unlink(missing_ok=True)  # snapshots are links, where the system has them
             path.unlink(missing_ok=True)
-    except OSError:  # a cache that may only be read
+    except OSError:  # a read-only cache
         return "delete it from the cache"
     return "it was removed from the cache: repeat the call to download it again"

@@ -1,6 +1,6 @@
-"""What `model.generate(..., custom_generate="user/drafter", trust_remote_code=True)` runs.
+"""Run by `model.generate(..., custom_generate="user/drafter", trust_remote_code=True)`.
 
-It lies at `custom_generate/generate.py` in the repository of a drafter, and decodes with that drafter.
+It is `custom_generate/generate.py` in a drafter's repository, and decodes with that drafter.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ _OF_THE_HUB = ("revision", "code_revision", "token", "cache_dir", "local_files_o
 def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
     """Loads the drafter, once for a repository, a dtype and a device, and decodes with it as `assistant_model`.
 
-    Args:
-        model: The target.
-        kwargs: What `generate()` was given, and arguments for loading such as `revision`.
-
-    Raises:
-        ValueError: There is an `assistant_model` too.
+    `kwargs` are arguments of `generate()`, and of loading, such as `revision`. Raises a ValueError if there is an
+    `assistant_model` too.
     """
     if assistant_model is not None:
         raise ValueError("custom_generate loads its own drafter: leave assistant_model out, or custom_generate")
     loading = {name: kwargs.pop(name) for name in _OF_THE_HUB if kwargs.get(name) is not None}
-    # transformers does not tell a recipe which repository it is from; the caller's own variable does.
+    # transformers passes a recipe no repository name; the caller's own variable has it.
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     repository = None if caller is None else caller.f_locals.get("custom_generate")
     if not isinstance(repository, str | os.PathLike):

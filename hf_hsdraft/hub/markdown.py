@@ -1,4 +1,4 @@
-"""Parts of Markdown, made of text that somebody else wrote."""
+"""Markdown from untrusted text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with one line for each row."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell(each) for each in line)} |" for line in lines)
 
@@ -18,5 +17,4 @@ def cell(value: Any) -> str:
 
 
 def code(text: str) -> str:
-    """A name as it is typed."""
     return f"`{cell(text).replace('`', '')}`"

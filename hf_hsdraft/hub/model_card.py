@@ -1,4 +1,4 @@
-"""The card of a drafter, made of the files beside it. What was not measured is a visible gap, never a number."""
+"""A drafter's card, made of the files beside it. What was not measured is a visible gap, never a number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CAPTIONS = {
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """How a drafter was trained, by its folder; what is malformed is left out."""
+    """How the drafter in a folder was trained; malformed parts are left out."""
     recipe = _read(folder / RECIPE)
     lists = {name: recipe.get(name) for name in ("limits", "notes", "commands", "language", "datasets")}
     texts = {name: recipe[name] for name in ("license", "adapts", "target") if isinstance(recipe.get(name), str)}
@@ -48,9 +48,9 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """What was measured of a drafter, by its folder; what is malformed counts as not measured."""
+    """Measurements of the drafter in a folder; malformed ones count as not measured."""
     figures = _read(folder / FIGURES)
-    if "history" in figures:  # as format 1 has it
+    if "history" in figures:  # format 1
         figures = {"training": figures}
     benchmarks, training = figures.get("benchmarks"), figures.get("training")
     history = training.get("history") if isinstance(training, dict) else None
@@ -100,10 +100,9 @@ def _are_texts(value: Any) -> bool:
 
 
 def write_card(folder: Path, name: str) -> None:
-    """Writes `README.md` into a drafter's folder (or an adapter's), unless there is one that somebody wrote.
+    """Writes `README.md` into a drafter's or adapter's folder, unless there is a hand-written one.
 
-    Args:
-        name: Name of the drafter, as the card's examples load it.
+    `name` is the name by which the card's examples load the drafter.
     """
     path = folder / CARD
     if path.is_file() and not is_generated(path):
@@ -114,7 +113,6 @@ def write_card(folder: Path, name: str) -> None:
 
 
 def render_card(folder: Path, name: str) -> str:
-    """The text of the card; see `write_card`."""
     config, recipe, figures = _read(folder / CONFIG), read_recipe(folder), read_figures(folder)
     benchmarks = figures["benchmarks"]
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -147,7 +145,7 @@ def render_card(folder: Path, name: str) -> str:
 def _metadata(
     name: str, target: str, adapts: str | None, recipe: Mapping[str, Any], benchmarks: Sequence[Any]
 ) -> ModelCardData:
-    """What the Hub lists. No `pipeline_tag`, and a library of its own: a drafter alone generates no text."""
+    """The Hub's metadata. No `pipeline_tag`, and an own library: a drafter alone generates no text."""
     results = [
         EvalResult(
             task_type="text-generation",
@@ -179,7 +177,7 @@ def _metadata(
 
 
 def circumstances(settings: Mapping[str, Any]) -> list[str]:
-    """What tells measurements of one variant apart."""
+    """What distinguishes measurements of one variant."""
     drawn = [f"temperature {settings['temperature']}"] if settings.get("temperature") else []
     drawn += [f"top-k {top_k}"] if drawn and (top_k := settings.get("top_k")) is not None else []
     return [settings["dtype"], f"{settings['max_new_tokens']} tokens", *drawn]
@@ -222,10 +220,9 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
 
 
 def trunk_in_words(config: Mapping[str, Any]) -> str:
-    """Returns how many layers of a hidden-state drafter read the text and roll on, and what takes turns by step.
+    """Returns how many layers of a hidden-state drafter read the text and roll out, and what alternates by step.
 
-    Args:
-        config: fields of its configuration. Those of earlier versions may be missing.
+    Fields of `config` from earlier versions may be missing.
     """
     layers, modules = config.get("num_hidden_layers", 1), config.get("num_step_modules", 1)
     rolled = config.get("num_roll_layers") or layers
@@ -234,7 +231,7 @@ def trunk_in_words(config: Mapping[str, Any]) -> str:
 
 
 def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
-    """What a drafter of another family is."""
+    """Describes a drafter of another family."""
     reads = "It reads hidden states of the model. " if reads_states else ""
     family = config.get("speculators_model_type") or config.get("model_type")
     return (
@@ -245,7 +242,7 @@ def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
 
 
 def _use(name: str, target: str, adapts: str | None, auto_map: Any) -> str:
-    """How to load a drafter; by the code beside it too, where `auto_map` names some."""
+    """How to load a drafter; also by the code beside it, where `auto_map` names some."""
     quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
     model = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -305,7 +302,7 @@ def _training(recipe: Mapping[str, Any]) -> str:
 
 
 def _lossy(folder: Path) -> str:
-    """What the folder holds for lossy verification; empty for nothing."""
+    """The section on what the folder holds for lossy verification, or an empty string."""
     rule, parts = _read(folder / OPTIONS).get("verification"), []
     if is_lossy(rule):
         parts.append(
@@ -328,11 +325,7 @@ def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
 
 
 def parameters_and_bytes(folder: Path) -> tuple[int, int]:
-    """Parameters and bytes of the weights in a folder.
-
-    Raises:
-        OSError: There are none.
-    """
+    """Numbers of parameters and bytes of the weights in a folder. Raises an OSError if there are none."""
     files, parameters = weight_files(folder), 0
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -341,6 +334,6 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
 
 
 def is_generated(card: Path) -> bool:
-    """Whether a card was made of the files beside it, and may be made anew."""
+    """Whether a card was generated, and may be generated again."""
     text = card.read_text(encoding="utf-8", errors="replace")
     return MARK in text or (_OLD_MARK in text and (card.parent / RECIPE).is_file())

@@ -1,4 +1,4 @@
-"""A drafter is loaded, saved and sent by transformers' own methods: checked before, a whole repository after."""
+"""Loading, saving and pushing a drafter by transformers' methods, with checks before and a whole repository after."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ class PretrainedDrafter(PreTrainedModel):
 
     @classmethod
     def family(cls) -> Any:
-        """Returns the class whose code travels: the first with this configuration that this one is derived from.
+        """Returns the class whose code travels: the most basic one with this configuration.
 
-        Raises:
-            TypeError: None of them can draft.
+        Raises a TypeError if none can draft.
         """
         able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
         if not able:
@@ -66,8 +65,7 @@ class PretrainedDrafter(PreTrainedModel):
     def code_map(cls, entry: str) -> dict[str, str]:
         """Returns the `auto_map` to save: the family's, and a derived class where it was registered.
 
-        Args:
-            entry: Module of the code that travels by which the family's class is loaded.
+        `entry` is the travelling module that the family's class is loaded from.
         """
         family = cls.family()
         config = family.config_class
@@ -82,11 +80,7 @@ class PretrainedDrafter(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """Makes the code of a class derived from a drafter travel with it; that of a drafter itself always does.
-
-        Raises:
-            ValueError: Another auto class is asked for.
-        """
+        """Makes the code of a derived class travel with it; a family's always does. Refuses other auto classes."""
         name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
         if name != "AutoModel":
             raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
@@ -102,12 +96,12 @@ class PretrainedDrafter(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Loads a drafter as every model of transformers, from safetensors only, checked before it is built.
+        """Loads a drafter like any model of transformers, but from safetensors only, and checked before it is built.
 
         Args:
             pretrained_model_name_or_path: Folder or Hub name of a drafter.
             kwargs: As in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
-                from. Fields of the configuration may be given by name too, and go before what it says.
+                from. Fields of the configuration may be given by name too, and override it.
 
         Raises:
             OSError: There is no such folder or repository, or it holds no configuration or no weights.
@@ -130,7 +124,7 @@ class PretrainedDrafter(PreTrainedModel):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, getattr(config, "weights_digest", None))
             options = stored_options(folder / OPTIONS)
-        # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
+        # Pass tensors, not the folder, where transformers would look for adapters and other weights.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
@@ -145,7 +139,7 @@ class PretrainedDrafter(PreTrainedModel):
     def _configuration(
         cls, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
     ) -> Any:
-        """Returns the configuration to build a drafter by: `given`, or read from there, or from the weights' folder."""
+        """Returns the configuration to build with: `given`, or read from there, or from the weights' folder."""
         kind = cls.config_class
         if given is None:
             return kind.from_dict(read_json(folder / CONFIG), **overrides)
@@ -154,7 +148,7 @@ class PretrainedDrafter(PreTrainedModel):
                 source = find_folder(given, DESCRIBED, subfolder, **hub)
                 check_is_drafter(source, kind.model_type)
                 config = kind.from_dict(read_json(source / CONFIG), **overrides)
-            # The digests are of the weights beside a configuration, and other weights are loaded here.
+            # The source's digests are of its own weights, and other weights are loaded here.
             config.weights_digest = read_json(folder / CONFIG).get("weights_digest")
             return config
         if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
@@ -168,7 +162,7 @@ class PretrainedDrafter(PreTrainedModel):
         return config
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
-        """Takes drafting options that were given to `from_pretrained`; those beside the weights are read there."""
+        """Sets given drafting options; `from_pretrained` reads those beside the weights."""
         if generation_config is not None:
             self.generation_config = generation_config
 
@@ -180,11 +174,11 @@ class PretrainedDrafter(PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, the adapter only.
+        """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, only the adapter.
 
         Args:
             save_directory: Created if missing. Its files are replaced when all are written.
-            push_to_hub: Whether to send it to the Hub too, as `repo_id` or by the folder's name.
+            push_to_hub: Whether to push it to the Hub too, as `repo_id` or by the folder's name.
 
         Raises:
             ValueError: A drafting option is out of range.
@@ -202,7 +196,7 @@ class PretrainedDrafter(PreTrainedModel):
             if push_to_hub and self.should_save_on_this_rank(is_main_process):
                 push(folder, name, **hub)
             return
-        with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
+        with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
             with complete_folder(folder) as partial:
                 super().save_pretrained(partial, **saving)
                 complete(self, partial, folder)
@@ -212,15 +206,14 @@ class PretrainedDrafter(PreTrainedModel):
                 push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see `hub.pushing.push`.
+        """Pushes a drafter's whole repository to the Hub, or only a loaded adapter; see `hub.pushing.push`.
 
         Args:
             repo_id: `"user/name"`, created if there is none.
             kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
                 `commit_description`; `max_shard_size` as in `save_pretrained`.
 
-        Returns:
-            The commit, a `huggingface_hub.CommitInfo`.
+        Returns the commit, a `huggingface_hub.CommitInfo`.
 
         Raises:
             OSError: The Hub refuses or cannot be reached.
@@ -239,22 +232,18 @@ class PretrainedDrafter(PreTrainedModel):
 
 
 def fields_of(config_class: Any) -> set[str]:
-    """Returns the names of the fields that a configuration of transformers takes."""
+    """Returns the names of a configuration's fields."""
     own = {each.name for each in settings(config_class)} | set(inspect.signature(config_class.__init__).parameters)
     return own - {"self", "kwargs"}
 
 
 def stored_options(path: Path) -> dict[str, Any]:
-    """Returns the drafting options in a file; none if there is no such file.
-
-    Raises:
-        DamagedFile: it is no JSON object.
-    """
+    """Returns the drafting options in a file, if it exists. Raises a DamagedFile if it is no JSON object."""
     return without_lossy(drafting_options(read_json(path)), path.parent) if path.is_file() else {}
 
 
 def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the drafting options of a folder without a saved lossy rule, or one that is not here, and warns of it.
+    """Returns the drafting options of a folder without a lossy or unknown rule, with a warning.
 
     A saved lossy rule is ignored: the loading code must ask for it.
     """
@@ -274,7 +263,7 @@ def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _unpublished(options: dict[str, Any]) -> str:
-    """What a warning says of saved options of lossy rules that are not as published; empty where all are."""
+    """The part of a warning about saved options of lossy rules that are not the published ones."""
     published = {option.name: option.default for option in rule_options(options, lossy=True)}
     told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
             if options.get(name, default) not in (None, default)]  # fmt: skip
@@ -282,6 +271,6 @@ def _unpublished(options: dict[str, Any]) -> str:
 
 
 def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Of a stored generation configuration what is about drafting; unknown names too, so that they can be told."""
+    """The drafting options of a stored generation configuration, with unknown names, so that they can be reported."""
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

@@ -1,13 +1,13 @@
-"""The repository that a drafter becomes when it is saved.
+"""The repository that a saved drafter becomes.
 
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights
     refiner/ and others                     files of methods, see `METHOD_FILES`
-    *.py, custom_generate/                  the code, for those who have not installed it
+    *.py, custom_generate/                  the code, for use without the package
     training_recipe.json, figures.json      how it was trained, what was measured
     README.md, *.png                        the card, made of those
 
-Nothing else is ever sent: no optimizer's state, no path and no user name of this machine.
+Nothing else is pushed: no training state, local path or user name.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from .model_card import is_generated, write_card
 
 logger = logging.get_logger(__name__)
 
-REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of the code that travels
+REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of travelling code
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write into; its files replace those in `folder` one by one when all are written.
+    """Yields a folder to write into; its files replace those in `folder` when all are written, the configuration last.
 
-    A process that has the old files open or mapped goes on with the old ones. Files of a former drafter that the new
-    one has not are deleted, its code among them; those of anybody else stay.
+    A process that has old files open or mapped keeps them. Files of a former drafter, code included, that the new one
+    lacks are deleted; all other files stay.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
@@ -78,37 +78,37 @@ def complete_folder(folder: Path) -> Iterator[Path]:
                 path.unlink(missing_ok=True)
         if former:
             _remove_method_files(folder, written)
-        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
+        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # a leftover would be read instead
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if new and not any(folder.iterdir()):  # nothing came of it
+        if new and not any(folder.iterdir()):  # nothing was written
             folder.rmdir()
 
 
 def is_ours(name: str, code: Collection[str]) -> bool:
-    """Whether a drafter brings a file of a repository: weights, files of methods, documents, or its `code`."""
+    """Whether a file belongs to a drafter: weights, files of methods, documents, or its `code`."""
     ours = (WEIGHTS, INDEX, *METHOD_FILES, *DOCUMENTS)
     return name in ours or name in code or bool(_SHARD.fullmatch(name))
 
 
 def complete(drafter: Any, partial: Path, folder: Path) -> None:
-    """Adds to saved weights what else belongs into the repository.
+    """Adds the rest of the repository to saved weights.
 
-    The recipe of the folder that a drafter was loaded from comes along, and its figures if these are its weights.
+    The recipe of the folder that a drafter was loaded from comes along, and its figures if the weights are the same.
 
     Args:
         drafter: Its configuration gets the digests of the weights and the names of the code files.
         partial: Holds configuration, options and weights.
-        folder: Where they will go. A card that somebody wrote there stays.
+        folder: The destination. A hand-written card there stays.
     """
     config, source = drafter.config, drafter.loaded_from
     config.weights_digest = digests(partial)
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(getattr(config, "target_name", ""))
     entry = write_code(drafter.family(), partial)
-    config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
+    config.auto_map = drafter.code_map(entry)  # replaces another repository's
     if drafter.taps and not hasattr(config, "target_tap_layers"):
         config.reads_states = True  # for the card
     config.code_files = sorted(path.name for path in partial.glob("*.py"))
@@ -122,15 +122,15 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):
         bring_known(folder, partial)
     card = folder / CARD
-    if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
+    if card.is_file() and not is_generated(card):  # a hand-written card stays, whatever the weights
         shutil.copyfile(card, partial / CARD)
     write_card(partial, folder.resolve().name)
 
 
 def bring_known(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter, see `_bring_documents`, and what methods keep beside it.
+    """Copies a drafter's documents, see `_bring_documents`, and files of methods.
 
-    Files of methods come along whatever became of the weights: they fit the vocabulary, or are of the target.
+    The latter come along even if the weights changed: they fit the vocabulary, or belong to the target.
     """
     _bring_documents(source, partial)
     for name in METHOD_FILES:
@@ -140,7 +140,7 @@ def bring_known(source: Path, partial: Path) -> None:
 
 
 def _remove_method_files(folder: Path, kept: Collection[Path]) -> None:
-    """Deletes the files of methods beside a former drafter that are not among others, and folders without files."""
+    """Deletes a former drafter's files of methods unless kept, and folders left empty."""
     for path in (folder / name for name in METHOD_FILES if Path(name) not in kept):
         path.unlink(missing_ok=True)
         if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -148,7 +148,7 @@ def _remove_method_files(folder: Path, kept: Collection[Path]) -> None:
 
 
 def _bring_documents(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter; after a change of its weights, only where it comes from."""
+    """Copies a drafter's documents; after a change of its weights, only the recipe."""
     documents = [name for name in DOCUMENTS if (source / name).is_file()]
     if _same_weights(source, partial):
         for name in documents:
@@ -162,7 +162,7 @@ def _bring_documents(source: Path, partial: Path) -> None:
 
 
 def _same_weights(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same values, in whatever files and dtypes."""
+    """Whether two folders hold the same values, in any files and dtypes."""
     try:
         first, second = tensors(one), tensors(other)
     except (OSError, ValueError):

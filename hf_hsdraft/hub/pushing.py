@@ -1,4 +1,4 @@
-"""Sending drafters, adapters and data sets to the Hub."""
+"""Pushes drafters, adapters and data sets to the Hub."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
-    """Sends the folder of a drafter or an adapter to the Hub, in one commit.
+    """Pushes the folder of a drafter or an adapter to the Hub, in one commit.
 
-    Of what is there, files of a former version of the drafter are deleted and a card that somebody wrote is kept;
-    other files are not touched. An adapter deletes nothing. The card in a drafter's folder is written again.
+    In the repository, files of a former version of the drafter are deleted, a hand-written card is kept, and other
+    files are not touched. An adapter deletes nothing. The card in a drafter's folder is written again.
 
     Args:
-        repo_id: Name of the repository, created if there is none.
+        repo_id: Created if there is none.
         options: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
             `commit_description`.
 
@@ -70,16 +70,9 @@ def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], fold
 
 
 def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
-    """Sends what a drafter's `save_pretrained` writes to the Hub as it is, in one commit.
+    """Pushes what a drafter's `save_pretrained` writes as it is, in one commit.
 
-    Args:
-        drafter: the drafter.
-        repo_id: `"user/name"`, created if there is none.
-        options: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
-
-    Raises:
-        OSError: The Hub refuses or cannot be reached.
-        ValueError: A private repository was asked for, and there is a public one.
+    Options and errors are as in `push`, but other files of the repository are ignored.
     """
     with tempfile.TemporaryDirectory() as folder:
         drafter.save_pretrained(folder)
@@ -88,7 +81,7 @@ def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:
-    """Copies an adapter and its documents into a folder, without paths of this machine; returns that folder."""
+    """Copies an adapter and its documents without local paths; returns `staged`."""
     for name in (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, staged / name)
@@ -101,18 +94,10 @@ def stage_adapter(folder: Path, staged: Path) -> Path:
 def prepare_repository(
     repo_id: str, options: dict[str, Any], repo_type: str | None = None
 ) -> tuple[HfApi, str, set[str]]:
-    """Makes sure that a repository of the Hub and the branch to write to exist.
+    """Creates a repository of the Hub and the branch to write to, if missing; pops `token` and `private`.
 
-    Args:
-        repo_id: Name of the repository.
-        options: Of a push. `token` and `private` are taken out of them.
-        repo_type: `"dataset"` for a data set; `None` for a model.
-
-    Returns:
-        The client to send with, the full name of the repository, and the names of the files that are there.
-
-    Raises:
-        ValueError: `private` was asked for, and the repository is public.
+    Returns the Hub's client, the full name of the repository, and the names of its files. Raises a ValueError if
+    `private` was asked for, and the repository is public.
     """
     api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
     revision = options.get("revision")
@@ -127,7 +112,7 @@ def prepare_repository(
 def leave_foreign_card(
     api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path, repo_type: str | None = None
 ) -> None:
-    """Takes a generated card out of what is sent, where the repository has one that somebody wrote."""
+    """Drops a generated card from what is pushed, where the repository has a hand-written one."""
     if CARD not in there or not is_generated(folder / CARD):
         return
     with tempfile.TemporaryDirectory() as place:
@@ -138,10 +123,10 @@ def leave_foreign_card(
 
 @contextmanager
 def told(repo_id: str) -> Iterator[None]:
-    """Says what to do about what the Hub or the way to it refuses."""
+    """Adds remedies to errors of the Hub or the connection."""
     try:
         yield
-    except RuntimeError as error:  # the client wraps what went wrong with one of the files
+    except RuntimeError as error:  # the client wraps errors of single files
         raise OSError(f"{error} ({error.__cause__}); nothing was committed, repeat the call") from error
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code in (401, 403):
@@ -150,5 +135,5 @@ def told(repo_id: str) -> Iterator[None]:
                 "(`hf auth login`, or HF_TOKEN) with a token that may write there"
             ) from error
         raise
-    except HTTPError as error:  # a connection that broke
+    except HTTPError as error:  # a broken connection
         raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error

@@ -1,4 +1,4 @@
-"""What every drafter in the format of the package speculators says of itself, whatever its kind."""
+"""The common fields of drafters in the format of the package speculators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def speculators_type(checkpoint: Checkpoint) -> str:
 
 
 def target_of(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Returns the name of the target in a config.json, as it may be published, and its class names, as far as named."""
+    """Returns the target's publishable name and its class names in a config.json, as far as named."""
     found: Any = config
     for name in ("speculators_config", "verifier"):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -32,11 +32,7 @@ def target_of(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def check_proposals(config: Fields) -> None:
-    """Reads `speculators_config`, if there is one.
-
-    Raises:
-        ValueError: its drafts are to be accepted by a rule that changes the text.
-    """
+    """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
     proposals = config.table("speculators_config", None)
     methods, place = proposals.values.get("proposal_methods") if proposals else None, f"{_PROPOSALS}.proposal_methods"
     if not isinstance(methods, list | None):
@@ -51,14 +47,7 @@ def check_proposals(config: Fields) -> None:
 def speculators_fields(
     kind: str, num_draft_steps: int, target_name: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the fields of config.json that all drafters in this format have.
-
-    Args:
-        kind: kind of drafter, `"eagle3"` or `"dspark"`.
-        num_draft_steps: number of tokens of a drafted chain.
-        target_name: name of the target; empty if it has none, which is written as null.
-        architectures: class names of the target.
-    """
+    """Returns the common fields of config.json for `kind` `"eagle3"` or `"dspark"`; no `target_name` becomes null."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_draft_steps,

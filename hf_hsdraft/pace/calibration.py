@@ -1,4 +1,4 @@
-"""Counts on a text how often drafted tokens are right, by how sure the drafter is of them."""
+"""Counts how often drafted tokens are right, by the drafter's confidence."""
 
 from __future__ import annotations
 
@@ -14,30 +14,23 @@ from ..core.tuning import TUNING
 class Calibration:
     """How often a drafted token is right, by the probability that the drafter gives it after its parent.
 
-    The tokens are counted in bins of that probability. As long as a bin has few, the totals of all bins say what is
-    assumed of it.
-
-    Attributes:
-        trials: for each bin, the number of tokens that were compared with the text.
-        hits: for each bin, the number of these that were right.
-        expected: sum of the probabilities of all tokens that were compared.
-        right: number of all tokens that were right.
+    Tokens are counted in bins of that probability. While a bin has few, its prior comes from the totals of all bins.
     """
 
     trials: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
     hits: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
-    expected: float = TUNING.calibration_prior_right
-    right: float = TUNING.calibration_prior_right
+    expected: float = TUNING.calibration_prior_right  # sum of the probabilities of all compared tokens
+    right: float = TUNING.calibration_prior_right  # number of right tokens
 
     def probability(self, log_prob: float) -> float:
-        """Returns how often a token is right that the drafter gives this log-probability after its parent."""
+        """Returns how often a token with this log-probability after its parent is right."""
         place = _bin(log_prob)
         assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
         prior = TUNING.calibration_prior
         return (self.hits[place] + prior * assumed) / (self.trials[place] + prior)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Compares a tree with the tokens that were emitted after its root."""
+        """Compares a tree with the tokens emitted after its root."""
         children, node = tree.children(), 0
         for token in tokens:
             for drafted, child in children[node].items():
@@ -45,7 +38,7 @@ class Calibration:
                 place = _bin(log_prob)
                 self.expected += math.exp(log_prob)
                 self.right += drafted == token
-                if self.trials[place] >= TUNING.calibration_most:  # texts change, so earlier tokens come to weigh less
+                if self.trials[place] >= TUNING.calibration_most:  # texts change, so old tokens fade
                     self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
                 self.trials[place] += 1.0
                 self.hits[place] += drafted == token
@@ -56,7 +49,7 @@ class Calibration:
             self.expected, self.right = self.expected / 2, self.right / 2
 
     def applied(self, tree: DraftTree) -> DraftTree:
-        """Returns the same tree with scores that say how probable it is that its nodes are accepted."""
+        """Returns the tree with calibrated scores."""
         scores = [0.0]
         for node in range(1, len(tree)):
             parent = tree.parents[node]
@@ -65,7 +58,7 @@ class Calibration:
         return replace(tree, scores=tuple(scores))
 
     def softened(self) -> Calibration:
-        """Returns the same counts with less weight, for another text."""
+        """Returns the counts with less weight, for another text."""
         shares = [TUNING.calibration_kept / max(trials, TUNING.calibration_kept) for trials in self.trials]
         share = TUNING.calibration_kept / max(self.expected, TUNING.calibration_kept)
         return Calibration(
@@ -77,6 +70,5 @@ class Calibration:
 
 
 def _bin(log_prob: float) -> int:
-    """Returns the index of the bin that a log-probability belongs to."""
     bins = TUNING.calibration_bins
     return next((place for place, low in enumerate(bins) if log_prob >= low), len(bins))

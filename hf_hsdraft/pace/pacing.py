@@ -1,10 +1,10 @@
 """The pace: how deep to draft and how many nodes to verify, so that decoding takes the least time.
 
-All times are counted in plain rounds, see `round_costs`. An accepted token saves one plain round. A draft costs a part
-of one, and so does each verified node. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how
-often the drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace
-never changes the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered,
-and every run drafts the same trees.
+All times are in plain rounds, see `round_costs`. An accepted token saves one plain round; a draft and each verified
+node cost a part of one. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how often the
+drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace never changes
+the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered, and each run
+drafts the same trees.
 """
 
 from __future__ import annotations
@@ -25,42 +25,31 @@ from .round_costs import Costs, MeasuredCosts
 
 @dataclass
 class Habits:
-    """How the drafts of a text have been doing. The means and sums give more weight to later rounds.
-
-    Attributes:
-        calibration: how often drafted tokens are right.
-        gains: for each depth of a draft, the mean number of tokens that it adds, less the cost of verifying its nodes.
-        drafts: number of drafts behind `gains`.
-        tokens: mean number of tokens emitted in a round.
-        time: mean time of a round, in plain rounds.
-        accepted: number of drafted tokens that were accepted.
-        expected: number of drafted tokens that were expected to be accepted.
-        saved: number of plain rounds that drafting has saved of late, less what it cost; see `CostPace`.
-    """
+    """How well the drafts of a text have done. Means and sums give more weight to later rounds."""
 
     calibration: Calibration
-    gains: list[float]
-    drafts: int = 0
-    tokens: float = TUNING.first_tokens
-    time: float = TUNING.first_time
-    accepted: float = 0.0
-    expected: float = 0.0
-    saved: float = TUNING.first_saved
+    gains: list[float]  # by depth: mean number of tokens that it adds, less the cost of verifying its nodes
+    drafts: int = 0  # drafts behind `gains`
+    tokens: float = TUNING.first_tokens  # emitted in a round, mean
+    time: float = TUNING.first_time  # of a round, mean, in plain rounds
+    accepted: float = 0.0  # drafted tokens accepted
+    expected: float = 0.0  # drafted tokens expected to be accepted
+    saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
-        """Returns what is assumed of a drafter's first text, for drafts up to `depth`."""
+        """Returns the prior for a drafter's first text."""
         return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
 
     def of_depth(self, depth: int) -> Habits:
-        """Returns these habits for drafts up to another depth. An unknown gain is a fixed part of the one before."""
+        """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""
         gains = self.gains[:depth]
         while len(gains) < depth:
             gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
         return replace(self, gains=gains)
 
     def for_another_text(self) -> Habits:
-        """Returns what is expected of the next text: the same, with less weight against what will come."""
+        """Returns the habits with less weight, as a prior for the next text."""
         return replace(
             self,
             calibration=self.calibration.softened(),
@@ -72,60 +61,40 @@ class Habits:
 
     @property
     def trust(self) -> float:
-        """Number of tokens that were accepted for each token that was expected to be."""
+        """Number of accepted tokens for each expected one."""
         return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
 
     @property
     def rate(self) -> float:
-        """Number of tokens emitted in the time of a plain round; at least 1, which plain decoding has."""
+        """Tokens emitted in the time of a plain round; at least 1, the rate of plain decoding."""
         return max(self.tokens / self.time, 1.0)
 
 
 class Pace:
-    """How much to draft and to verify, round by round. The methods of this class limit nothing.
-
-    Attributes:
-        measures: whether rounds have to be timed.
-    """
+    """How much to draft and to verify in each round. This class limits nothing."""
 
     measures = False
 
     def plan(self, certain: float = 0.0) -> int:
-        """Begins a round and returns how deep to draft in it. Rounds without a draft are counted here.
+        """Begins a round and returns how deep to draft. Rounds without a draft are counted here.
 
-        Args:
-            certain: probability that the next token is among those that are proposed without a draft.
+        `certain` is the probability that the next token is among those proposed without a draft.
         """
         return sys.maxsize
 
     def scored(self, tree: DraftTree) -> DraftTree:
-        """Returns a drafted tree with scores that say how probable it is that its nodes are accepted."""
+        """Returns a drafted tree, scored by how probable it is that its nodes are accepted."""
         return tree
 
     def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
-        """Notes what each depth of a new draft adds.
-
-        Args:
-            trees: drafts of the texts that decide, as `scored` returns them.
-            depth: depth that was asked for.
-        """
+        """Notes what each depth of a new draft adds, by the deciding texts' trees as `scored` returns them."""
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
-        """Cuts trees to the number of nodes that is worth verifying in this round. Called once a round.
-
-        Args:
-            trees: trees of all texts.
-            deciding: trees of the texts that decide.
-        """
+        """Cuts all `trees` to the number of nodes worth verifying, by the `deciding` ones. Called once a round."""
         return list(trees)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Learns how often drafted tokens are right.
-
-        Args:
-            tree: a whole draft, with the drafter's own scores.
-            tokens: tokens emitted after its root.
-        """
+        """Learns from a whole draft, with the drafter's scores, and the tokens emitted after its root."""
 
     def note_round(
         self,
@@ -140,35 +109,26 @@ class Pace:
 
         Args:
             nodes: number of nodes verified in the largest tree.
-            emitted: mean number of tokens emitted by the texts that decide.
-            forward_seconds: seconds of the target's forward; `None` if it did something else too.
+            emitted: mean number of tokens emitted by the deciding texts.
+            forward_seconds: time of the target's forward; `None` if it did something else too.
             depth: depth that was drafted; 0 for no draft.
-            draft_seconds: seconds of the draft.
-            progress: number of tokens by which the shortest text has become longer; `None` for `emitted`.
+            draft_seconds: time of the draft.
+            progress: number of tokens by which the shortest text has grown; `None` for `emitted`.
         """
 
 
 class FixedPace(Pace):
-    """Drafts and verifies all there is, in every round."""
+    """Drafts and verifies all there is in each round."""
 
 
 class CostPace(Pace):
-    """Chooses the depth and the nodes that gain most time. One pace serves a call, all its texts together.
+    """Chooses the depth and the nodes that save most time. One pace serves all texts of a call.
 
-    A batch ends with its last text. So the texts that are furthest behind decide, and the others draft and verify as
-    much.
+    A batch ends with its last text. So the texts furthest behind decide, and the others draft and verify as much.
 
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
-    of the drafter (`Habits.saved`). In debt a draft has to promise more than its cost, the more the larger the debt.
-    Every round pays a small part of the debt off.
-
-    Args:
-        depth: greatest depth of a draft.
-        costs: costs as the user gives them, or costs that are measured here.
-
-    Attributes:
-        habits: what is known of the text, or of texts before it.
-        measured: the costs that are measured here; `None` if the user gives them.
+    of the drafter (`Habits.saved`). In debt, a draft has to promise more than its cost, in proportion to the debt.
+    Each round pays a small part of the debt off.
     """
 
     def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
@@ -176,19 +136,18 @@ class CostPace(Pace):
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self.measures = self.measured is not None
         self._depth, self._costs = depth, costs
-        self._pause = 0  # number of rounds to wait before a draft is tried again
-        self._waited = 0  # number of rounds waited so far
-        self._is_plain = False  # whether this round drafts nothing, to see how long that takes
-        self._promised = 0.0  # number of tokens that this round's trees are expected to gain
+        self._pause = 0  # rounds to wait before the next draft
+        self._waited = 0
+        self._is_plain = False  # this round drafts nothing, to time it
+        self._promised = 0.0  # expected gain of this round's trees, in tokens
 
     def take_over(self, before: CostPace) -> None:
-        """Goes on with what an earlier pace of the call has learnt of the text."""
+        """Continues with what an earlier pace of the call has learnt of the text."""
         self.habits = before.habits.of_depth(self._depth)
         self._pause, self._waited = before._pause, before._waited
 
     @property
     def costs(self) -> Costs:
-        """What rounds cost, as far as it is known now."""
         return self._costs if isinstance(self._costs, Costs) else self._costs.costs
 
     def plan(self, certain: float = 0.0) -> int:
@@ -199,12 +158,12 @@ class CostPace(Pace):
         chosen = self._best_depth(certain)
         if chosen or certain > TUNING.certain:
             return chosen
-        if self._least_worth > 1.0:  # nothing is tried in debt
+        if self._least_worth > 1.0:  # no trials in debt
             return 0
         self._waited += 1
         if self._waited <= self._pause:
             return 0
-        # The pause is over. The text may have changed, so what was accepted and expected before counts half.
+        # The text may have changed, so what was accepted and expected before counts half.
         habits.accepted, habits.expected = habits.accepted / 2, habits.expected / 2
         self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
         return min(1, self._depth)
@@ -236,7 +195,7 @@ class CostPace(Pace):
         for level in range(len(known)):
             if level < depth:
                 known[level] += weight * (gains[level] - known[level])
-            elif level > 0:  # not drafted: it follows the two depths before, which may just have changed
+            elif level > 0:  # not drafted: extrapolated from the two depths before
                 before = known[level - 2] if level > 1 else 0.0
                 ratio = known[level - 1] / before if before else TUNING.unknown_gain_ratio
                 known[level] = known[level - 1] * min(ratio, TUNING.most_gain_ratio)
@@ -247,7 +206,7 @@ class CostPace(Pace):
         """Returns for each depth how many tokens its nodes add, less what verifying them costs.
 
         A node adds the probability that it is accepted. As in `cut`, all trees keep equally many nodes, the best ones,
-        for as long as a further node of every tree pays. The gains are means over the trees.
+        while a further node of each tree pays. The gains are means over the trees.
         """
         costs, rate = self.costs, self.habits.rate
         least = rate * costs.node
@@ -260,7 +219,7 @@ class CostPace(Pace):
             gains[level - 1] += (math.exp(score) - least) / len(trees)
         gains = [max(gain, 0.0) for gain in gains]
         total = sum(gains)
-        if len(trees) == 1 or not total:  # for a single text the cost of a tree is counted in `cut` alone
+        if len(trees) == 1 or not total:  # with one text only `cut` counts the tree's cost
             return gains
         share = max(1.0 - rate * costs.tree / total, 0.0)  # a tree that is not verified gains nothing
         return [share * gain for gain in gains]
@@ -270,10 +229,10 @@ class CostPace(Pace):
         return [tree.first(size) for tree in trees]
 
     def _best_size(self, trees: Sequence[DraftTree]) -> int:
-        """Returns how many nodes of each tree to verify, and notes in `_promised` what they are expected to gain.
+        """Returns how many nodes of each tree to verify, and sets `_promised` to their expected gain.
 
-        A forward over a batch is as wide as its largest tree. So a further node is a further node of every tree: it is
-        worth the mean of what it gains in all of them.
+        A forward over a batch is as wide as its largest tree. So a further node is a further node of each tree, worth
+        the mean of what it gains in all of them.
         """
         self._promised = 0.0
         if self._is_plain:
@@ -312,7 +271,7 @@ class CostPace(Pace):
         progress = emitted if progress is None else progress
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         habits.saved = min(habits.saved + progress - time + TUNING.allowed_loss, TUNING.most_saved)
-        if not self._is_plain:  # a plain round says nothing of what drafting yields
+        if not self._is_plain:  # a plain round shows nothing about drafting
             newest = 1.0 - TUNING.pace_fading
             habits.tokens += newest * (progress - habits.tokens)
             habits.time += newest * (time - habits.time)
@@ -320,26 +279,17 @@ class CostPace(Pace):
 
 @dataclass(frozen=True)
 class KindOfCall:
-    """A kind of call. Two kinds are equal where calls of one say what calls of the other cost.
+    """A kind of call. Equal kinds share measured costs."""
 
-    Attributes:
-        costs_by: what the costs depend on besides the target and the sizes below; hashable.
-        habits_by: what the habits depend on besides the drafter; hashable.
-        depth: greatest depth of a draft.
-        tree_size: greatest number of nodes verified of a text.
-        rows: number of rows in a forward.
-        packed: whether the target multiplies by packed weights.
-    """
-
-    costs_by: tuple[Any, ...]
-    habits_by: tuple[Any, ...] = field(compare=False)
-    depth: int
-    tree_size: int
-    rows: int = 1
-    packed: bool = False
+    costs_by: tuple[Any, ...]  # what costs depend on besides the target and the sizes below
+    habits_by: tuple[Any, ...] = field(compare=False)  # what habits depend on besides the drafter
+    depth: int  # greatest depth of a draft
+    tree_size: int  # most nodes verified of a text
+    rows: int = 1  # in a forward
+    packed: bool = False  # whether the target multiplies by packed weights
 
 
-# What calls have taught about each target, by kind, and about each drafter, by `KindOfCall.habits_by`.
+# Learnt from calls: costs of each target by kind, and habits of each drafter by `KindOfCall.habits_by`.
 _known: weakref.WeakKeyDictionary[Any, dict[KindOfCall, MeasuredCosts]] = weakref.WeakKeyDictionary()
 _habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
 
@@ -347,15 +297,12 @@ _habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref
 def pace_for(
     target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: CostPace | None = None, share: float = 1.0
 ) -> CostPace:
-    """Returns the pace of a call. It begins with what earlier calls of its kind have taught.
+    """Returns the pace of a call, starting from what earlier calls of its kind have learnt.
 
     Args:
-        target: the model that verifies.
-        drafter: the drafter.
-        kind: kind of the call.
-        given: costs that the user gives; `None` to measure them.
-        before: pace of the same call until now, if there was one.
-        share: share of the rows read until now that go on.
+        given: the user's costs; `None` to measure them.
+        before: the call's pace until now, if any.
+        share: share of the rows that stay, of those read until now.
     """
     if given is not None:
         pace = CostPace(kind.depth, given)
@@ -376,7 +323,7 @@ def pace_for(
 
 
 def slower_packed(target: Any, kind: KindOfCall) -> bool:
-    """Returns whether plain rounds take longer with packed weights: the layout may not suit a processor."""
+    """Returns whether plain rounds take longer with packed weights, as the layout may not suit a processor."""
     known = _known.get(target, {})
     packed, unpacked = (known.get(replace(kind, packed=each)) for each in (True, False))
     if packed is None or unpacked is None or not packed.plain or not unpacked.plain:

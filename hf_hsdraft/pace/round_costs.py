@@ -1,4 +1,4 @@
-"""What forwards of the target and drafts cost on this device. The costs are assumed at first, and then measured.
+"""Costs of target forwards and of drafts on this device: assumed at first, then measured.
 
 The unit of time is a plain round: a forward of the target on one token of each row.
 """
@@ -13,26 +13,17 @@ from ..core.tuning import TUNING, Assumption
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a round cost, in plain rounds.
+    """What the parts of a round cost, in plain rounds."""
 
-    Attributes:
-        tree: cost of verifying any nodes at all.
-        node: cost of each node verified.
-        draft: cost of drafting at all.
-        depth: cost of each depth drafted.
-    """
-
-    tree: float
-    node: float
-    draft: float
-    depth: float
+    tree: float  # verifying any nodes at all
+    node: float  # each node verified
+    draft: float  # drafting at all
+    depth: float  # each depth drafted
 
     def verifying(self, nodes: int) -> float:
-        """Returns what it costs to verify so many nodes."""
         return self.tree + self.node * nodes if nodes else 0.0
 
     def drafting(self, depth: int) -> float:
-        """Returns what a draft of this depth costs."""
         return self.draft + self.depth * depth if depth else 0.0
 
 
@@ -40,22 +31,22 @@ class Costs:
 class Line:
     """A cost `start + each * units`, estimated by least squares over measured rounds.
 
-    Later rounds weigh more. The two assumptions weigh as measurements do, the more the smaller their spread is.
+    Later rounds weigh more. The two assumptions count as measurements, with more weight the smaller their spread.
     """
 
     start: Assumption
     each: Assumption
-    _sums: tuple[float, ...] = (0.0,) * 5  # weighted sums of 1, units, units**2, cost, and units * cost
+    _sums: tuple[float, ...] = (0.0,) * 5  # weighted sums of 1, units, units**2, cost, units * cost
 
     def add(self, units: int, cost: float) -> None:
-        """Adds the cost of a round. Something disturbed a round that is very late, so it counts as less late."""
+        """Adds the cost of a round, clipped where it is far above the estimate: something disturbed such a round."""
         start, each = self.estimate()
         cost = min(cost, TUNING.late_factor * (start + each * units) + TUNING.late_rounds)
         of_round = (1.0, units, units**2, cost, units * cost)
         self._sums = tuple(TUNING.cost_fading * total + new for total, new in zip(self._sums, of_round, strict=True))
 
     def estimate(self) -> tuple[float, float]:
-        """Returns `start` and `each`. Neither is negative."""
+        """Returns `start` and `each`, neither negative."""
         weight, units, squares, costs, products = self._sums
         start_weight, each_weight = ((TUNING.cost_noise / assumed.spread) ** 2 for assumed in (self.start, self.each))
         weight, costs = weight + start_weight, costs + start_weight * self.start.value
@@ -67,29 +58,22 @@ class Line:
 
 @dataclass
 class MeasuredCosts:
-    """What the rounds of one kind of call cost.
-
-    Attributes:
-        verifying: cost of verifying, by number of nodes.
-        drafting: cost of a draft, by depth.
-        plain: seconds of a plain round, a running mean; `None` before the first one.
-        widest: number of nodes in the largest tree that was timed.
-    """
+    """What the rounds of one kind of call cost: verifying by number of nodes, drafting by depth."""
 
     verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
     drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
-    plain: float | None = None
-    widest: int = 0
-    _plain_seconds: list[float] = field(default_factory=list)  # seconds of the first few plain rounds
-    _since: int = 0  # number of rounds since the last plain one
+    plain: float | None = None  # seconds of a plain round, a running mean
+    widest: int = 0  # nodes of the largest tree timed
+    _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
+    _since: int = 0  # rounds since the last plain one
 
     @classmethod
     def of_rows(cls, rows: int) -> MeasuredCosts:
-        """Returns what is assumed of a batch. There a further node is a further node of each row."""
+        """Returns the prior for a batch, where a further node is a further node of each row."""
         return cls(Line(TUNING.tree_cost, Assumption(TUNING.node_cost.value * rows, TUNING.node_cost.spread)))
 
     def of_fewer(self, share: float) -> MeasuredCosts:
-        """Returns what is assumed of rounds that read only this share of the rows."""
+        """Returns the prior for rounds that read only this share of the rows."""
         costs = self.costs
         verifying = Line(TUNING.tree_cost.at(costs.tree), TUNING.node_cost.at(costs.node * share))
         drafting = Line(TUNING.draft_cost.at(costs.draft), TUNING.depth_cost.at(costs.depth))
@@ -97,20 +81,15 @@ class MeasuredCosts:
 
     @property
     def costs(self) -> Costs:
-        """The costs as they are estimated now."""
         return Costs(*self.verifying.estimate(), *self.drafting.estimate())
 
     @property
     def most_nodes(self) -> int:
-        """Greatest number of nodes to verify next. Trees grow step by step, so no tree is far dearer than expected."""
+        """Greatest number of nodes to verify next. Trees grow in steps, so none costs far more than expected."""
         return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
-        """Returns whether the next round should be a plain one, to see how long it takes.
-
-        Args:
-            rate: number of tokens emitted in the time of a plain round. Where it is high, a rough time will do.
-        """
+        """Returns whether to time a plain round next. At a high `rate` a rough time will do."""
         if self.plain is not None and self.plain <= 0.0:  # the clock is too coarse
             return False
         count = len(self._plain_seconds)
@@ -123,7 +102,7 @@ class MeasuredCosts:
         self._since = self._since + 1 if nodes else 0
         if nodes == 0:
             self._add_plain(forward_seconds)
-        if not self.plain:  # there is nothing to compare with
+        if not self.plain:  # nothing to compare with
             return
         if nodes:
             self.verifying.add(nodes, forward_seconds / self.plain - 1.0)

@@ -1,4 +1,4 @@
-"""When the texts that were answered will ask again."""
+"""Predicts when the texts that were answered will send their next draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .verified_text import VerifiedText
 
 @dataclass
 class _Habit:
-    """What is known of a text: when it was answered, `None` while it waits itself, and how long it is away."""
+    """When a text was answered (`None` while it waits for an answer), and the running mean of its seconds away."""
 
     answered: float | None = None
     away: float | None = None
@@ -24,11 +24,9 @@ class Arrivals:
         self._habits: weakref.WeakKeyDictionary[VerifiedText, _Habit] = weakref.WeakKeyDictionary()
 
     def answered(self, text: VerifiedText, now: float) -> None:
-        """A text was answered, and goes on."""
         self._habits.setdefault(text, _Habit()).answered = now
 
     def asked(self, text: VerifiedText, now: float) -> None:
-        """A draft of a text has come."""
         habit = self._habits.setdefault(text, _Habit())
         if habit.answered is not None:
             away = now - habit.answered
@@ -36,18 +34,17 @@ class Arrivals:
             habit.answered = None
 
     def ended(self, text: VerifiedText) -> None:
-        """A text asks no more."""
         self._habits.pop(text, None)
 
     @property
     def away(self) -> int:
-        """Number of texts that were answered and have not asked again."""
+        """Number of texts that were answered and have not sent their next draft."""
         return sum(habit.answered is not None for habit in list(self._habits.values()))
 
     def next(self, now: float, until: float) -> float | None:
-        """Returns when it is known whether another text asks by a time; `None` where none is likely to.
+        """Returns when a batch should stop waiting for another text, at most `until`; `None` if none is expected.
 
-        Texts of which nothing is known yet, and those that are late, are not waited for.
+        Texts without a measured habit, and those that are late, are not waited for.
         """
         known = []
         for habit in list(self._habits.values()):

@@ -1,4 +1,4 @@
-"""The way to a model elsewhere, without what a connection needs until there is one."""
+"""`connect`, importable without the packages that a connection needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDED = ("msgpack", "websockets")
 
 
 def check_packages() -> None:
-    """Raises an ImportError that says what to install, if a package of connections is missing."""
+    """Raises an ImportError with the install command if a package for connections is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ImportError(f"connections need {' and '.join(missing)}: pip install -e '.[remote]' in a checkout")
@@ -33,20 +33,17 @@ def connect(
 
     Args:
         url: `https://host:port`, or `http://` on this machine or where no token is needed.
-        token: bearer token that the server wants.
-        tls: trusts other certificates than the machine does, and gives certificates of its own.
-        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once. A server
-            that is not there at first is not waited for.
-        timeout: seconds that an answer may take.
-
-    Returns:
-        a model whose `generate(prompt, assistant_model=drafter)` drafts here and has drafts verified there.
+        token: bearer token.
+        tls: context with other trusted certificates, or with client certificates.
+        patience: seconds to retry a lost connection or an overloaded server; 0 raises at once. An unreachable server is
+            not retried on the first connection.
+        timeout: seconds to wait for an answer.
 
     Raises:
         ImportError: a package is missing.
         LinkLost: there is no connection.
-        ServerRefused: the server does not take it.
-        ValueError: the address is none, or `patience` or `timeout` is no number of seconds.
+        ServerRefused: the server refuses the connection.
+        ValueError: the address is invalid, or `patience` or `timeout` is.
     """
     check_packages()
     for name, value, least in (("patience", patience, "0 or more"), ("timeout", timeout, "above 0")):

@@ -1,4 +1,4 @@
-"""What a server does with the messages of one connection."""
+"""Answers the messages of one connection."""
 
 from __future__ import annotations
 
@@ -39,22 +39,11 @@ Send = Callable[[Message], Awaitable[None]]
 RETRY_FAILED = 1.0  # seconds
 
 
-class DeviceGone(Exception):
-    """The connection has ended."""
+class DeviceGone(Exception): ...
 
 
 class Desk:
-    """What all connections of a server share.
-
-    Args:
-        target: the model that verifies.
-        tokenizer: of the target; `None` if there is none.
-        sessions: the texts.
-        batches: runs the target.
-        tables: the rows that drafters borrow.
-        longest: greatest number of tokens of a text.
-        vocab_size: of the target's logits.
-    """
+    """State that all connections of a server share; `tables` are the rows that drafters borrow."""
 
     def __init__(
         self,
@@ -72,13 +61,7 @@ class Desk:
 
 
 class Conversation:
-    """The messages of one connection.
-
-    Args:
-        desk: what all connections share.
-        send: sends a message; raises `DeviceGone` if it cannot.
-        is_open: whether the connection is open.
-    """
+    """The messages of one connection; `send` raises `DeviceGone` if it cannot send."""
 
     def __init__(self, desk: Desk, send: Send, is_open: Callable[[], bool]) -> None:
         self._desk, self._send, self._is_open = desk, send, is_open
@@ -94,11 +77,7 @@ class Conversation:
         }
 
     async def answer(self, message: Message) -> None:
-        """Does what a message asks for, and sends what there is to say.
-
-        Raises:
-            DeviceGone: the connection has ended.
-        """
+        """Processes a message and sends the reply, if there is one; raises `DeviceGone`."""
         try:
             reply = await self._steps[type(message)](message)
         except DeviceGone:
@@ -114,7 +93,7 @@ class Conversation:
             await self._send(reply)
 
     def end(self) -> None:
-        """The connection has ended."""
+        """Releases the text when the connection has ended."""
         if self._session is not None:
             self._desk.sessions.leave(self._session, self)
             self._session = None
@@ -144,12 +123,12 @@ class Conversation:
             session.used = time.monotonic()
             await self._send(Opened(session.name, found.tokens[0], found.reach, nodes, found.finished))
         except BaseException:
-            self._forget()  # its name is not known to the device yet
+            self._forget()  # the device does not know its name yet
             raise
         return await self._decode_plainly(session) if message.plain else None
 
     async def _first(self, text: VerifiedText) -> Verified | Exception:
-        """Has a prompt read. Each piece is asked for when the hidden states of the last one have been sent."""
+        """Reads a prompt. The next piece is queued once the hidden states of the last one have been sent."""
         while True:
             if not self._is_open():
                 raise DeviceGone
@@ -162,7 +141,6 @@ class Conversation:
                 return read.first
 
     async def _outcome(self, text: VerifiedText) -> PieceRead | Exception:
-        """Has the next piece of a prompt read."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[PieceRead | Exception] = loop.create_future()
 
@@ -173,7 +151,7 @@ class Conversation:
         return await outcome
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:
-        """Goes on without drafts until the text ends; returns a refusal if that fails."""
+        """Decodes without drafts until the text ends; returns a refusal if that fails."""
         answer = None if session.text.finished else self._submitted_root(session)
         while answer is not None:
             reply = await asyncio.shield(answer)
@@ -182,7 +160,7 @@ class Conversation:
             if not self._is_open():
                 raise DeviceGone
             answer = None if reply.finished else self._submitted_root(session)
-            await asyncio.sleep(0)  # other texts of this forward ask for the next one before the devices are told
+            await asyncio.sleep(0)  # lets other texts of this forward queue their next job before the reply is sent
             await self._send(reply)
         return None
 
@@ -204,11 +182,7 @@ class Conversation:
         return await asyncio.shield(self._submitted(session, message.number, self._checked(message, session.text)))
 
     def _checked(self, message: Draft, text: VerifiedText) -> DraftTree:
-        """The tree of a draft.
-
-        Raises:
-            WireError: it cannot be verified.
-        """
+        """Unpacks the tree of a draft; raises a WireError if it cannot be verified."""
         tree = unpacked_tree(message, self._desk.tables.shape[0])
         if text.finished:
             raise WireError("the text has ended: nothing can be drafted")
@@ -223,7 +197,7 @@ class Conversation:
         return tree
 
     def _submitted(self, session: ServedSession, number: int, tree: DraftTree) -> asyncio.Future[Accepted | Refused]:
-        """Has a tree verified. The answer comes and is kept, also if the connection ends meanwhile."""
+        """Queues a tree. The answer is kept even if the connection ends meanwhile."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Accepted | Refused] = loop.create_future()
         session.verifying = answer
@@ -235,7 +209,7 @@ class Conversation:
         return answer
 
     def _most_nodes(self, texts: int) -> int:
-        """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
+        """Nodes that a draft should have where `texts` texts share a forward, and thus its columns."""
         limits = self._desk.sessions.limits
         columns: float = limits.max_columns
         if texts > 1:  # a device alone sees what its nodes cost
@@ -251,7 +225,7 @@ class Conversation:
         answer: asyncio.Future[Accepted | Refused],
     ) -> None:
         session.verifying = None
-        if isinstance(outcome, Exception):  # nobody knows what of it was done: the device opens the text again
+        if isinstance(outcome, Exception):  # its state is unknown: the device opens the text again
             self._desk.sessions.remove(session)
             answer.set_result(_failed(outcome))
             return
@@ -286,7 +260,7 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        """Drops the text of this connection, if it has one that no other connection has taken over."""
+        """Drops the text of this connection, unless another connection has taken it over."""
         if self._session is not None and self._session.holder is self:
             self._desk.sessions.remove(self._session)
         self._session = None

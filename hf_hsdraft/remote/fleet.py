@@ -1,11 +1,11 @@
-"""What a fleet of devices needs of its servers: a plan on paper, from constants that a bench measures.
+"""Capacity plan of a fleet of devices per server, from constants that a benchmark measures.
 
-N devices go round in a circle: each drafts and waits for the way there and back (Z seconds), then for the forward that
-is running, then for its own. A forward over b texts takes f(b) = fixed + per_column * b * columns. A server that always
-reads begins one forward as the last one ends. So a device that was away for Z seconds has missed w = ceil(Z / f(b))
-forwards when it is read again: a text that is never away misses none. The mean of w is taken over ways that take up to
-30% more or less time. N = b * (1 + w) is solved for b. A batch below one text means that the server waits for devices,
-and one above the limit that devices wait for the server. The time that a batch waits for others is left out.
+N devices repeat a round: each drafts and waits for the round trip (Z seconds), then for the forward that is running,
+then for its own. A forward over b texts takes f(b) = fixed + per_column * b * columns. A busy server begins each
+forward as the last one ends. So a device that was away for Z seconds has missed w = ceil(Z / f(b)) forwards when it is
+read again; with Z = 0 it misses none. w is averaged over Z varying by up to 30% either way. N = b * (1 + w) is solved
+for b. A batch below one text means that the server waits for devices, and one above the limit that devices wait for the
+server. The time that a batch waits for other texts is left out.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SPREAD = 0.3  # by which the time of a way varies
+_SPREAD = 0.3  # relative spread of the time away
 
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """What a server's forwards cost.
+    """Costs of a server's forwards.
 
     Attributes:
-        fixed_seconds: of a forward, however little it reads.
-        column_seconds: of each node of each text.
+        fixed_seconds: per forward, however little it reads.
+        column_seconds: per node of each text.
         token_bytes: keys and values of a token.
         free_bytes: memory for keys and values.
-        most_texts: in a forward.
+        most_texts: maximum per forward.
     """
 
     fixed_seconds: float
@@ -36,22 +36,20 @@ class ServerCosts:
     most_texts: int = 32
 
     def forward(self, texts: float, columns: float) -> float:
-        """Seconds of a forward over so many texts with so many nodes each, the root counted."""
+        """Seconds of a forward over `texts` texts with `columns` nodes each, root included."""
         return self.fixed_seconds + self.column_seconds * texts * columns
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What a device does in a round.
+    """A device's work in one round.
 
     Attributes:
-        tokens: that a round emits, the target's own included.
-        columns: nodes that a forward reads of a text: those of its largest tree, the root included.
-        draft_seconds: of a draft.
-        sent, received: bytes of a round.
-        round_trip_seconds: of the way there and back.
-        bytes_per_second: of the link, each way; infinite where it does not matter.
-        length: tokens that a text comes to have.
+        tokens: emitted, the target's own included.
+        columns: nodes that a forward reads per text: the size of the largest tree, root included.
+        sent, received: bytes.
+        bytes_per_second: of the link, each way; infinite to ignore it.
+        length: tokens of a finished text.
     """
 
     tokens: float = 1.0
@@ -71,18 +69,14 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class FleetPoint:
-    """What so many devices get of one server.
+    """Performance of a number of devices on one server.
 
     Attributes:
-        sessions: number of devices.
-        batch: texts in a forward.
+        batch: texts per forward.
         busy: share of the time that the server reads.
-        round_seconds: of a device's round.
-        tokens_per_second: of all devices.
-        each_tokens_per_second: of one device.
         sent, received: bytes per second of the server's link, from and to all devices.
         cache_bytes: keys and values of all texts.
-        fits: whether these fit into its memory.
+        fits: whether these fit into the server's memory.
     """
 
     sessions: int
@@ -98,7 +92,7 @@ class FleetPoint:
 
 
 def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPoint:
-    """Returns what so many devices get of one server."""
+    """Returns the performance of `sessions` devices on one server."""
     batch = _batch(server, load, sessions)
     seconds = server.forward(batch, load.columns)
     if batch >= server.most_texts:  # devices wait for the server
@@ -127,7 +121,7 @@ def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPo
 
 
 def _batch(server: ServerCosts, load: DeviceLoad, sessions: int) -> float:
-    """Texts in a forward: the b of the module's equation, from 1 to the limit."""
+    """Texts per forward: the b of the module's equation, from 1 to the limit."""
     low, high = 1.0, float(server.most_texts)
     for _ in range(60):
         batch = (low + high) / 2
@@ -139,7 +133,7 @@ def _batch(server: ServerCosts, load: DeviceLoad, sessions: int) -> float:
 
 
 def _devices(server: ServerCosts, load: DeviceLoad, batch: float) -> float:
-    """The number of devices that fills forwards with so many texts: the N of the module's equation."""
+    """Number of devices that fills forwards of `batch` texts: the N of the module's equation."""
     missed = load.away / server.forward(batch, load.columns)
     least, most = (1 - _SPREAD) * missed, (1 + _SPREAD) * missed
     return batch * (1 + ((_ceil_area(most) - _ceil_area(least)) / (most - least) if missed else 0.0))
@@ -152,12 +146,12 @@ def _ceil_area(end: float) -> float:
 
 
 def saturates_at(server: ServerCosts, load: DeviceLoad) -> int:
-    """Returns the number of devices from which on the server cannot emit more."""
+    """Returns the number of devices from which on throughput no longer grows."""
     return math.ceil(_devices(server, load, server.most_texts))
 
 
 def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second: float) -> int:
-    """Returns how many devices one server serves, each with so many tokens a second at least; 0 if not one."""
+    """Returns how many devices one server sustains at this rate each; 0 if not one."""
     by_memory = server.free_bytes // max(load.length * server.token_bytes, 1)
     low, high = 0, max(by_memory, 0)
     while low < high:
@@ -170,15 +164,14 @@ def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second
 
 
 def plain_load(load: DeviceLoad) -> DeviceLoad:
-    """Returns the same texts decoded by the server alone: a token a round, and no way to go."""
+    """Returns the load of the same texts decoded by the server alone: one token per round, no round trip."""
     return DeviceLoad(length=load.length)
 
 
 def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
-    """Returns the least-squares line of seconds over columns: its value at 0, and its slope; neither is negative.
+    """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
 
-    Args:
-        counts: number of forwards, and the sums of columns, of their squares, of seconds, and of columns times seconds.
+    `counts`: number of forwards, and the sums of columns, their squares, seconds, and columns times seconds.
     """
     n, x, xx, t, xt = counts
     spread = n * xx - x * x

@@ -16,14 +16,9 @@ _SESSIONS = (1, 4, 16, 64, 256, 1024)
 
 
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
-    """Returns the costs that a bench has measured.
+    """Returns the costs in the JSON that `python benchmarks/remote_sessions.py` wrote, with `free_bytes` from `others`.
 
-    Args:
-        path: JSON that `python benchmarks/remote_sessions.py` wrote.
-        others: what it does not say: memory.
-
-    Raises:
-        ValueError: there is no such file, or it is none of that bench.
+    Raises a ValueError if the file is missing, or not written by that benchmark.
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}; `python benchmarks/remote_sessions.py` writes one")
@@ -37,7 +32,6 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
 
 
 def costs_of_status(status: dict[str, Any]) -> ServerCosts:
-    """Returns the costs in what a server says at `/status`."""
     batches = status["batches"]
     names = ("forwards", "columns", "columns_squared", "verify_seconds", "columns_seconds")
     fixed, slope = fitted_line([float(batches[name]) for name in names])
@@ -46,14 +40,7 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
 
 
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
-    """Prints what devices get of one server, by their number.
-
-    Args:
-        server: what its forwards cost.
-        load: what a device does.
-        least: tokens per second that each device should get.
-        console: to print to.
-    """
+    """Prints a table of performance by number of devices; each should get `least` tokens per second."""
     table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
     plain = plain_load(load)
     for sessions in _SESSIONS:

@@ -1,4 +1,4 @@
-"""What texts wait for, and what becomes of it."""
+"""Jobs of the thread that runs the target, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from .verified_text import VerifiedText
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a tree.
-
-    Attributes:
-        tokens: emitted.
-        drafted: number of these that the tree held.
-        reach: how deep the next draft may be.
-        finished: whether the text has ended.
-        taps: hidden states of the positions read, as they are sent.
-        batch: number of texts in the forward.
-        seconds: that it took.
-    """
+    """Outcome of verifying a tree; fields as in `messages.Accepted`."""
 
     tokens: list[int]
     drafted: int
@@ -36,12 +26,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class PieceRead:
-    """What became of a piece of a prompt.
-
-    Attributes:
-        taps: hidden states that are wanted of it, as they are sent.
-        first: the first token, after the last piece.
-    """
+    """Outcome of reading a piece of a prompt: packed hidden states, and the first token after the last piece."""
 
     taps: bytes
     first: Verified | None
@@ -49,13 +34,11 @@ class PieceRead:
 
 @dataclass(frozen=True)
 class Job:
-    """Something that a text waits for.
+    """One step of a text.
 
     Attributes:
-        text: the text.
-        tree: to verify; `None` to read the next piece of the prompt, and after the last one to emit the first token.
-        done: told of the outcome: what became of the tree or of the piece, or the error.
-        came: when it came in.
+        tree: to verify; `None` to read the next piece of the prompt, and emit the first token after the last one.
+        done: called with the outcome: `Verified`, `PieceRead` or the error.
     """
 
     text: VerifiedText

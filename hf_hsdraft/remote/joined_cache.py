@@ -1,4 +1,4 @@
-"""Keys and values of each text by themselves, and as one batch for the time of a forward."""
+"""Separate keys and values for each text, joined into one batch for a forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..runtime.cache_slots import make_room
 
 
 class JoinedLayer(DynamicLayer):
-    """A layer of several texts. Attention sees all of them, padded to the longest; only what is new is held.
+    """A cache layer of several texts; attention sees them padded to the longest. Only new keys and values are stored.
 
-    What is new joins the texts' own layers by `keep`. Until then these are as they were, so a forward that fails, or
-    whose drafts are rejected, has changed nothing.
+    `keep` appends new slots to the texts' layers. Until then these are unchanged, so a failed forward or a rejected
+    draft leaves no trace.
 
     Args:
         held: the layer of each text, keys and values `[1, heads, length, size]`.
@@ -24,20 +24,20 @@ class JoinedLayer(DynamicLayer):
         super().__init__()
         self._held, self._read = held, 0
         self._longest = max(each.get_seq_length() for each in held)
-        if held[0].is_initialized:  # layers that read the keys of others have none
+        if held[0].is_initialized:  # layers that share the keys of others have none
             self.lazy_initialization(held[0].keys, held[0].values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes what is new, `[B, heads, n, size]`; returns all there is."""
+        """Stores new states `[B, heads, n, size]`; returns old and new ones, joined."""
         self.keys, self.values = key_states, value_states
         self._read = key_states.shape[-2]
         return self._joined("keys", key_states), self._joined("values", value_states)
 
     def _joined(self, which: str, new: torch.Tensor) -> torch.Tensor:
         rows, heads, count, size = new.shape
-        joined = new.new_zeros(rows, heads, self._longest + count, size)  # what is masked has to be finite
+        joined = new.new_zeros(rows, heads, self._longest + count, size)  # masked values must be finite
         for row, layer in enumerate(self._held):
             joined[row, :, : layer.get_seq_length()] = getattr(layer, which)[0]
         joined[:, :, self._longest :] = new
@@ -47,28 +47,26 @@ class JoinedLayer(DynamicLayer):
         return self._longest + self._read
 
     def keep(self, row: int, nodes: slice | torch.Tensor) -> None:
-        """Appends some of the new slots to the layer of a text."""
         if self._read:
             self._held[row].update(*(states[row : row + 1, :, nodes] for states in (self.keys, self.values)))
 
 
 def joined_cache(caches: Sequence[DynamicCache]) -> Cache:
-    """Returns the caches of some texts as one."""
     return Cache(layers=[JoinedLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)])
 
 
 def empty_cache() -> DynamicCache:
-    """Returns the cache of a new text. Its layers keep all positions; masks say which of them a window shows."""
+    """Returns the cache of a new text. Its layers keep all positions; masks implement sliding windows."""
     return DynamicCache()
 
 
 def grown(cache: DynamicCache) -> DynamicCache:
-    """Returns the cache of a text whose prompt has been read; it grows in place from here on."""
+    """Prepares the cache of a text after its prompt to grow in place; returns it."""
     make_room(cache)
     return cache
 
 
 def bytes_of(cache: Cache) -> int:
-    """Returns the size of what a cache holds, without the room it grows into."""
+    """Returns the size of the keys and values in a cache, without spare room."""
     states = (getattr(layer, which, None) for layer in cache.layers for which in ("keys", "values"))
     return sum(each.numel() * each.element_size() for each in states if each is not None)

@@ -25,10 +25,9 @@ R = TypeVar("R", bound=Message)
 
 
 class LinkLost(OSError):
-    """The connection has ended, or could not be made. A new one may work.
+    """The connection has ended, or could not be made. Reconnecting may work.
 
-    Attributes:
-        code: that the connection was closed with; `None` where it was not closed in order.
+    `code` is the close code; `None` if the connection was not closed in order.
     """
 
     def __init__(self, message: str = "", code: int | None = None) -> None:
@@ -37,12 +36,7 @@ class LinkLost(OSError):
 
 
 class ServerRefused(RuntimeError):
-    """The server does not do what it was asked for.
-
-    Attributes:
-        reason: a word, see `Refused`.
-        retry_seconds: when it may do so; 0 where trying again is of no use.
-    """
+    """The server refused a request, see `Refused`."""
 
     def __init__(self, reason: str, message: str, retry_seconds: float = 0.0) -> None:
         when = f"; try again in {retry_seconds:.1f} s" if retry_seconds else ""
@@ -52,12 +46,11 @@ class ServerRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and what it wants to see.
+    """URL (`ws://` or `wss://`) and credentials of a server.
 
     Attributes:
-        url: `ws://` or `wss://`.
-        token: bearer token; empty for none. It is in no text that this object makes of itself.
-        tls: for encrypted connections; `None` for the machine's own certificates.
+        token: bearer token; empty for none. It never appears in the repr.
+        tls: for encrypted connections; `None` for the machine's certificates.
     """
 
     url: str
@@ -66,11 +59,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
-        """Checks and completes what a user gives.
-
-        Raises:
-            ValueError: the address is none, or the token would be sent unencrypted over a network.
-        """
+        """Validates and normalises an address; raises a ValueError, also if a token would be sent unencrypted."""
         parts = urllib.parse.urlsplit(url)
         if "@" in url or parts.query:
             raise ValueError("the address holds a name, a password or a query: give the token as token=...")
@@ -89,19 +78,11 @@ class Address:
 
 
 class Link:
-    """One connection.
-
-    Args:
-        address: of the server.
-        timeout: seconds that an answer may take.
+    """One connection; raises `LinkLost` or `ServerRefused` if it cannot be made.
 
     Attributes:
-        hello: what the server said first.
-        sent, received: bytes of all messages, without the few that frames add.
-
-    Raises:
-        LinkLost: no connection could be made.
-        ServerRefused: the server does not take it.
+        hello: the server's first message.
+        sent, received: bytes of all messages, without WebSocket framing.
     """
 
     def __init__(self, address: Address, timeout: float = 60.0) -> None:
@@ -122,7 +103,7 @@ class Link:
                     close_timeout=1.0,
                     max_size=MOST_ANSWER,
                     user_agent_header=None,
-                    proxy=None if here else True,  # what is said to this machine does not leave it
+                    proxy=None if here else True,  # no proxy for connections to this machine
                     logger=silent_logger(),
                 )
             )
@@ -148,12 +129,7 @@ class Link:
             raise
 
     def send(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises:
-            LinkLost: the connection has ended.
-            ServerRefused: it has ended because of a message.
-        """
+        """Sends a message; raises `LinkLost`, or `ServerRefused` if a message made the server close the connection."""
         data = encode(message)
         try:
             self._socket.send(data)
@@ -165,9 +141,9 @@ class Link:
         """Returns the next message.
 
         Raises:
-            LinkLost: the connection has ended, or nothing comes.
-            ServerRefused: it is a refusal.
-            WireError: it is none of these kinds.
+            LinkLost: the connection has ended, or timed out.
+            ServerRefused: the message is a refusal.
+            WireError: the message is of another kind.
         """
         try:
             data = self._socket.recv(self._timeout)
@@ -191,16 +167,14 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection has not ended, as far as is known."""
         return self._socket.state is State.OPEN
 
     def close(self) -> None:
-        """Ends the connection."""
         self._closing.close()
 
 
 def _ended(error: Exception) -> Exception:
-    """The error for a connection that has ended: a new one works, unless the same messages would end it too."""
+    """The error for an ended connection: `LinkLost` unless the same messages would end a new one too."""
     closed = (error.rcvd or error.sent) if isinstance(error, ConnectionClosed) else None
     if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
         return ServerRefused("size", "a message is larger than is taken here or there")
@@ -210,7 +184,6 @@ def _ended(error: Exception) -> Exception:
 
 
 def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
-    """The error for an answer to the handshake that is no connection."""
     if status == 401:
         return ServerRefused("token", "the server wants a bearer token, or another one: give token=...")
     if status == 503:

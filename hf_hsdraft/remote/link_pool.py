@@ -1,4 +1,4 @@
-"""The connections of a device to one server, which calls on any thread share."""
+"""Connections of a device to one server, shared by calls on any thread."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from typing import Any
 from .link import Address, Link, LinkLost, ServerRefused
 from .patience import Patience
 
-_IDLE_LINKS = 4  # connections that are kept for later calls
+_IDLE_LINKS = 4  # kept for later calls
 
 
 class LinkPool:
-    """Connections to a server.
+    """Connections to a server; raises `LinkLost` or `ServerRefused` if it cannot connect.
 
     Args:
-        address: of the server.
-        patience: seconds that a lost connection or an overloaded server is waited for. A server that is not there at
-            first is not waited for: the address may be wrong.
-        timeout: seconds that an answer may take.
-
-    Attributes:
-        hello: what the server said first.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server does not take it.
+        patience: seconds to retry a lost connection or an overloaded server. The first connection retries only an
+            overload: the address may be wrong.
+        timeout: seconds to wait for an answer.
     """
 
     def __init__(self, address: Address, patience: float, timeout: float) -> None:
@@ -37,12 +29,7 @@ class LinkPool:
         self.give_back(link)
 
     def take(self) -> Link:
-        """Returns a connection that no other call uses.
-
-        Raises:
-            LinkLost: there is none.
-            ServerRefused: the server does not take it, or has another target than before.
-        """
+        """Returns an unused connection; raises `LinkLost`, or `ServerRefused`, also if the target has changed."""
         while True:
             with self._lock:
                 idle = self._idle.pop() if self._idle else None
@@ -60,7 +47,6 @@ class LinkPool:
         return link
 
     def give_back(self, link: Link) -> None:
-        """Keeps a connection for later calls, or closes it."""
         with self._lock:
             keep = len(self._idle) < _IDLE_LINKS
             if keep:
@@ -69,7 +55,7 @@ class LinkPool:
             link.close()
 
     def ask(self, question: Callable[[Link], Any]) -> Any:
-        """Returns the answer to a question that needs no text. It is asked again where a connection ends."""
+        """Returns the answer to a question that needs no text. Retries on another connection if one ends."""
 
         def once() -> Any:
             link = self.take()
@@ -84,7 +70,6 @@ class LinkPool:
         return _patiently(once, self.patience, (LinkLost, ServerRefused))
 
     def close(self) -> None:
-        """Ends the connections that no call uses."""
         with self._lock:
             links, self._idle = self._idle, []
         for link in links:
@@ -92,7 +77,7 @@ class LinkPool:
 
 
 def _patiently(step: Callable[[], Any], patience: float, waited_for: tuple[type[Exception], ...]) -> Any:
-    """Does a step, again after errors that are waited for. Of refusals only an overload is."""
+    """Retries a step on the given errors; of refusals, only on an overload."""
     waiting = Patience(patience)
     while True:
         try:

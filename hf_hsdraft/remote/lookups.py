@@ -1,4 +1,4 @@
-"""What devices look up at a server: rows of embeddings, the tokens of texts and the texts of tokens."""
+"""Lookups of devices at a server: embedding rows, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -14,30 +14,22 @@ from .workers import on_own_thread
 
 
 class Lookups:
-    """Looks things up for all connections.
-
-    Args:
-        tokenizer: of the target; `None` if there is none.
-        tables: the rows that drafters borrow.
-    """
+    """Answers lookups of all connections."""
 
     def __init__(self, tokenizer: Any, tables: ServedTables) -> None:
         self._tokenizer, self._tables = tokenizer, tables
-        self._turns = asyncio.Lock()  # a tokenizer serves one thread at a time
+        self._turns = asyncio.Lock()  # tokenizers are not thread-safe
 
     async def rows(self, message: Rows) -> Message:
-        """Returns rows of an embedding."""
         return RowData(
             await asyncio.to_thread(on_own_thread, self._tables.rows, message.table, message.first, message.count)
         )
 
     async def encode(self, message: Encode) -> Message:
-        """Returns the token ids of a text."""
         ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
         return Tokens(packed_ints(ids))
 
     async def decode(self, message: Decode) -> Message:
-        """Returns the text of token ids."""
         ids, rows = unpacked_ints(message.ids), self._tables.shape[0]
         if not all(0 <= token < rows for token in ids):
             raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")

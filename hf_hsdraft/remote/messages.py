@@ -1,12 +1,12 @@
 """The messages between a device and a server that verifies, version 1.
 
-A connection is a WebSocket of the subprotocol `PROTOCOL`, so the version is agreed on before the first message. It
-serves one text at a time. The device says `Open` with its prompt, and gets `Opened` with the first token; then each
+A connection is a WebSocket with the subprotocol `PROTOCOL`, which negotiates the version before the first message. It
+serves one text at a time. The device sends `Open` with its prompt, and gets `Opened` with the first token; then each
 `Draft` is answered by `Accepted`. `Refused` may answer anything. A text outlives its connection for some seconds:
-`Resume` goes on with it on a new one. Drafts are numbered from 1 for each text, so a draft that was sent twice is
-verified once.
+`Resume` continues it on a new one. Drafts of a text are numbered from 1, so a draft that was sent twice is verified
+once.
 
-Tokens are int32, parents int16, and hidden states and rows bfloat16, all with the least byte first.
+Tokens are int32, parents int16, and hidden states and rows bfloat16, all little-endian.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ MOST_LENGTH = 2**20  # tokens of a text
 MOST_NODES = 2**12  # of a tree
 MOST_ANSWER = 2**24  # bytes of a message to a device
 PIECE_BYTES = 2**22  # bytes of hidden states or rows in one message
-MOST_ROWS = 2**12  # embedding rows that are asked for at once
+MOST_ROWS = 2**12  # embedding rows per request
 
 INPUT, OUTPUT = 0, 1  # tables of embedding rows
 SAMPLING_SEED = 2**63 - 1  # greatest seed
 
 
 def most_request(longest: int) -> int:
-    """Returns the greatest size in bytes of a message to a server whose texts have at most `longest` tokens."""
+    """Returns the maximum size in bytes of a message to a server whose texts have at most `longest` tokens."""
     return 4 * longest + 8 * MOST_NODES + 2**17
 
 
 @dataclass(frozen=True)
 class Open(Message):
-    """Begins a text, or goes on with one that the server has lost.
+    """Begins a text, or restores one that the server has lost.
 
     Attributes:
         ids: the tokens so far.
         prompt_length: number of these that are the prompt.
-        seed: of the draws.
-        plain: whether the server decodes by itself; each round is answered as if a draft of nothing had come in.
+        plain: whether the server decodes by itself; it then sends an `Accepted` per round without drafts.
         options: of `generate()`.
-        taps: hidden states that are wanted.
+        taps: layers whose hidden states are wanted.
         taps_from: first position of which they are wanted.
     """
 
@@ -68,7 +67,7 @@ class Draft(Message):
 
 @dataclass(frozen=True)
 class Resume(Message):
-    """Goes on with a text after its connection has ended."""
+    """Continues a text after its connection has ended."""
 
     code: ClassVar[int] = 3
     session: Annotated[str, words(64)]
@@ -76,7 +75,7 @@ class Resume(Message):
 
 @dataclass(frozen=True)
 class Close(Message):
-    """The text is not gone on with: the server may forget it."""
+    """Lets the server forget the text."""
 
     code: ClassVar[int] = 4
 
@@ -93,7 +92,7 @@ class Rows(Message):
 
 @dataclass(frozen=True)
 class Encode(Message):
-    """Asks for the tokens of a text; `chat` makes it a user's message by the target's template."""
+    """Asks for the tokens of a text; with `chat` as a user message in the target's chat template."""
 
     code: ClassVar[int] = 6
     text: Annotated[str, words()]
@@ -113,16 +112,14 @@ class Hello(Message):
     """The first message of a server.
 
     Attributes:
-        target: name of the target.
-        config: its configuration, as JSON.
-        dtype: of its weights.
+        config: the target's configuration, as JSON.
         rows: number of embedding rows.
         width: of a row; of hidden states too, for most targets.
-        tied: whether the output layer multiplies by the input embedding.
-        fingerprint: SHA-256 of the rows as they are sent, of both tables; a device may keep them under it.
-        weights: SHA-256 of a few numbers of every weight: by it a device knows the target again.
-        longest: greatest number of tokens of a text.
-        most_nodes: of a tree beside the root.
+        tied: whether the output layer shares the input embedding.
+        fingerprint: SHA-256 of the rows of both tables as they are sent; a device may cache them under it.
+        weights: SHA-256 of a few numbers of every weight; identifies the target.
+        longest: maximum number of tokens of a text.
+        most_nodes: maximum of a tree, without the root.
     """
 
     code: ClassVar[int] = 16
@@ -139,13 +136,13 @@ class Hello(Message):
 
     @property
     def identity(self) -> Hello:
-        """What is the same wherever and whenever the same target is served."""
+        """Copy without what differs between servers of the same target."""
         return replace(self, longest=1, most_nodes=1)
 
 
 @dataclass(frozen=True)
 class Taps(Message):
-    """A part of the hidden states of the prompt. All parts come before `Opened`; they may end within a position."""
+    """A part of the prompt's hidden states. All parts come before `Opened`; they may split a position."""
 
     code: ClassVar[int] = 17
     states: Annotated[bytes, packed(2)]
@@ -156,10 +153,9 @@ class Opened(Message):
     """The prompt has been read.
 
     Attributes:
-        session: by which the text is resumed; a secret of this client.
-        token: the token after the prompt.
-        reach: how deep the next draft may be.
-        nodes: how many nodes it should have at most beside the root, as busy as the server is.
+        session: name to resume the text by; a secret of this client.
+        token: the first new token.
+        reach, nodes: as in `Accepted`.
         finished: whether the text has ended with this token.
     """
 
@@ -173,7 +169,7 @@ class Opened(Message):
 
 @dataclass(frozen=True)
 class Resumed(Message):
-    """The text is still there, and this many drafts of it have been verified."""
+    """The text still exists, with this many drafts verified."""
 
     code: ClassVar[int] = 19
     number: Annotated[int, whole(0, MOST_LENGTH)]
@@ -181,18 +177,17 @@ class Resumed(Message):
 
 @dataclass(frozen=True)
 class Accepted(Message):
-    """What became of a draft.
+    """Outcome of a draft.
 
     Attributes:
-        number: of the draft.
-        tokens: what is emitted: accepted tokens and the target's own after them.
-        drafted: number of these that the draft held.
-        reach: how deep the next draft may be.
-        nodes: how many nodes it should have at most beside the root, as busy as the server is.
+        tokens: emitted: accepted tokens, then the target's own.
+        drafted: number of these that were in the draft.
+        reach: maximum depth of the next draft.
+        nodes: nodes the next draft should have at most, without the root, given the server's load.
         finished: whether the text has ended.
         taps: hidden states of the root and of the accepted nodes.
         batch: number of texts in the forward that verified it.
-        seconds: that this forward took.
+        seconds: duration of that forward.
     """
 
     code: ClassVar[int] = 20
@@ -209,13 +204,12 @@ class Accepted(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Why a message was not followed.
+    """Why a request was refused.
 
     Attributes:
         reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
-            `"replaced"` (the text goes on over another connection). A device has reasons of its own too, see `Link`.
-        message: for people.
-        retry_seconds: when to try again; 0 where that is of no use.
+            `"replaced"` (another connection has taken the text over). `Link` adds reasons that arise on the device.
+        retry_seconds: when to retry; 0 where that is of no use.
     """
 
     code: ClassVar[int] = 21
@@ -226,7 +220,7 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class RowData(Message):
-    """Rows that were asked for."""
+    """Answers `Rows`."""
 
     code: ClassVar[int] = 22
     states: Annotated[bytes, packed(2)]
@@ -234,7 +228,7 @@ class RowData(Message):
 
 @dataclass(frozen=True)
 class Tokens(Message):
-    """The tokens of a text."""
+    """Answers `Encode`."""
 
     code: ClassVar[int] = 23
     ids: Annotated[bytes, packed(4)]
@@ -242,7 +236,7 @@ class Tokens(Message):
 
 @dataclass(frozen=True)
 class Text(Message):
-    """The text of tokens."""
+    """Answers `Decode`."""
 
     code: ClassVar[int] = 24
     text: Annotated[str, words()]

@@ -1,8 +1,8 @@
-"""Micro-batches: the one thread that runs the target, for as many waiting texts at once as may share a forward.
+"""Micro-batches: the one thread that runs the target, over as many waiting texts at once as may share a forward.
 
-A batch is read when it is full, when no other text is likely to ask soon, or when it has waited long enough. Prompts
-are read in pieces between two batches, one piece at a time and the texts by turns: a long prompt delays nobody for
-long, neither drafts nor short prompts.
+A batch is read when it is full, when no other text is likely to send a draft soon, or when it has waited long enough.
+Prompts are read in pieces between two batches, one piece at a time, round-robin over the texts, so a long prompt delays
+neither drafts nor short prompts for long.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ from .verify_logging import log_failure
 
 @dataclass
 class BatchStatistics:
-    """What the thread did since it began.
+    """Totals since the thread began.
 
     Attributes:
-        forwards: number of verifying forwards.
         sizes: number of forwards by number of texts.
-        tokens: emitted.
-        prompt_tokens: read of prompts; prompt_seconds: that this took.
-        verify_seconds: of all verifying forwards, keeping what is accepted included.
-        columns, columns_squared, columns_seconds: sums over forwards: of their texts times the nodes of the largest
-            tree, of the square of that, and of its product with the seconds. A line of costs is fitted to them.
+        verify_seconds: of all verifying forwards, updating the caches included.
+        columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
+            nodes of the largest tree.
         failures: number of prompts and trees that could not be read.
     """
 
@@ -58,7 +55,6 @@ class BatchStatistics:
     failures: int = 0
 
     def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
-        """Counts a verifying forward."""
         columns = texts * nodes
         self.forwards += 1
         self.sizes[texts] = self.sizes.get(texts, 0) + 1
@@ -69,7 +65,7 @@ class BatchStatistics:
         self.columns_seconds += columns * seconds
 
     def worthwhile_columns(self) -> float:
-        """Returns how many columns a forward should have at most, by what the forwards have cost so far."""
+        """Returns how many columns a forward should have at most, by the costs measured so far."""
         if self.forwards < TUNING.costs_known:
             return math.inf
         sums = self.columns, self.columns_squared, self.verify_seconds, self.columns_seconds
@@ -78,19 +74,14 @@ class BatchStatistics:
 
 
 class MicroBatches:
-    """The thread that runs the target.
+    """The thread that runs the target. `running`: whether it takes jobs.
 
     Args:
-        reader: of the target.
-        most: greatest number of texts in a forward.
-        columns: greatest number of texts in a forward times nodes of the largest tree. A tree that is larger is read
-            alone.
-        wait_seconds: how long a batch waits for any text that is away. `None` for half of what the last forward took,
-            and only for texts that have come back so soon before.
-        piece: number of tokens of a prompt that are read at once.
-
-    Attributes:
-        running: whether the thread takes jobs.
+        most: maximum number of texts in a forward.
+        columns: maximum of texts times nodes of the largest tree in a forward. A larger tree is read alone.
+        wait_seconds: how long a batch waits for any text that is away. `None` for half the duration of the last
+            forward, and only for texts that usually return so soon.
+        piece: tokens of a prompt that are read at once.
     """
 
     def __init__(
@@ -114,7 +105,7 @@ class MicroBatches:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queues a job; its `done` is called on the thread, or here where the thread has ended."""
+        """Queues a job; its `done` is called on the thread, or here if the thread has ended."""
         with self._lock:
             if self.running:
                 self._jobs.put(job)
@@ -122,22 +113,20 @@ class MicroBatches:
         job.done(_stopped())
 
     def close(self) -> None:
-        """Ends the thread, after the forward that is running."""
+        """Ends the thread after the current forward."""
         self._jobs.put(None)
         self._thread.join()
 
     def status(self) -> dict[str, Any]:
-        """Returns the statistics as they are now."""
         with self._lock:
             return dataclasses.asdict(self._statistics)
 
     def worthwhile_columns(self) -> float:
-        """Returns how many texts times nodes a forward should have at most, by what forwards have cost so far."""
         with self._lock:
             return self._statistics.worthwhile_columns()
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Returns how long so many tokens of prompts take to read, by those that were read."""
+        """Estimates how long `tokens` tokens of prompts take to read."""
         with self._lock:
             return tokens * self._statistics.prompt_seconds / max(self._statistics.prompt_tokens, 1)
 
@@ -155,7 +144,7 @@ class MicroBatches:
             self._answer_all()
 
     def _answer_all(self) -> None:
-        """Tells all that still wait that nothing is read any more."""
+        """Fails all jobs that still wait."""
         with self._lock:
             self.running = False
         left = [*self._trees, *self._prompts]
@@ -163,11 +152,11 @@ class MicroBatches:
             job = self._jobs.get()
             left += [] if job is None else [job]
         for job in left:
-            with contextlib.suppress(RuntimeError):  # nobody may listen any more
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed
                 job.done(_stopped())
 
     def _batch(self) -> list[Job]:
-        """Takes waiting trees that fit into a forward together, in their order. The first one always does."""
+        """Takes waiting trees that fit into one forward, in order. The first one is always taken."""
         batch, largest, left = list[Job](), 0, deque[Job]()
         for job in self._trees:
             nodes = max(largest, len(job.tree or ()))
@@ -180,14 +169,13 @@ class MicroBatches:
         return batch
 
     def _patience(self, now: float, deadline: float) -> float:
-        """Seconds for which a batch waits for one more text."""
         if self._wait is None:
             known = self._arrivals.next(now, deadline)
             return 0.0 if known is None else max(known - now, 0.0)
         return max(deadline - now, 0.0) if self._arrivals.away else 0.0
 
     def _collect(self) -> None:
-        """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
+        """Takes the jobs that have come in; waits for the first one, and for others while that is worth it."""
         longest = TUNING.batch_wait * self._last_seconds if self._wait is None else self._wait
         deadline = None
         while not self._ended:
@@ -198,13 +186,13 @@ class MicroBatches:
             now = time.monotonic()
             if waiting and deadline is None:
                 deadline = now + longest
-            # A prompt fills the time in which others may ask.
+            # Reading a prompt replaces the wait.
             left = 0.0 if full or self._prompts or deadline is None else self._patience(now, deadline)
             try:
                 job = self._jobs.get(block=idle or left > 0.0, timeout=None if idle else left)
             except queue.Empty:
                 if left > 0.0 and self._wait is None:
-                    continue  # one that was expected is late; another one may be expected still
+                    continue  # the expected text is late; another one may still be expected
                 return
             if job is None:
                 self._ended = True
@@ -215,7 +203,7 @@ class MicroBatches:
                 self._trees.append(job)
 
     def _read_piece(self, job: Job) -> None:
-        """Reads the next piece of a prompt; after the last one its text goes on."""
+        """Reads the next piece of a prompt; after the last one, emits the first token."""
         text = job.text
         try:
             began, before = time.monotonic(), text.cache.get_seq_length()
@@ -239,7 +227,6 @@ class MicroBatches:
         job.done(PieceRead(taps, first))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """Tells the operator and the device that a job has failed."""
         log_failure("a prompt could not be read" if job.tree is None else "a draft could not be verified", error)
         with self._lock:
             self._statistics.failures += 1
@@ -253,7 +240,7 @@ class MicroBatches:
             self._arrivals.answered(text, time.monotonic())
 
     def _verify(self, jobs: Sequence[Job]) -> None:
-        """Verifies trees in one forward. If it fails, each is tried alone: no text suffers from another one."""
+        """Verifies trees in one forward. If it fails, each is retried alone, so no text suffers from another."""
         if not jobs:
             return
         trees = [job.tree for job in jobs if job.tree is not None]
@@ -283,7 +270,7 @@ class MicroBatches:
             job.done(Verified(tokens, drafted, text.reach, text.finished, taps, len(jobs), seconds))
 
     def _judged(self, read: TreesRead, place: int, job: Job) -> tuple[list[int], int, bytes] | Exception:
-        """Emits and keeps what is accepted of one tree: its tokens, how many were drafted, and their hidden states."""
+        """Emits and keeps what is accepted of one tree; returns tokens, number drafted and packed hidden states."""
         assert job.tree is not None
         try:
             path, tokens, drafted = job.text.advance(job.tree, read.logits[place])

@@ -1,4 +1,4 @@
-"""Tokens, trees and hidden states as bytes, the least byte first."""
+"""Tokens, trees and hidden states as little-endian bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from .wire import WireError
 
 
 def packed_ints(values: Iterable[int], kind: str = "i") -> bytes:
-    """Returns integers as bytes: `"i"` packs int32 and `"h"` int16."""
+    """Packs integers: `"i"` as int32, `"h"` as int16."""
     return _least_first(array(kind, values)).tobytes()
 
 
 def unpacked_ints(data: bytes, kind: str = "i") -> list[int]:
-    """Returns the integers in some bytes."""
     values = array(kind)
     values.frombytes(data)
     return _least_first(values).tolist()
@@ -32,16 +31,12 @@ def _least_first(values: array[int]) -> array[int]:
 
 
 def packed_states(states: torch.Tensor) -> bytes:
-    """Returns vectors `[..., D]` as bytes, in bfloat16."""
+    """Packs vectors `[..., D]` as bfloat16."""
     return states.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def unpacked_states(data: bytes | bytearray, width: int) -> torch.Tensor:
-    """Returns the vectors `[n, width]`, bfloat16, in some bytes.
-
-    Raises:
-        WireError: they are no whole number of vectors.
-    """
+    """Unpacks vectors `[n, width]`, bfloat16; raises a WireError for a fraction of a vector."""
     if len(data) % max(2 * width, 1) or (data and not width):
         raise WireError(f"{len(data)} bytes are no vectors of {width} numbers")
     if not data:
@@ -55,14 +50,7 @@ def packed_tree(number: int, tree: DraftTree) -> Draft:
 
 
 def unpacked_tree(draft: Draft, vocab_size: int) -> DraftTree:
-    """Returns the tree in a message.
-
-    Args:
-        vocab_size: ids of its tokens have to be below it.
-
-    Raises:
-        WireError: it is no draft tree; the text says why.
-    """
+    """Returns the tree in a message; raises a WireError that says what is wrong with it."""
     tokens, parents = unpacked_ints(draft.tokens), unpacked_ints(draft.parents, "h")
     if not 1 <= len(tokens) <= MOST_NODES or len(parents) != len(tokens):
         raise WireError(f"a draft came in with {len(tokens)} tokens and {len(parents)} parents")

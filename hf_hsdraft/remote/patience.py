@@ -1,4 +1,4 @@
-"""How long a device waits for a server that is not there or has no room."""
+"""How long a device retries a server that is unreachable or overloaded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
 
 
 class Patience:
-    """Waits between tries, longer each time, until it ends.
-
-    Args:
-        seconds: of all tries together; with 0 the first error is raised.
-    """
+    """Waits between tries, doubling the pause, for `seconds` in total; with 0 the first error is raised."""
 
     def __init__(self, seconds: float) -> None:
         self._end, self._pause = time.monotonic() + seconds, _FIRST_PAUSE
 
     def wait(self, error: Exception, least: float = 0.0) -> float:
-        """Waits until the next try; returns the seconds.
-
-        Args:
-            error: of the last try; raised if the patience ends before the next one.
-            least: seconds before which another try is of no use.
-        """
+        """Waits until the next try, at least `least` seconds; returns the seconds. Raises `error` if the time is up."""
         seconds = max(self._pause, least)
         if time.monotonic() + seconds > self._end:
             raise error

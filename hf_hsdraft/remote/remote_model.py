@@ -1,4 +1,4 @@
-"""A model that is elsewhere: its `generate()` drafts here and has the drafts verified there ("SLED", 2506.09397)."""
+"""A remote target: its `generate()` drafts here and verifies there ("SLED", 2506.09397)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class RemoteOutput:
 
     Attributes:
         sequences: `[1, length]`, prompt and new tokens.
-        statistics: of the drafting; seconds of verification hold the way there and back.
-        link: bytes, batches and faults.
-        seed: of the draws: a call with the same one draws the same text.
+        statistics: of the drafting; verification times include the round trip.
+        seed: of the sampling; the same seed samples the same text.
     """
 
     sequences: torch.Tensor
@@ -49,19 +48,7 @@ class RemoteOutput:
 
 
 class RemoteModel:
-    """A target elsewhere, made by `connect`. Threads may share it: each call has a connection of its own.
-
-    Args:
-        address: of the server.
-        patience, timeout: see `LinkPool`.
-
-    Attributes:
-        config: the target's text configuration.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server does not take it.
-    """
+    """A remote target, made by `connect`. Threads may share it: each call has its own connection."""
 
     def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
         self._links = LinkPool(address, patience, timeout)
@@ -87,20 +74,20 @@ class RemoteModel:
         return_dict_in_generate: bool = False,
         **options: Any,
     ) -> torch.Tensor | RemoteOutput:
-        """Decodes one text: the drafter proposes here, the target verifies there. The text is the target's own.
+        """Decodes one text: the drafter proposes here, the target verifies there. The output is the target's own.
 
         Args:
             inputs: a prompt as text, which the server encodes, or its tokens `[1, length]`.
             assistant_model: the drafter; without one the server decodes by itself and sends the tokens.
             input_ids: `[1, length]`, instead of `inputs`.
-            attention_mask: `[1, length]`, taken for the convenience of `generate(**encoding)`; nothing may be masked.
-            chat: whether a prompt as text is a user's message, to be written by the target's chat template.
-            seed: of the draws, 0 to 2**63 - 1. The text is that of a local call after `torch.manual_seed(seed)`.
-            most_taps: number of last positions of the prompt whose hidden states are fetched for the drafter; `None`
-                for all. Fewer save bytes, and may let it draft less well.
+            attention_mask: `[1, length]`, accepted so that `generate(**encoding)` works; must not mask anything.
+            chat: whether to format a text prompt as a user message by the target's chat template.
+            seed: of the sampling, 0 to 2**63 - 1. The output is that of a local call after `torch.manual_seed(seed)`.
+            most_taps: number of last prompt positions whose hidden states are fetched for the drafter; `None` for all.
+                Fewer save bytes, but may lower acceptance.
             streamer: gets the prompt, and then the tokens of each round.
             return_dict_in_generate: whether to return statistics too.
-            options: of `generate()`, as far as `OPTIONS` in `verified_text` names them.
+            options: of `generate()`; `OPTIONS` in `verified_text` lists those allowed.
 
         Returns:
             `[1, length]`, int64, prompt and new tokens; or a [`RemoteOutput`].
@@ -108,7 +95,7 @@ class RemoteModel:
         Raises:
             DraftingRefused: the drafter does not fit the target, or cannot draft over a connection.
             LinkLost: the connection was lost for longer than the patience.
-            ServerRefused: the server does not do it; `retry_seconds` says when it may.
+            ServerRefused: the server refuses; `retry_seconds` says when to retry.
             ValueError: an argument is wrong.
         """
         _check_call(assistant_model, seed, most_taps, options)
@@ -129,7 +116,6 @@ class RemoteModel:
     def _decode(
         self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
     ) -> DraftStatistics:
-        """Decodes the text of a target to its end, and gives its connection back."""
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
@@ -148,7 +134,7 @@ class RemoteModel:
         return statistics
 
     def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
-        """What a drafter is called with, and the hidden states that it reads."""
+        """The drafter's call, and the layers whose hidden states it reads."""
         if drafter is None:
             return None, ()
         check_drafter(drafter, self._shell)
@@ -167,7 +153,6 @@ class RemoteModel:
             return self._with_rows[device]
 
     def _check_size(self, ids: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Raises a ValueError for a text that is longer than the server takes."""
         new, longest = options.get("max_new_tokens"), self._hello.longest
         most = len(ids) + (new if isinstance(new, int) else 1)
         if most > longest:
@@ -176,11 +161,7 @@ class RemoteModel:
             )
 
     def _ids(self, inputs: Any, mask: torch.Tensor | None, chat: bool) -> list[int]:
-        """The tokens of a prompt.
-
-        Raises:
-            ValueError: there is none, or more than one.
-        """
+        """The tokens of a prompt; raises a ValueError unless there is exactly one."""
         if isinstance(inputs, str):
             if len(inputs.encode()) > MOST_TEXT:
                 raise ValueError(
@@ -203,8 +184,7 @@ class RemoteModel:
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
         """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer.
 
-        Raises:
-            ValueError: they are no integers, or more than a text of this server has.
+        Raises a ValueError if they are not integers, or more than a text of this server has.
         """
         tokens = _tensor(ids).flatten().tolist()
         if not all(map(is_integer, tokens)):
@@ -218,7 +198,6 @@ class RemoteModel:
         return self._links.ask(lambda link: link.ask(Rows(table, first, count), RowData).states)
 
     def close(self) -> None:
-        """Ends the connections that no call uses."""
         self._links.close()
 
     def __enter__(self) -> RemoteModel:
@@ -229,7 +208,7 @@ class RemoteModel:
 
 
 def _tensor(ids: Any) -> torch.Tensor:
-    """Token ids as a tensor. Raises a ValueError for anything else, such as several texts."""
+    """Token ids as a tensor; raises a ValueError for anything else, such as several texts."""
     try:
         return torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
@@ -240,7 +219,7 @@ def _tensor(ids: Any) -> torch.Tensor:
 
 
 def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, Any]) -> None:
-    """Raises an error for arguments of a call that are wrong in themselves, before anything is sent."""
+    """Raises an error for invalid arguments, before anything is sent."""
     if isinstance(drafter, type):
         raise ValueError(f"assistant_model={told_of_class(drafter)}")
     if drafter is not None and not isinstance(drafter, Drafter):

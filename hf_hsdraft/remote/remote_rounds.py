@@ -1,4 +1,4 @@
-"""The rounds of a text whose target is elsewhere."""
+"""The rounds of a text with a remote target."""
 
 from __future__ import annotations
 
@@ -35,18 +35,9 @@ def decode_rounds(
     keeper: StatisticsKeeper,
     observers: Sequence[Observer],
 ) -> None:
-    """Runs the prompt and all rounds of a text.
+    """Runs the prompt and all rounds of a text; without a drafter the server decodes by itself.
 
-    Args:
-        target: the text at the server.
-        drafter: drafts here; `None` where the server decodes by itself.
-        call: what the drafter is called with.
-        keeper: gets the statistics.
-        observers: told of each round, the prompt's included.
-
-    Raises:
-        LinkLost: the connection was lost for longer than the patience.
-        ServerRefused: the server does not do it.
+    Raises `LinkLost` if the connection was lost for longer than the patience, or `ServerRefused`.
     """
     keeper.began()
     first = target.open()
@@ -65,7 +56,7 @@ def decode_rounds(
     drafting = Drafting(drafter, call)
     drafting.observe([first])
     session, options = drafting.session, call.options
-    # The way there and back is in the cost of every round, so drafts grow deeper.
+    # The round trip is part of every round's cost, so drafts grow deeper.
     by = (type(session).__qualname__, *session.kind, options.beam_width, repr(sorted(options.own.items())))
     depth = 0 if session.free else options.depth
     drafting.set_pace(options, KindOfCall(by, by, depth, options.tree_size))

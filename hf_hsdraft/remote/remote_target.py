@@ -1,4 +1,4 @@
-"""A target that is elsewhere, as the rounds of a call know it: drafts are sent, and what is accepted comes back."""
+"""A remote target in the engine's rounds: drafts are sent, and accepted tokens come back."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ _GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may b
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """What one text is decoded with.
+    """Settings of one text.
 
     Attributes:
-        connect: makes a connection.
         ids: the prompt.
-        seed: of the draws.
         options: of `generate()`.
-        taps: hidden states that the drafter reads.
-        most_taps: greatest number of positions of the prompt of which hidden states are fetched; `None` for all.
-        patience: seconds that a lost connection or an overloaded server is waited for.
+        taps: layers whose hidden states the drafter reads.
+        most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
         plain: whether the server decodes by itself.
     """
 
@@ -50,15 +47,15 @@ class RemoteCall:
 
 @dataclass
 class LinkStatistics:
-    """What a text took on the way.
+    """Traffic and reconnects of a text.
 
     Attributes:
-        sent, received: bytes of all messages of the text.
-        prompt_received: bytes that came until its first token.
+        sent, received: bytes of all messages.
+        prompt_received: bytes received until the first token.
         batches: number of texts in the forward of each round.
         server_seconds: of these forwards.
-        resumed: number of times that the text was gone on with over a new connection.
-        reopened: number of times that it was opened again with its tokens.
+        resumed: number of reconnects.
+        reopened: number of times that the text was opened again with its tokens.
         waited_seconds: for an overloaded server.
     """
 
@@ -73,18 +70,11 @@ class LinkStatistics:
 
 
 class RemoteTarget:
-    """A text that grows by a target elsewhere; see `engine.loop.Target`.
+    """A text that a remote target decodes; see `engine.loop.Target`.
 
     Args:
-        call: what it is decoded with.
-        draft: drafting options; `None` where nothing is drafted.
+        draft: drafting options; `None` without a drafter.
         width: size of a hidden state.
-
-    Attributes:
-        tokens: of the text so far.
-        finished: whether it has ended.
-        forwards: number of forwards of the target for this text, the prompt's included.
-        statistics: what it took on the way.
     """
 
     def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int) -> None:
@@ -95,11 +85,10 @@ class RemoteTarget:
         self._reach = self._most_nodes = self._number = 0
         self._session = ""
         self._link: Link | None = None
-        self._counted = (0, 0)  # bytes of the connection that are in the statistics
+        self._counted = (0, 0)  # the connection's bytes already in the statistics
         self._waits = False  # for an answer
 
     def open(self) -> News:
-        """Sends the prompt; returns the news of it."""
         news = self._persistently(lambda: self._opened(self._taps_from))
         self.statistics.prompt_received = self.statistics.received
         earlier = self._call.ids[-TUNING.most_known :]
@@ -114,10 +103,10 @@ class RemoteTarget:
         return not self.finished
 
     def prepare(self, drafting: Drafting) -> None:
-        """Limits come with each answer of the server."""
+        """Does nothing: limits come with each answer of the server."""
 
     def asks(self) -> list[Wanted]:
-        """The draft that is wanted for the next round: no more nodes than the server has room for in a forward."""
+        """The draft wanted for the next round, with no more nodes than the server allows."""
         if self.finished or self._draft is None:
             return []
         size = min(self._draft.tree_size, self._most_nodes)
@@ -129,9 +118,9 @@ class RemoteTarget:
         return contextlib.nullcontext()  # the server keeps the cache
 
     def verify(self, trees: Sequence[DraftTree]) -> News:
-        """Has a draft verified; returns what the server has accepted.
+        """Sends a draft; returns what the server has accepted.
 
-        If the server has lost the text, it is opened again with its tokens: the draft counts as rejected then.
+        If the server has lost the text, it is opened again with its tokens; the draft then counts as rejected.
         """
         number = self._number + 1
         message = packed_tree(number, trees[0])
@@ -142,23 +131,23 @@ class RemoteTarget:
                 return self._opened(len(self.tokens) - 1)
             link.send(message)
             answer = link.receive(Accepted)
-            while answer.number < number:  # late: of a draft that was sent twice
+            while answer.number < number:  # a late answer to a draft that was sent twice
                 answer = link.receive(Accepted)
             return self._news(answer)
 
         return self._persistently(exchange)
 
     def accept(self, read: News) -> None:
-        """The server has done it, where many texts share a forward."""
+        """Does nothing: the server accepts."""
 
     def commit(self, read: News, verdicts: None) -> None:
-        """The server has done it too."""
+        """Does nothing: the server keeps the cache."""
 
     def news(self, read: News, verdicts: None) -> list[News]:
         return [read]
 
     def receive(self) -> News:
-        """Returns what the server has decoded next by itself."""
+        """Returns the next round of a server that decodes by itself."""
 
         def next_round() -> News:
             link = self._linked()
@@ -167,7 +156,7 @@ class RemoteTarget:
         return self._persistently(next_round)
 
     def _opened(self, taps_from: int) -> News:
-        """Opens the text with its tokens so far; returns the news of the positions from `taps_from` on."""
+        """Opens the text with its tokens so far; returns the news from position `taps_from` on."""
         call, link = self._call, self._linked()
         ids = packed_ints(self.tokens)
         options = dict(call.options)
@@ -196,7 +185,7 @@ class RemoteTarget:
         return self._told(answer.taps, begin, tokens, answer.drafted)
 
     def _told(self, states: bytes | bytearray, begin: int, tokens: list[int], drafted: int) -> News:
-        """What a drafter is told of the positions from `begin` on, which the target has read."""
+        """News for the drafter of the positions from `begin` on, which the target has read."""
         following = torch.tensor(self.tokens[begin + 1 :])
         taps = unpacked_states(states, self._width) if self._width else torch.zeros(len(following), 0)
         if len(taps) != len(following):
@@ -205,7 +194,7 @@ class RemoteTarget:
         return News(0, tokens, taps, places, following, (), drafted)
 
     def _linked(self) -> Link:
-        """The connection; a new one goes on with the text, if the server still has it."""
+        """The connection; a new one resumes the text if the server still has it."""
         if self._link is None:
             self._link = self._call.connect()
             self._counted = self._link.sent, self._link.received
@@ -222,7 +211,7 @@ class RemoteTarget:
         return self._link
 
     def _persistently(self, step: Callable[[], News]) -> News:
-        """Does a step, again if the connection ends or the server has no place or has lost the text."""
+        """Runs a step; retries it if the connection ends, or the server is overloaded or has lost the text."""
         patience = Patience(self._call.patience)
         while True:
             try:
@@ -260,7 +249,7 @@ class RemoteTarget:
             self._link = None
 
     def end(self) -> Link | None:
-        """Tells the server that the text is done; returns the connection, which can serve another text."""
+        """Closes the text; returns the connection if another text can use it."""
         link, self._link = self._link, None
         if link is None:
             return None

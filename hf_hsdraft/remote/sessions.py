@@ -15,22 +15,22 @@ from .verified_text import VerifiedText
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server takes on.
+    """Limits of a server.
 
     Attributes:
         max_sessions: texts at a time.
-        max_bytes: of the keys and values that these may come to have.
+        max_bytes: of their keys and values at full length.
         max_connections: connections at a time.
-        idle_seconds: after which a connection that says nothing is closed, and a text without new drafts forgotten.
+        idle_seconds: after which a silent connection is closed, and a text without new drafts dropped.
         keep_seconds: that a text is kept after its connection has ended.
         max_length: tokens of a text.
-        max_nodes: of a draft tree beside the root.
+        max_nodes: of a draft tree, without the root.
         max_batch: texts in a forward.
-        max_columns: texts in a forward times nodes of the largest tree, roots counted; devices are told their share.
-        wait_seconds: that a batch waits for texts that are away; `None` to wait up to half of the last forward for
-            texts that usually come back so soon.
+        max_columns: texts in a forward times nodes of the largest tree, roots included; each device gets its share.
+        wait_seconds: that a batch waits for texts that are away; `None` to wait up to half the duration of the last
+            forward for texts that usually return so soon.
         piece: tokens of a prompt that are read at once.
-        prompt_seconds: that reading the prompts which wait may take before another text is refused.
+        prompt_seconds: estimated time for all waiting prompts above which new texts are refused.
     """
 
     max_sessions: int = 64
@@ -61,11 +61,7 @@ class ServerLimits:
 
 
 class Overloaded(Exception):
-    """There is no place for another text now.
-
-    Attributes:
-        retry_seconds: when there may be one.
-    """
+    """There is no room for another text now; there may be in `retry_seconds`."""
 
     def __init__(self, message: str, retry_seconds: float) -> None:
         super().__init__(message)
@@ -74,18 +70,15 @@ class Overloaded(Exception):
 
 @dataclass
 class ServedSession:
-    """A text and the connection that it is gone on with.
+    """A text and its current connection.
 
     Attributes:
-        text: the text.
-        size: bytes that its keys and values and the hidden states of a message may come to have.
-        name: by which it is resumed.
-        number: of the last draft that was verified; 0 before the first one.
-        answer: what was said to that draft.
-        verifying: while a draft of it is being verified.
-        holder: the connection that goes on with it; `None` after that has ended.
-        began: when it was opened.
-        used: when a device last went on with it.
+        size: bytes reserved: keys and values at full length, and the hidden states of a message.
+        number: of the last verified draft; 0 before the first one.
+        answer: to that draft.
+        verifying: set while a draft of it is being verified.
+        holder: the current connection; `None` after it has ended.
+        used: when a device last used it.
         left: when its connection ended.
     """
 
@@ -101,7 +94,7 @@ class ServedSession:
     left: float = 0.0
 
     def finish(self) -> None:
-        """Frees what only a text needs that goes on."""
+        """Frees what only an unfinished text needs."""
         self.text.release()
         self.size = 0
 
@@ -109,17 +102,15 @@ class ServedSession:
 class Sessions:
     """All texts of a server. Used by its event loop alone.
 
-    Args:
-        limits: on them.
-        token_bytes: size of keys and values of a token.
-        prompt_seconds: returns how long so many tokens of prompts take to read.
+    `token_bytes` are keys and values of a token; `prompt_seconds` estimates how long a number of prompt tokens takes to
+    read.
     """
 
     def __init__(self, limits: ServerLimits, token_bytes: int, prompt_seconds: Callable[[int], float]) -> None:
         self.limits, self.token_bytes, self._prompt_seconds = limits, token_bytes, prompt_seconds
         self._by_name: dict[str, ServedSession] = {}
         self._lifetime = 5.0  # seconds that a text is held, a running mean
-        self.attached = 0  # texts that a connection goes on with
+        self.attached = 0  # texts with a connection
         self.opened = self.refused = self.lost = 0
 
     def __len__(self) -> int:
@@ -130,19 +121,14 @@ class Sessions:
 
     @property
     def reserved_bytes(self) -> int:
-        """Size that all texts may come to have."""
+        """Size of all texts at full length."""
         return sum(each.size for each in self._by_name.values())
 
     def open(self, text: VerifiedText, holder: object) -> ServedSession:
-        """Takes a text on.
-
-        Raises:
-            Overloaded: there is no place for it.
-            ValueError: there never is.
-        """
+        """Adds a text; raises `Overloaded` if there is no room now, or a ValueError if it exceeds the limits."""
         tokens = text.most_tokens()
-        size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with room to grow into
-        size += 2 * min(tokens, self.limits.piece) * text.position_bytes  # of a piece, as it is read and as it is sent
+        size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with spare room
+        size += 2 * min(tokens, self.limits.piece) * text.position_bytes  # of a piece, as read and as sent
         if size > self.limits.max_bytes:
             raise ValueError(
                 f"the text may come to have {size >> 20} MiB of keys, values and hidden states: this server has "
@@ -162,11 +148,11 @@ class Sessions:
         return session
 
     def _make_room(self, size: int) -> None:
-        """Drops texts whose connections have ended, the longest gone first, as far as a new one needs their room."""
+        """Drops texts whose connections have ended, the longest gone first, as far as a new text needs their room."""
         gone = sorted((each for each in self if each.holder is None), key=lambda each: each.left)
         count, room, dropped = len(self), self.limits.max_bytes - self.reserved_bytes, 0
         while count >= self.limits.max_sessions or room < size:
-            if dropped == len(gone):  # nothing is dropped where that does not help
+            if dropped == len(gone):  # dropping would not help
                 self.refused += 1
                 raise Overloaded(
                     f"the server verifies for {len(self)} texts and has no room for another one", self.retry_seconds()
@@ -177,23 +163,22 @@ class Sessions:
             self.remove(each)
 
     def retry_seconds(self) -> float:
-        """When one of the texts may have ended."""
+        """Estimates the seconds until a text ends."""
         return min(max(self._lifetime / max(len(self), 1), 0.2), 30.0)
 
     def find(self, name: str) -> ServedSession | None:
-        """Returns a text by its name."""
         return self._by_name.get(name)
 
     def attach(self, session: ServedSession, holder: object) -> None:
-        """Lets a connection go on with a text; another one that did so does no more."""
+        """Makes a connection the text's holder, in place of any other."""
         self.attached += session.holder is None
         session.holder, session.used = holder, time.monotonic()
 
     def leave(self, session: ServedSession, holder: object) -> None:
-        """The connection has ended: the text waits for it to come back, unless it is decoded plainly."""
+        """Handles the end of a connection: its text waits to be resumed, unless it is decoded plainly."""
         if session.holder is not holder:
             return
-        if session.text.plain:  # its tokens are sent as they come: the device opens it again with those that it has
+        if session.text.plain:  # tokens are sent as they come: the device reopens it with those it has
             self.lost += 1
             self.remove(session)
             return
@@ -201,7 +186,6 @@ class Sessions:
         self.attached -= 1
 
     def remove(self, session: ServedSession) -> None:
-        """Forgets a text."""
         if self._by_name.pop(session.name, None) is None:
             return
         self.attached -= session.holder is not None
@@ -209,7 +193,7 @@ class Sessions:
         self._lifetime += 0.1 * (time.monotonic() - session.began - self._lifetime)
 
     def forget_old(self) -> None:
-        """Forgets the texts whose connections have been gone too long, and those that no draft has come for."""
+        """Drops texts without a connection for `keep_seconds`, and texts without drafts for `idle_seconds`."""
         now = time.monotonic()
         for each in self:
             gone = each.holder is None and now - each.left > self.limits.keep_seconds

@@ -1,4 +1,4 @@
-"""What a drafter sees of a target that is elsewhere: its configuration, and the embedding rows that drafters borrow."""
+"""What a drafter sees of a remote target: its configuration, and the embedding rows that drafters borrow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,7 @@ from .messages import INPUT, OUTPUT, Hello
 
 
 class TargetShell:
-    """A target without layers.
-
-    Args:
-        hello: of the server.
-        tables: rows by `INPUT` and `OUTPUT`; `None` for drafters that borrow none.
-        device: to keep them on.
-
-    Attributes:
-        config: the target's text configuration.
-        dtype: of its weights.
-        device: of the rows.
-        generation_config: empty; options of a call are its own.
-    """
+    """A target without layers; `tables` are `None` for drafters that borrow no rows."""
 
     training = False
     generation_config = None
@@ -41,7 +29,7 @@ class TargetShell:
         self.name_or_path = hello.target
         self.dtype = getattr(torch, hello.dtype, torch.float32)
         self.device = device
-        with torch.device("meta"):  # of drafters that read no hidden states: they ask for sizes only
+        with torch.device("meta"):  # drafters that read no hidden states ask for sizes only
             self._input = nn.Embedding(hello.rows, hello.width)
             self._output = nn.Linear(hello.width, hello.rows, bias=False)
         if tables is not None:
@@ -51,20 +39,14 @@ class TargetShell:
             self._output.weight = nn.Parameter(output, requires_grad=False)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the input embedding."""
         return self._input
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Returns the output layer."""
         return self._output
 
 
 def _config_of(hello: Hello) -> Any:
-    """The configuration in what a server said.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parses the server's configuration; raises a ValueError if it cannot."""
     try:
         fields = json.loads(hello.config)
         kind = fields.pop("model_type", "")

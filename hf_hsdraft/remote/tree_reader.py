@@ -1,4 +1,4 @@
-"""One forward of the target over the drafts of several texts, each with a cache of its own."""
+"""One forward of the target over the drafts of several texts with separate caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .joined_cache import empty_cache, grown, joined_cache
 
 @dataclass(frozen=True)
 class TreesRead:
-    """What a forward over the trees of several texts said; nothing of it is in their caches yet.
+    """Outputs of a forward over the trees of several texts; their caches are unchanged so far.
 
     Attributes:
         cache: the texts' caches as one.
@@ -48,7 +48,7 @@ class TreesRead:
     taps: Sequence[torch.Tensor]
 
     def keep(self, place: int, path: Sequence[int]) -> None:
-        """Puts the root and the path of a text's tree into its cache."""
+        """Appends the root and the accepted path of a text's tree to its cache."""
         nodes: slice | torch.Tensor = slice(0, 1 + len(path))
         if list(path) != [*range(1, 1 + len(path))]:
             nodes = on_device([0, *path], self.logits[place].device)
@@ -57,18 +57,10 @@ class TreesRead:
 
 
 class TreeReader:
-    """Reads prompts and trees by a target.
+    """Reads prompts and trees by a causal language model with attention layers only.
 
-    Args:
-        target: a causal language model whose layers all are attention.
-        packed_weights: whether forwards on x86 CPUs multiply by packed copies of the weights.
-
-    Attributes:
-        longest: length of text up to which the target reads every token alike.
-        vocab_size: of its logits.
-
-    Raises:
-        DraftingRefused: trees of several texts cannot be read in one forward of this target.
+    Raises a DraftingRefused if it cannot read trees of several texts in one forward. With `packed_weights`, forwards on
+    x86 CPUs multiply by packed copies of the weights. Up to `longest` tokens the target reads every token alike.
     """
 
     def __init__(self, target: Any, packed_weights: bool = False) -> None:
@@ -87,14 +79,13 @@ class TreeReader:
 
     @property
     def packed(self) -> bool:
-        """Whether forwards multiply by packed weights."""
         return self._acceleration.packed
 
     def _refusal(self, reason: str) -> DraftingRefused:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
 
     def _try(self) -> None:
-        """Raises a DraftingRefused unless branches of two texts of different lengths are read as these texts are."""
+        """Raises a DraftingRefused unless trees of two texts of different lengths give the logits of plain reading."""
         device, vocabulary = device_of(self.target), text_config(self.target).vocab_size
         ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
         outputs = self.target(ids[:, :5], use_cache=True)
@@ -110,7 +101,7 @@ class TreeReader:
             self._kinds = self._kinds_of(cache)
             expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
         wrong = (int(ids[0, 0]) + 1) % vocabulary
-        for _ in range(2):  # the second time with what the first one left in the caches
+        for _ in range(2):  # the second time on the caches the first one left
             trees = [_branched(ids[0, start : start + 3].tolist(), wrong) for start in starts]
             read = self.read(caches, trees, [()] * len(starts))
             for logits, one in zip(read.logits, expected, strict=True):
@@ -128,13 +119,8 @@ class TreeReader:
             raise self._refusal(str(error)) from None
 
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
-        """Reads the next tokens `[1, n]` of a prompt into a cache.
-
-        Args:
-            layers: hidden states that are wanted.
-
-        Returns:
-            logits `[1, 1, V]` of the last one, and taps `[1, n, taps * D]`.
+        """Reads the next tokens `[1, n]` of a prompt; returns logits `[1, 1, V]` of the last, and taps `[1, n, taps *
+        D]`.
         """
         positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
         inputs = {
@@ -152,12 +138,7 @@ class TreeReader:
     def read(
         self, caches: Sequence[DynamicCache], trees: Sequence[DraftTree], taps: Sequence[Sequence[int]]
     ) -> TreesRead:
-        """Reads a tree for each text, in one forward.
-
-        Args:
-            caches: of the texts, each without its tree's root.
-            taps: hidden states that each text wants.
-        """
+        """Reads a tree for each text, whose cache lacks its root; `taps` are the layers that each text wants."""
         layers = sorted({layer for each in taps for layer in each})
         joined = joined_cache(caches)
         kept = [cache.get_seq_length() for cache in caches]
@@ -184,7 +165,7 @@ class TreeReader:
 
 
 def _branched(path: Sequence[int], wrong: int) -> DraftTree:
-    """A tree that goes along a path of three tokens, with a wrong sibling before each node after the root."""
+    """A tree along a path of three tokens, with a wrong sibling before each node after the root."""
     first, second, third = path
     siblings = [wrong + (wrong == right) for right in (second, third)]
     tokens = (first, siblings[0], second, siblings[1], third)

@@ -1,4 +1,4 @@
-"""A text that the server verifies drafts for: its tokens, its rules, its random numbers, its keys and values."""
+"""A text that the server verifies drafts for: tokens, rules, RNG, keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .joined_cache import empty_cache
 from .messages import PIECE_BYTES
 from .wire import MOST_ITEMS, is_setting
 
-# Options of `generate()` that a device may set: what chooses tokens and what ends the text. All are cheap to follow.
+# Options of `generate()` that a device may set: they choose tokens or end the text, and are cheap to apply.
 OPTIONS = frozenset(
     {
         "begin_suppress_tokens", "do_sample", "eos_token_id", "epsilon_cutoff", "eta_cutoff", "forced_eos_token_id",
@@ -30,17 +30,7 @@ OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Opening:
-    """What a text begins with.
-
-    Attributes:
-        ids: the tokens so far.
-        prompt_length: number of these that are the prompt.
-        seed: of the draws.
-        options: of `generate()`.
-        taps: hidden states that are wanted.
-        taps_from: first position of which they are wanted.
-        plain: whether the server decodes by itself.
-    """
+    """The start of a text; fields as in `messages.Open`."""
 
     ids: Sequence[int]
     prompt_length: int
@@ -52,7 +42,7 @@ class Opening:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises a ValueError for options of `generate()` that a text over a connection cannot have."""
+    """Raises a ValueError for options of `generate()` that are not possible over a connection."""
     for name, value in options.items():
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
@@ -69,7 +59,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_tokens(options: Mapping[str, Any], rows: int) -> None:
-    """Raises a ValueError for options that name tokens which the target does not have."""
+    """Raises a ValueError for options with token ids outside the vocabulary of `rows` tokens."""
     for name in (name for name in options if name.endswith(("_tokens", "_token_id"))):
         value = options[name] if isinstance(options[name], list) else [options[name]]
         if "new" not in name and not all(one is None or (type(one) is int and 0 <= one < rows) for one in value):
@@ -77,23 +67,17 @@ def check_tokens(options: Mapping[str, Any], rows: int) -> None:
 
 
 class SeededTexts(DecodedTexts):
-    """The one text of a session, with random numbers of its own."""
+    """The one text of a session, sampled by a seeded RNG."""
 
     def draw_by(self, draws: Draws) -> None:
-        """Sets what draws the tokens."""
         self._draws = [draws]
 
 
 def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torch.Generator:
-    """Returns the random numbers of a local call after `torch.manual_seed(seed)`, as they are after so many draws.
+    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws from logits of `vocab_size`.
 
-    A draw takes the same numbers whatever is drawn. On some devices it takes as many for one token to choose from as
-    for the whole vocabulary. Where that is so, the draws that were made are passed over by the cheapest ones.
-
-    Args:
-        device: of the target's logits.
-        vocab_size: of the target's logits.
-        drawn: number of draws that were made already.
+    A draw consumes the same random numbers whatever its outcome. On some devices it consumes as many for one candidate
+    as for the whole vocabulary; there, earlier draws are skipped by draws from one candidate.
     """
 
     def after_draw(size: int) -> torch.Tensor:
@@ -112,21 +96,11 @@ def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torc
 
 
 class VerifiedText:
-    """A text of a session.
-
-    Args:
-        target: the model that verifies.
-        opening: what it begins with.
-        longest: greatest number of tokens of a text.
-        vocab_size: of the target's logits.
+    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long.
 
     Attributes:
         cache: keys and values of all tokens but the last, once the prompt was read.
-        taps: hidden states that its device wants.
-        position_bytes: size of those of one position, as they are sent.
-
-    Raises:
-        ValueError: an option is not possible here, or the text is too long.
+        position_bytes: size of a position's hidden states, packed.
     """
 
     def __init__(self, target: Any, opening: Opening, longest: int, vocab_size: int) -> None:
@@ -160,25 +134,23 @@ class VerifiedText:
 
     @property
     def plain(self) -> bool:
-        """Whether the server decodes by itself."""
         return self._opening.plain
 
     @property
     def unread(self) -> torch.Tensor:
-        """The tokens `[1, n]` of the prompt that were not read yet."""
+        """The tokens `[1, n]` of the prompt that have not been read."""
         return self._ids[:, self.cache.get_seq_length() :]
 
     def wants_taps(self, begin: int, end: int) -> slice:
-        """Which of the positions `begin` to `end` the device wants hidden states of."""
+        """Slice of the positions `begin` to `end` whose hidden states the device wants."""
         return slice(min(max(self._opening.taps_from - begin, 0), end - begin), None)
 
     @property
     def waiting(self) -> int:
-        """How many tokens of the prompt wait to be read."""
+        """Number of prompt tokens that have not been read."""
         return self.unread.shape[1] if self._texts is None else 0
 
     def most_tokens(self) -> int:
-        """Returns how many tokens the text may come to have."""
         return int(self._rules[2].max_length)
 
     def begin(self, logits: torch.Tensor) -> int:
@@ -195,8 +167,7 @@ class VerifiedText:
     def advance(self, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int], int]:
         """Judges a tree by its nodes' logits `[nodes, V]`, and emits what is accepted.
 
-        Returns:
-            the accepted nodes, the emitted tokens, and how many of these the tree held.
+        Returns accepted nodes, emitted tokens, and how many of these were in the tree.
         """
         texts = self._running
         verdict = texts.judge(0, tree, logits)
@@ -220,27 +191,24 @@ class VerifiedText:
 
     @property
     def reach(self) -> int:
-        """How deep a draft may be: the token after it is the target's own, and hidden states have to fit a message."""
+        """Maximum depth of a draft, so that the token after it fits the text and the hidden states fit a message."""
         if self.finished:
             return 0
         room = self._running.room(0)
         return max(min(room, PIECE_BYTES // self.position_bytes if self.position_bytes else room) - 1, 0)
 
     def release(self) -> None:
-        """Frees the keys and values of a text that has ended."""
         self.cache = empty_cache()
 
     @property
     def length(self) -> int:
-        """Number of tokens so far."""
         return self._ids.shape[1] if self._texts is None else self._running.length()
 
 
 def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longest: int) -> tuple[Any, Any, Any]:
-    """What `generate()` makes of the options for a prompt `[1, n]`: processors, criteria, and the whole configuration.
+    """Processors, criteria and configuration that `generate()` makes of the options for a prompt `[1, n]`.
 
-    Raises:
-        ValueError: the text may become longer than it may be here.
+    Raises a ValueError if the options allow a longer text than `longest`.
     """
 
     def prepared(
@@ -251,7 +219,7 @@ def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longes
     mask = torch.ones_like(prompt)
     rules = target.generate(prompt, attention_mask=mask, custom_generate=prepared, **options)
     config = rules[2]
-    if int(config.max_length) > longest:  # a text that is cut would end otherwise than a local one
+    if int(config.max_length) > longest:  # cutting it would end it differently from a local call
         raise ValueError(
             f"the text may come to have {config.max_length} tokens: this server takes at most {longest}; ask for fewer "
             "by max_new_tokens"

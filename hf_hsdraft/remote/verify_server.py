@@ -39,11 +39,9 @@ class VerifyServer:
     """Verifies drafts of many devices by one target.
 
     Args:
-        target: the model; a causal language model whose layers all are attention.
-        tokenizer: of the target, for devices without one; `None` takes token ids only.
-        name: what the target is called.
-        limits: what the server takes on.
-        token: devices have to send it as a bearer token; empty for none.
+        target: a causal language model with attention layers only.
+        tokenizer: for devices without one; `None` to take token ids only.
+        token: bearer token that devices must send; empty for none.
         packed_weights: see `TreeReader`.
 
     Raises:
@@ -89,19 +87,14 @@ class VerifyServer:
         self._connections = 0
 
     async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> Server:
-        """Begins to listen.
-
-        Args:
-            listener: bound to an address.
-            tls: for encrypted connections.
-        """
+        """Starts to listen on a bound socket; `tls` encrypts the connections."""
         return await serve(
             self._handle,
             sock=listener,
             ssl=tls,
             subprotocols=[Subprotocol(PROTOCOL)],
-            origins=[None],  # pages of a browser name theirs: they have no business here
-            compression=None,  # a small message cannot become a large one
+            origins=[None],  # refuses pages in browsers, which send an origin
+            compression=None,  # so a small message cannot expand to a large one
             max_size=most_request(self._desk.longest),
             max_queue=2,
             create_connection=_counted(2 * self.limits.max_connections),
@@ -115,7 +108,7 @@ class VerifyServer:
         )
 
     async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Listens until it is cancelled, or the process is told to end."""
+        """Listens until it is cancelled or gets SIGTERM."""
         task = asyncio.current_task()
         with contextlib.suppress(RuntimeError):  # on systems without such signals, and on other threads
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task and task.cancel())
@@ -123,15 +116,11 @@ class VerifyServer:
             async with await self.start(listener, tls):
                 try:
                     await self.tend()
-                finally:  # while there is still somebody to answer to
+                finally:  # while the waiting devices can still be answered
                     await asyncio.to_thread(self.close)
 
     async def tend(self) -> None:
-        """Forgets texts whose devices do not come back. Never returns.
-
-        Raises:
-            RuntimeError: the thread that runs the target has ended.
-        """
+        """Drops abandoned texts forever; raises a RuntimeError once the thread that runs the target has ended."""
         while True:
             await asyncio.sleep(min(self.limits.keep_seconds / 2, 1.0))
             self.sessions.forget_old()
@@ -139,11 +128,11 @@ class VerifyServer:
                 raise RuntimeError("the thread that runs the target has ended: the log says why")
 
     def close(self) -> None:
-        """Ends the thread that runs the target. What waits for it is answered."""
+        """Ends the thread that runs the target, and answers waiting jobs."""
         self._batches.close()
 
     def status(self) -> dict[str, Any]:
-        """Returns what the server holds and has done."""
+        """Returns load, totals and limits, as served at `/status`."""
         return {
             "target": self._hello.target,
             "sessions": len(self.sessions),
@@ -160,7 +149,7 @@ class VerifyServer:
         }
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answers requests that are no connection, or may not be one."""
+        """Answers requests that are not connections or are refused."""
         if self._token and not self._is_authorised(request):
             refusal = connection.respond(
                 http.HTTPStatus.UNAUTHORIZED, "a bearer token is needed, or this one is wrong\n"
@@ -187,8 +176,6 @@ class VerifyServer:
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
     async def _handle(self, connection: ServerConnection) -> None:
-        """Serves one connection until it ends."""
-
         async def send(message: Message) -> None:
             data = encode(message)
             try:
@@ -214,7 +201,7 @@ class VerifyServer:
                     break
                 await conversation.answer(message)
         except (DeviceGone, ConnectionClosed, OSError):
-            pass  # the device has gone; its text waits for it
+            pass  # the device has gone; its text waits to be resumed
         except Exception as error:
             log_failure("a connection was ended", error)
             with contextlib.suppress(Exception):
@@ -225,7 +212,7 @@ class VerifyServer:
 
 
 def _counted(most: int) -> type[ServerConnection]:
-    """Returns a class of connections. Those beyond a number are ended at once, before they have said who they are."""
+    """A connection class that aborts connections beyond `most`, before their handshake."""
     count = 0
 
     class Counted(ServerConnection):
@@ -245,7 +232,6 @@ def _counted(most: int) -> type[ServerConnection]:
 
 
 def token_bytes(reader: TreeReader) -> int:
-    """Returns the size of keys and values of one token."""
     cache = empty_cache()
     with torch.no_grad():
         reader.read_prompt(cache, torch.zeros(1, 4, dtype=torch.long, device=device_of(reader.target)), ())
@@ -253,7 +239,7 @@ def token_bytes(reader: TreeReader) -> int:
 
 
 def server_tls(certificate: str, key: str) -> ssl.SSLContext:
-    """Returns what encrypts the connections of a server, by files of a certificate chain and its key."""
+    """Returns the server's TLS context, from files of a certificate chain and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key)
@@ -262,7 +248,7 @@ def server_tls(certificate: str, key: str) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def in_background(server: VerifyServer, port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Runs a server on a thread, at this machine's loopback; gives its port."""
+    """Runs a server on a thread, on the loopback interface; yields its port."""
     started: threading.Event = threading.Event()
     found: dict[str, Any] = {}
 

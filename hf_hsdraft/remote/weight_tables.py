@@ -1,4 +1,4 @@
-"""The rows of embeddings that drafters borrow, as a server hands them out and a device keeps them."""
+"""The embedding rows that drafters borrow, as a server sends them and a device caches them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ _NAMES = {INPUT: "input", OUTPUT: "output"}
 
 
 class ServedTables:
-    """The tables of a target.
-
-    Args:
-        target: whose rows they are.
-
-    Attributes:
-        tied: whether both are the same.
-        fingerprint: SHA-256 of all rows as they are sent.
-    """
+    """The embedding tables of a target; `tied` if both are the same. `fingerprint` is a SHA-256 of all rows as sent."""
 
     def __init__(self, target: Any) -> None:
         self._tables = {INPUT: target.get_input_embeddings().weight.detach()}
@@ -55,11 +47,7 @@ class ServedTables:
         return rows, width
 
     def rows(self, table: int, first: int, count: int) -> bytes:
-        """Returns some rows as bytes.
-
-        Raises:
-            ValueError: there are no such rows, or too many at once.
-        """
+        """Returns packed rows; raises a ValueError if there are no such rows, or too many for a message."""
         rows, width = self.shape
         if first + count > rows or 2 * width * count > PIECE_BYTES:
             raise ValueError(f"rows {first} to {first + count} are asked for: the table has {rows}")
@@ -68,11 +56,11 @@ class ServedTables:
 
 
 def weights_digest(target: Any) -> str:
-    """Returns a SHA-256 of the names, shapes and some numbers of all weights: another target has another one."""
+    """Returns a SHA-256 of the names, shapes and some numbers of all weights, which identifies the target."""
     digest = hashlib.sha256()
     for name, weight in target.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        if not weight.is_meta:  # as it is where layers are kept elsewhere
+        if not weight.is_meta:  # offloaded layers are
             few = weight.detach().flatten()[:: max(weight.numel() // 64, 1)]
             digest.update(few.to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()
@@ -81,14 +69,8 @@ def weights_digest(target: Any) -> str:
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
     """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
 
-    They are fetched once and kept on disk under their fingerprint. A kept file that does not have it is fetched anew.
-
-    Args:
-        hello: of the server.
-        fetch: returns rows of a table, given the first one and their number.
-
-    Raises:
-        ValueError: what was fetched is not what the server announced.
+    They are cached on disk under their fingerprint. A cached file that does not match it is fetched again: `fetch`
+    returns packed rows, given the table, the first row and their number. Raises a ValueError if those do not match.
     """
     path = Path(HF_HOME) / "hf_hsdraft" / f"{hello.fingerprint}.safetensors"
     wanted = [INPUT] if hello.tied else [INPUT, OUTPUT]
@@ -113,7 +95,7 @@ def _fetched(hello: Hello, table: int, fetch: Callable[[int, int, int], bytes]) 
 
 
 def _on_disk(path: Path) -> dict[str, torch.Tensor]:
-    """The tables of a file; none where there is no file that can be read."""
+    """Cached tables; none where the file is missing or unreadable."""
     try:
         return load_file(path) if path.is_file() else {}
     except (OSError, SafetensorError):
@@ -121,7 +103,6 @@ def _on_disk(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_announced(hello: Hello, tables: dict[str, torch.Tensor], wanted: Sequence[int]) -> bool:
-    """Whether tables, by name, have the shapes and the fingerprint that the server announced."""
     shape = (hello.rows, hello.width)
     found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
     if found != {_NAMES[table]: (shape, torch.bfloat16) for table in wanted}:

@@ -1,7 +1,7 @@
 """The binary form of messages: msgpack, with the size of every part bounded before it is allocated.
 
-A message is a dataclass. It is sent as a list: its code, then its fields in order. Nothing but numbers, text, bytes and
-flat containers of them is ever made of what comes in, so a message can hold no code.
+A message is a dataclass, sent as a list of its code and its fields in order. Decoding creates only numbers, strings,
+bytes and flat containers of them, so a message cannot carry code.
 """
 
 from __future__ import annotations
@@ -22,62 +22,61 @@ MOST_INT = 2**63 - 1
 
 
 class WireError(ValueError):
-    """What came in is no message that is expected here."""
+    """An unexpected or malformed message."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Each class has a code of its own, and a check for each field."""
+    """One message. Each class has a unique code, and a check for each field."""
 
     code: ClassVar[int]
 
 
 M = TypeVar("M", bound=Message)
-Check = Callable[[Any], bool]  # stands beside the type of a field: Annotated[int, whole(0, 9)]
+Check = Callable[[Any], bool]  # annotates a field: Annotated[int, whole(0, 9)]
 
 
 def whole(least: int = 0, most: int = MOST_INT) -> Check:
-    """A field of integers in a range."""
+    """Checks integers in a range."""
     return lambda value: type(value) is int and least <= value <= most
 
 
 def real(least: float = 0.0, most: float = 1e9) -> Check:
-    """A field of finite numbers in a range."""
+    """Checks finite numbers in a range."""
     return lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most
 
 
 def flag() -> Check:
-    """A field that is True or False."""
     return lambda value: type(value) is bool
 
 
 def words(most: int = MOST_TEXT) -> Check:
-    """A field of text of at most so many characters."""
+    """Checks strings of at most so many characters."""
     return lambda value: type(value) is str and len(value) <= most
 
 
 def digest() -> Check:
-    """A field of a SHA-256 in hexadecimal digits."""
+    """Checks hexadecimal SHA-256 digests."""
     return lambda value: type(value) is str and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def packed(width: int) -> Check:
-    """A field of bytes: items of `width` bytes each. The size of the whole message bounds their number."""
+    """Checks bytes in items of `width` bytes. The size of the whole message bounds their number."""
     return lambda value: type(value) is bytes and len(value) % width == 0
 
 
 def settings() -> Check:
-    """A field that maps names to numbers, truth values, `None` and short lists of integers."""
+    """Checks maps of names to numbers, booleans, `None` and short lists of integers."""
     return lambda value: type(value) is dict and all(is_setting(*each) for each in value.items())
 
 
 def layers() -> Check:
-    """A field of a few layer indices."""
+    """Checks lists of layer indices."""
     return lambda value: type(value) is list and all(type(one) is int and 0 <= one < 2**16 for one in value)
 
 
 def is_setting(name: Any, value: Any) -> bool:
-    """Whether a value can be sent under a name: a number, a truth value, `None`, or a list of integers."""
+    """Whether a name and its value can be sent: a number, a boolean, `None`, or a list of integers."""
     if type(name) is not str or len(name) > MOST_NAMES:
         return False
     if type(value) is list:
@@ -87,25 +86,18 @@ def is_setting(name: Any, value: Any) -> bool:
 
 @cache
 def _checks(kind: Any) -> dict[str, Check]:
-    """The check of each field of a class of messages, in their order."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
 
 
 def encode(message: Message) -> bytes:
-    """Returns the bytes of a message."""
     return msgpack.packb([message.code, *(getattr(message, each.name) for each in fields(message))])
 
 
 def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
-    """Returns the message in some bytes.
+    """Parses a message of the `expected` classes, by code. The connection has bounded its size.
 
-    Args:
-        data: what came in; the connection has bounded its size.
-        expected: the classes that may come, by code.
-
-    Raises:
-        WireError: it is no message of these classes; the text says what is wrong, and holds nothing of the data.
+    Raises a WireError for anything else, with a text that says what is wrong but contains nothing of the data.
     """
     if not isinstance(data, bytes):
         raise WireError("a message of text came in: expected bytes")
@@ -118,7 +110,7 @@ def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
             max_map_len=MOST_NAMES,
             max_ext_len=0,
         )
-    except Exception:  # of many kinds, and their texts may hold the data
+    except Exception:  # of many types, and their texts may contain the data
         raise WireError("the bytes are no msgpack, or hold more items than a message has") from None
     kind = expected.get(values[0]) if type(values) is list and values and type(values[0]) is int else None
     if kind is None:
@@ -133,5 +125,4 @@ def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
 
 
 def by_code(*kinds: type[M]) -> dict[int, type[M]]:
-    """Returns classes of messages by their codes."""
     return {kind.code: kind for kind in kinds}

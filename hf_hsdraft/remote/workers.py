@@ -1,9 +1,9 @@
-"""The workers by which torch computes on a CPU.
+"""torch's CPU worker threads.
 
-torch has workers for each thread that has computed in parallel, as long as that thread lives. With those of two threads
-there are more workers than cores. OpenMP then lets them sleep between operations, and each operation waits until they
-are awake: a forward over a few tokens takes up to half as long again. So a process that decodes on one thread gives no
-other thread workers to keep.
+torch creates workers for each thread that computes in parallel, for as long as that thread lives. Two such threads have
+more workers than cores. OpenMP then lets workers sleep between operations, and each operation waits until they wake: a
+forward over a few tokens takes up to half as long again. So in a process that decodes on one thread, no other thread
+may keep workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 @contextlib.contextmanager
 def without_workers() -> Iterator[None]:
-    """Inside, this thread computes by itself. For loading what another thread decodes with."""
+    """Makes this thread compute alone. For loading what another thread decodes with."""
     number = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,11 +32,7 @@ def without_workers() -> Iterator[None]:
 
 
 def on_own_thread(work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-    """Does something on a new thread, which has ended with its workers when this returns.
-
-    Returns:
-        what the work returns; raises what it raises.
-    """
+    """Runs `work` on a new thread, which has ended with its workers on return; returns or raises its outcome."""
     outcome: Future[_Result] = Future()
 
     def run() -> None:

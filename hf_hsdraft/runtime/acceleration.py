@@ -1,4 +1,4 @@
-"""What makes the forwards of a call faster and changes no text: compiled on GPUs, grouped and packed on CPUs."""
+"""Speeds up the forwards of a call without changing the output: compilation on GPUs, grouping and packing on CPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from ..gpu.compiled_calls import CompiledCalls, compiled
 class Acceleration:
     """Runs the forwards of one call.
 
-    Args:
-        target: the model being decoded.
-
     Attributes:
-        compile_config: by which forwards over trees are compiled; `None` if they are not.
+        compile_config: for forwards over trees; `None` if they are not compiled.
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
     """
@@ -34,33 +31,29 @@ class Acceleration:
         self.packed = self.packs = False
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
-        """Compiles forwards into a static cache where `generate()` would compile its decoding step.
-
-        Args:
-            states: keys and values of the cache.
-        """
+        """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
         if self._target._valid_auto_compile_criteria(model_kwargs, generation_config):
             self._compiled = CompiledCalls(self._target, generation_config.compile_config, states)
             self.compile_config = self._compiled.config
 
     def compiled(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Returns a function of fixed shapes, compiled where forwards are."""
+        """Compiles a function of fixed shapes if forwards are compiled."""
         return function if self._compiled is None else compiled(function, self.compile_config)
 
     def begin(self, asked_for: bool | None, room: int, slower: Callable[[], bool]) -> None:
-        """Packs weights, or takes those of earlier calls; compiled forwards would be compiled again for them.
+        """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
 
         Args:
             asked_for: the option `packed_weights`.
             room: number of tokens that the call may emit.
-            slower: returns whether packed weights are known to slow this kind of call down.
+            slower: returns whether packed weights are known to slow down this kind of call.
         """
         self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None
 
     def after_round(self) -> bool:
-        """Counts a round; returns whether forwards become others from here on, whose costs have to be learnt again."""
+        """Counts a round; returns whether forwards have just become packed, so that costs must be measured again."""
         if self._packing is None:
             return False
         self.packs, before = self._packing.after_round(), self.packed
@@ -71,8 +64,8 @@ class Acceleration:
         """Returns the target's outputs.
 
         Args:
-            comes_again: whether many forwards have inputs of this shape, which is worth compiling for.
-            model: runs instead of the target, of whose layers it is made.
+            comes_again: whether many forwards have inputs of this shape, so that compiling pays off.
+            model: runs instead of the target, and is made of its layers.
         """
         if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)

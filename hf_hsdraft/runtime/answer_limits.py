@@ -8,15 +8,10 @@ from .target_limits import furthest_position
 
 
 def room_left(target: Any, length: int) -> int:
-    """Returns the number of tokens that fit behind a prompt.
+    """Returns the number of tokens that fit behind a prompt; raises a ValueError if the prompt fills the context
+    window.
 
-    Args:
-        target: the model that answers.
-        length: number of tokens of the prompt.
-
-    Raises:
-        ValueError: the prompt alone fills the target's context window. transformers would read it all the same, and
-            the answer would be noise.
+    transformers would read such a prompt anyway and output noise.
     """
     window = furthest_position(target)
     if length >= window:
@@ -28,12 +23,7 @@ def room_left(target: Any, length: int) -> int:
 
 
 def end_tokens(target: Any, config: Any = None) -> set[int]:
-    """Returns the ids of the tokens that end an answer.
-
-    Args:
-        target: the model that answers.
-        config: generation configuration of the call; where it names none, the target's own does.
-    """
+    """Returns the ids of the tokens that end an answer, by `config` or else by the target's generation config."""
     configs = (config, target.generation_config)
     found: Any = next((each.eos_token_id for each in configs if each is not None and each.eos_token_id is not None), [])
     return set(found) if isinstance(found, list | tuple) else {found}

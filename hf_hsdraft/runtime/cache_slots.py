@@ -29,8 +29,7 @@ class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` with room to grow; all other operations are inherited and see the same tensors.
 
     A `DynamicLayer` concatenates at every forward, which copies the whole cache once a round. Here keys and values are
-    the beginning of a buffer that is somewhat longer. Dropping tokens shortens the view, and the next ones overwrite
-    them.
+    views of the beginning of a longer buffer. Dropping tokens shortens the view, and the next ones overwrite them.
     """
 
     keys: torch.Tensor
@@ -42,13 +41,12 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> GrowingLayer:
-        """A layer that holds what `layer` does."""
         grown = cls()
         grown.__dict__.update(vars(layer))
         return grown
 
     def as_dynamic(self) -> DynamicLayer:
-        """A plain layer that holds the same, in tensors of just that size."""
+        """Converts to a plain layer, with tensors of exactly the size needed."""
         plain = DynamicLayer()
         plain.__dict__.update(vars(self))
         del plain.__dict__["_rooms"]
@@ -61,7 +59,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends `[B, heads, n, size]`; returns all there is, as views."""
+        """Appends `[B, heads, n, size]`; returns everything, as views."""
         if not self.is_initialized or self.keys.numel() == 0 or key_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
         self.keys = self._appended(0, self.keys, key_states)
@@ -73,7 +71,7 @@ class GrowingLayer(DynamicLayer):
         self._rooms = [None, None]  # the buffers held the other rows too
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """What was held and what is new, in a buffer with room; `which` is 0 for keys and 1 for values."""
+        """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
         room, length = self._rooms[which], held.shape[-2]
         end = length + new.shape[-2]
         if room is None or end > room.shape[-2] or not _begins(room, held):
@@ -86,30 +84,25 @@ class GrowingLayer(DynamicLayer):
 
 
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether `held` is still the beginning of the buffer; beams, batches and offloading put other tensors there."""
+    """Whether `held` is still the beginning of the buffer; beams, batches and offloading replace it."""
     same_place = held.data_ptr() == room.data_ptr() and held.device == room.device and held.dtype == room.dtype
     return same_place and held.stride() == room.stride() and held.shape[:-2] == room.shape[:-2]
 
 
 def make_room(cache: Cache) -> None:
-    """Lets the plain layers of a cache grow in place; a cache that is offloaded moves its tensors, and stays."""
+    """Lets the plain layers of a cache grow in place, unless it is offloaded, which moves its tensors."""
     if not cache.offloading:
         cache.layers[:] = [GrowingLayer.of(each) if type(each) is DynamicLayer else each for each in cache.layers]
 
 
 def give_room_back(cache: Cache) -> None:
-    """Makes the layers plain ones again."""
     cache.layers[:] = [each.as_dynamic() if isinstance(each, GrowingLayer) else each for each in cache.layers]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a cache stands.
-
-    Attributes:
-        slots: number that is filled.
-        copies: of the layers that cannot drop tokens, by index.
-        held: what the other layers hold, by index and attribute; see `_held_by`.
+    """A state of a cache: filled slots, copies of layers that cannot drop tokens, and contents of the others
+    (`_held_by`).
     """
 
     slots: int
@@ -118,15 +111,12 @@ class Mark:
 
 
 class CacheSlots:
-    """A cache that drafts are read into, and cut back.
-
-    Args:
-        cache: it holds the prompts; `why_refused` has nothing against it.
+    """A cache that holds the prompts. Drafts are read into it, and cropped after rejection.
 
     Attributes:
         static: the slots of a static cache.
         recurrent: whether some layers keep a state that cannot drop tokens.
-        windows: widths of the layers that keep a window, by index.
+        windows: widths of the sliding-window layers, by index.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -149,31 +139,29 @@ class CacheSlots:
 
     @property
     def length(self) -> int:
-        """Number of slots that are filled."""
         return self.cache.get_seq_length() if self.static is None else self.static.filled
 
     @property
     def size(self) -> int | None:
-        """Number of slots of a static cache, filled or not; `None` of one that grows."""
+        """Number of slots of a static cache, filled or not; `None` for a dynamic one."""
         return None if self.static is None else self.static.size
 
     @property
     def left(self) -> int:
-        """Number of empty slots."""
         return sys.maxsize if self.static is None else self.static.left
 
     @property
     def hold_more_than_the_text(self) -> bool:
-        """Whether some layers are longer than others, so that nobody can tell which slots are the text's."""
+        """Whether layers differ in length, so that the text's slots cannot be identified."""
         return any(int(layer.get_seq_length()) != self.length for layer in self.layers_with_keys)
 
     def hold(self, count: int) -> bool:
-        """Whether no plain layer has lost any of the first `count` slots."""
+        """Whether every plain layer still has the first `count` slots."""
         plain = (layer for layer in self.layers_with_keys if layer_class(layer) is DynamicLayer)
         return all(layer.get_seq_length() >= count for layer in plain)
 
     def keep_past(self) -> None:
-        """From here on windows and convolutions keep what they would drop, until `forget_past`."""
+        """Makes windows and convolutions keep what they would drop, until `forget_past`."""
         for layer in self.layers:
             if layer.is_croppable and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
@@ -185,11 +173,11 @@ class CacheSlots:
                 layer.crop(0)
 
     def make_room(self) -> None:
-        """From here on plain layers grow in place."""
+        """Makes plain layers grow in place from here on."""
         make_room(self._of_text)
 
     def release(self) -> None:
-        """Makes the layers work as they did before the call."""
+        """Restores the layers' behaviour from before the call."""
         give_room_back(self._of_text)
         self.widen_windows(0)
         self.forget_past()
@@ -202,24 +190,24 @@ class CacheSlots:
         return getattr(self.cache, "self_attention_cache", self.cache)
 
     def widen_windows(self, by: int) -> None:
-        """Lets windows keep so many slots more than their own width."""
+        """Makes windows keep `by` slots more than their width."""
         for index, width in self.windows.items():
             self.layers[index].sliding_window = width + by
 
     def count(self, columns: int) -> None:
-        """To be called when a forward has read so many columns."""
+        """Must be called after a forward over `columns` columns."""
         if self.static is not None:
             self.static.filled += columns
 
     def drop(self, count: int) -> None:
-        """Takes the last `count` slots out of the cache."""
+        """Drops the last `count` slots."""
         if self.static is None:
             self.cache.crop(-count)
         else:
             self.static.fill(self.static.filled - count)
 
     def move(self, source: torch.Tensor, goal: torch.Tensor, move_slots: Callable[..., None]) -> None:
-        """Copies slots `source` to slots `goal` in every layer, each `[B, m]`, by a form of `move_slots`."""
+        """Copies slots `source` to slots `goal` in every layer, each `[B, m]`; `move_slots` may be compiled."""
         if self.static is not None:
             move_slots(self.static.states, source, goal)
             return
@@ -230,13 +218,12 @@ class CacheSlots:
             move_slots([layer.keys, layer.values], source - gone, goal - gone)
 
     def _wait_for_offloading(self) -> None:
-        """An offloaded cache fetches layers beside the computation; none may arrive after it was changed."""
+        """Waits for prefetched layers of an offloaded cache; none may arrive after the cache was changed."""
         stream = getattr(self.cache, "prefetch_stream", None)
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
 
     def of_rows(self, places: Sequence[int]) -> CacheSlots:
-        """Slots that hold copies of some rows of the batch."""
         few = copy.copy(self)
         few.cache = copy.copy(self.cache)
         few.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
@@ -244,10 +231,8 @@ class CacheSlots:
         return few
 
     def mark(self, before_commit: bool = False) -> Mark:
-        """Where the cache stands now.
-
-        Args:
-            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
+        """Records the state; with `before_commit` also of windows and convolutions, which forget earlier states at a
+        commit.
         """
         copies, held = {}, {}
         for index, layer in enumerate(self.layers):
@@ -259,10 +244,10 @@ class CacheSlots:
         return Mark(self.length, copies, held)
 
     def roll_back(self, mark: Mark) -> None:
-        """Puts the cache back to a mark, once; not after a commit.
+        """Restores a mark, once; not after a commit.
 
-        A forward may have stopped between two layers, or between the keys and the values of one. So each tensor is cut
-        by its own length.
+        A forward may have stopped between two layers, or between the keys and the values of one, so each tensor is cut
+        separately.
         """
         if self.static is not None:
             self.static.fill(mark.slots)
@@ -276,16 +261,16 @@ class CacheSlots:
                 _cut(layer, mark.slots)
 
     def restore(self, mark: Mark) -> None:
-        """As `roll_back`, also after a commit, if the mark was made for that."""
+        """As `roll_back`, also after a commit if the mark was made with `before_commit`."""
         self.widen_windows(0)
         self.roll_back(mark)
 
 
 def _held_by(layer: Any) -> dict[str, Any]:
-    """What a cache layer that can drop tokens holds, by attribute, without a copy.
+    """Attributes of a cache layer that can drop tokens, without copying tensors.
 
-    A forward and a commit put other tensors in the place of these, and never write into them. Keys and values that only
-    grow at their end are left out: their beginning stays, and two of them would take twice the memory.
+    Forwards and commits replace these tensors and never write into them. Keys and values that only grow at their end
+    are left out: cutting restores them, and keeping both would take twice the memory.
     """
     if type(layer) in (DynamicLayer, GrowingLayer):
         return {}
@@ -299,7 +284,7 @@ def _held_by(layer: Any) -> dict[str, Any]:
 
 
 def _cut(layer: Any, slots: int) -> None:
-    """Leaves at most the first `slots` of keys and values, of each by itself; a window never holds more than that."""
+    """Cuts keys and values to the first `slots` slots; a window never holds more."""
     for name in ("keys", "values"):
         states = getattr(layer, name, None)
         if states is not None and states.dim() > 1 and states.shape[-2] > slots:
@@ -308,11 +293,7 @@ def _cut(layer: Any, slots: int) -> None:
 
 @contextlib.contextmanager
 def as_given(cache: Any) -> Iterator[None]:
-    """If drafting is refused inside, the cache of a call is as it was again, whatever was read into it.
-
-    Args:
-        cache: `None` if the call has none yet.
-    """
+    """Restores the cache of a call if drafting is refused inside; `None` if the call has none yet."""
     decoder = isinstance(cache, EncoderDecoderCache)
     parts = (cache.self_attention_cache, cache.cross_attention_cache) if decoder else () if cache is None else (cache,)
     before = [(part, list(part.layers), [_as_it_is(layer) for layer in part.layers]) for part in parts]
@@ -332,9 +313,9 @@ def as_given(cache: Any) -> Iterator[None]:
 
 
 def _as_it_is(layer: Any) -> tuple[dict[str, Any], int | None]:
-    """What a cache layer holds by attribute; and if keys and values grow at their end, how many slots instead of them.
+    """Attributes of a cache layer; where keys and values grow at their end, their number of slots instead of them.
 
-    Reading overwrites no slot that is filled, so keys and values are not copied.
+    Reading overwrites no filled slot, so keys and values are not copied.
     """
     states, grows = ("keys", "values"), type(layer) in (DynamicLayer, GrowingLayer)
     held = {name: copy.deepcopy(value) for name, value in vars(layer).items() if name not in states}
@@ -358,20 +339,18 @@ def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch
 
 
 def text_cache(cache: Any) -> Any:
-    """The part of a cache that holds the decoded text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def cache_layers(cache: Any) -> list[Any]:
-    """The layers of the cache that hold the decoded text."""
     return text_cache(cache).layers
 
 
 def layer_class(layer: Any) -> type:
-    """The class of a cache layer before it was given room to grow."""
+    """The class of a cache layer before `make_room`."""
     return DynamicLayer if type(layer) is GrowingLayer else type(layer)
 
 
 def recurrent_layers(cache: Any) -> list[Any]:
-    """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
+    """The layers that cannot drop their last tokens: an earlier copy has to replace them."""
     return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]

@@ -1,7 +1,7 @@
-"""Takes away the hooks by which transformers captures hidden states, once no drafted call of a target needs them.
+"""Removes the hooks by which transformers captures hidden states, once no drafted call of a target needs them.
 
 A target's first forward with `output_hidden_states` leaves hooks on its layers. They are local functions, so a model
-that carries them cannot be pickled. The next forward that captures something installs them again.
+that carries them cannot be pickled. The next forward that captures outputs installs them again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ _Place = tuple[int, str | int]  # id of a module, and the flag or the key of one
 
 @dataclass
 class _Calls:
-    """Drafted calls of one target.
-
-    Attributes:
-        before: what was installed before the first of them, which stays.
-        running: number of calls that have not ended.
-    """
+    """Drafted calls of one target; what was installed `before` the first of them stays."""
 
     before: frozenset[_Place]
     running: int = 0
@@ -41,13 +36,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def no_hooks_left(target: nn.Module) -> Iterator[None]:
-    """While a drafted call runs: removes the capturing hooks that it left, when the last call of the target ends.
+    """Around a drafted call: removes its capturing hooks when the last call of the target ends.
 
-    Hooks that were there before the call stay. Where another thread is capturing outputs of the same modules at that
-    moment, all hooks stay until the end of the next drafted call.
-
-    Args:
-        target: the model being decoded.
+    Hooks from before the call stay. If another thread is capturing outputs of the same modules at that moment, all
+    hooks stay until the end of the next drafted call.
     """
     with _lock:
         calls = _calls.get(target)
@@ -65,7 +57,7 @@ def no_hooks_left(target: nn.Module) -> Iterator[None]:
 
 
 def without_hooks(copied: nn.Module) -> None:
-    """Takes all hooks of forwards off a copy of a model: they are about the model alone."""
+    """Removes all forward hooks from a copy of a model: they belong to the original."""
     for module in copied.modules():
         module.__dict__.pop(_FLAG, None)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -73,7 +65,7 @@ def without_hooks(copied: nn.Module) -> None:
 
 
 def _installed(target: nn.Module) -> Iterator[tuple[nn.Module, str | int]]:
-    """The modules of a target with the flag, and those with capturing hooks with the key of each hook."""
+    """Yields modules with the flag, and modules with capturing hooks with each hook's key."""
     for module in target.modules():
         if module.__dict__.get(_FLAG):
             yield module, _FLAG
@@ -84,13 +76,13 @@ def _installed(target: nn.Module) -> Iterator[tuple[nn.Module, str | int]]:
 
 def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
     """Removes what was not installed before; `False`, with nothing changed, while another thread needs it."""
-    # A thread that comes now finds no flag, and waits at this lock until it may install hooks of its own.
+    # A thread that starts capturing now finds no flag, and waits for this lock to install its hooks.
     with getattr(output_capturing, "_hook_installation_lock", contextlib.nullcontext()):
         new = [(module, where) for module, where in _installed(target) if (id(module), where) not in before]
         flagged = [module for module, where in new if where == _FLAG]
         for module in flagged:
             del module.__dict__[_FLAG]
-        # One that came earlier relies on the hooks until its forward ends.
+        # One that started earlier needs the hooks until its forward ends.
         if new and _being_captured(target):
             for module in flagged:
                 module.__dict__[_FLAG] = True
@@ -102,14 +94,14 @@ def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
 
 
 def _being_captured(target: nn.Module) -> bool:
-    """Whether any thread is in a forward that captures outputs of a target, of a part, or of what it is a part of."""
+    """Whether any thread is capturing outputs of a target, of a part of it, or of a model that contains it."""
     models = list(_capturing_models())
     modules = set(target.modules()) if models else set()
     return any(not modules.isdisjoint(model.modules()) for model in models)
 
 
 def _capturing_models() -> Iterator[nn.Module]:
-    """The models whose outputs are being captured, by the frames of all threads."""
+    """The models whose outputs are being captured, found in the stack frames of all threads."""
     for frame in sys._current_frames().values():
         each: FrameType | None = frame
         while each is not None:

@@ -1,7 +1,7 @@
-"""Chains: drafts without branches, read as ordinary text. No mask is needed, so every target may be able to.
+"""Chains: drafts without branches, read as ordinary text. They need no mask, so every target may be able to read them.
 
-Recurrent layers cannot drop tokens. After a rejection they are put back to before the draft, and read what was accepted
-of it with the next one: `unread` counts these tokens.
+Recurrent layers cannot drop tokens. After a rejection their state from before the draft is restored, and the accepted
+tokens are read again with the next draft: `unread` counts them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .target_call import TOKEN_TYPES, TargetCall
 
 
 def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int) -> Any:
-    """The target's outputs for a chain of each row: its last columns, after `call.unread` that were read before.
+    """The target's outputs for a chain of each row; `call.unread` columns of tokens read again come first.
 
     Args:
         input_ids: `[B, length]`, the texts up to and with the roots.
-        columns: of the drafts; shorter ones are filled up with copies of their root.
+        columns: of the drafts; shorter ones are padded with copies of their root.
     """
     if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
         raise ValueError("a tree that branches was drafted for a target that reads chains only")
@@ -41,7 +41,7 @@ def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.T
 
 
 def commit_chains(call: TargetCall, length: int, outputs: Any, columns: int) -> None:
-    """Keeps the first `length` of the columns read last, of every row."""
+    """Keeps the first `length` of the columns read last, in every row."""
     call.rows = call.rows.keeping([length] * len(call.rows.kept))
     if length:
         call.go_on(outputs, length)
@@ -57,19 +57,15 @@ def commit_chains(call: TargetCall, length: int, outputs: Any, columns: int) -> 
 
 
 def catch_up(call: TargetCall, input_ids: torch.Tensor) -> None:
-    """Reads the accepted tokens that recurrent layers were put back before, for good.
-
-    Args:
-        input_ids: `[B, length]`, the texts up to and with these.
-    """
+    """Reads the `call.unread` last tokens of `input_ids` `[B, length]` again, into the recurrent layers, for good."""
     _read_on(call, input_ids, call.unread)
     call.unread = 0
 
 
 def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
-    """Reads the last `size` tokens of each text `[B, length]` after what is cached."""
+    """Reads the last `size` tokens of each text `[B, length]` after the cached ones."""
     end, decoder = call.rows.kept[0] - call.unread + size, call.target.config.is_encoder_decoder
-    # What follows the text goes on from where the caller left it, as in plain decoding: it may not begin with the text.
+    # Inputs along the text continue from the caller's, as in plain decoding; they may not start where the text does.
     ends = {name: end + further for name, further in call.further.items()}
     kwargs = dict(call.kwargs)
     for name in (call.names.positions, *TOKEN_TYPES):  # may have several axes, and reach further

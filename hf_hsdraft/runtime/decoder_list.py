@@ -1,4 +1,4 @@
-"""Finds the list of decoder layers in a model, whatever its names."""
+"""Finds the list of decoder layers in a model, whatever its attribute names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from .text_configs import decoder_layers, text_config
 
 
 def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
-    """Returns the list of a model's decoder layers, and its name.
+    """Returns the name and the list of a model's decoder layers; raises a ValueError unless exactly one list fits.
 
-    It is as long as the configuration of the text says. Where several lists are, such as those of experts or of an
-    encoder for pictures, it is the one within the decoder whose layers count the slots of a cache.
-
-    Args:
-        model: a model of transformers that generates text.
-
-    Raises:
-        ValueError: there is no such list, or it cannot be told from others.
+    The list has as many entries as the text configuration has layers. Among several, such as lists of experts or of an
+    image encoder, it is the one in the decoder whose layers have a `layer_idx`.
     """
     count = decoder_layers(text_config(model))
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
@@ -38,6 +32,6 @@ def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _name_of_decoder(model: Any) -> str:
-    """Returns the name of the module that decodes text; an empty string if it is the model itself, or not told."""
+    """The name of the module that decodes text; empty if that is the model itself, or unknown."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return next((name for name, module in model.named_modules() if module is decoder), "")

@@ -1,4 +1,4 @@
-"""What a model's forwards are made of. What was found out about a model holds while that is the same."""
+"""Fingerprint of what determines a model's forwards. Findings about a model are valid while it is unchanged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number that changes with hooks, replaced forwards, attention, adapters, classes of modules and weights' dtypes.
+    """A hash of hooks, replaced forwards, attention, adapters, module classes and weight dtypes.
 
-    Hooks of transformers and of this package do not count: they keep outputs, and exist only within a call. The state
-    of a hook does not count either; a hook whose effect changes has to be registered again.
+    Hooks of transformers and of this package are ignored: they only keep outputs, and exist only within a call. The
+    state of a hook is ignored too; a hook whose effect changes must be registered again.
     """
     parts: list[Any] = [*of_all_modules._global_forward_hooks, *of_all_modules._global_forward_pre_hooks]
     kinds, attentions = set(), set()
@@ -42,19 +42,19 @@ def fingerprint(model: nn.Module) -> int:
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:
-    """Whether others look at, or change, what passes through a model's modules."""
+    """Whether hooks of other libraries observe or change what passes through a model's modules."""
     return any(any(foreign_hooks(module)) for module in model.modules())
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The hooks around a module's forward that others put there, each with its number, which is never reused."""
+    """Hooks around a module's forward by other libraries, with their numbers, which are never reused."""
     for number, hook in itertools.chain(module._forward_pre_hooks.items(), module._forward_hooks.items()):
         if _library(hook) not in ("transformers", _PACKAGE):
             yield number, hook
 
 
 def _hook(number: int, hook: Any) -> Any:
-    """What tells a hook apart from others: its number, except of those that PEFT registers in each call."""
+    """Identity of a hook: its number, except for hooks that PEFT registers in each call."""
     if isinstance(hook, functools.partial) and _library(hook.func) == "peft":
         return _serial(hook.func), str(hook.args), str(hook.keywords)
     return number
@@ -65,11 +65,11 @@ def _library(function: Any) -> str:
 
 
 def _serial(function: Any) -> int:
-    """A number of a function that no other one gets, also after it is gone."""
+    """A unique number for a function, not reused after the function is gone."""
     function = inspect.unwrap(function) if getattr(function, "_hsdraft", None) is not None else function
     try:
         return _serials.setdefault(function, next(_numbers))
-    except TypeError:  # neither hashed nor referred to weakly
+    except TypeError:  # not hashable, or no weak references
         return id(function)
 
 

@@ -1,4 +1,4 @@
-"""Products of other libraries, as of quantised weights: whose inputs they round."""
+"""Linear layers of other libraries, such as quantised ones: detects those that round their inputs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 _EXACT = ("torch", "transformers", "peft", __name__.partition(".")[0])
 _STEP = 2.0**-12  # relative change of inputs: half of float16's precision, 2,000 times float32's
-_LINEAR = 0.1  # relative error of the change of outputs: float32 comes to some 0.003, rounded inputs to 0.3 and more
+_LINEAR = 0.1  # relative error of the change of outputs: about 0.003 in float32, 0.3 and more with rounded inputs
 
 
 def foreign_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model that are another library's, or have weights of one; one for each kind."""
+    """Modules from other libraries, or with their weight classes; one of each kind."""
     seen: set[Any] = set()
     for module in model.modules():
         weights = tuple(type(weight) for weight in module._parameters.values() if weight is not None)
@@ -26,10 +26,10 @@ def foreign_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def rounds_inputs(model: nn.Module) -> bool:
-    """Whether a float32 model has linear layers of other libraries that round what they multiply.
+    """Whether a float32 model has linear layers of other libraries that round their inputs.
 
-    Such layers turn differences of 1e-7, which reading one token or several makes, into steps of a coarser grid. Tells
-    them apart by linearity: f(x + d) - f(x) = f(d) - f(0) for a small d holds up to rounding in float32 only.
+    Such layers amplify differences of 1e-7, which arise between reading one token and several, into steps of a coarser
+    grid. The test is linearity: f(x + d) - f(x) = f(d) - f(0) for a small d, up to rounding, holds in float32 only.
     """
     return any(map(_rounds, foreign_modules(model)))
 
@@ -44,11 +44,11 @@ def _rounds(module: nn.Module) -> bool:
     waves = torch.arange(1, width + 1, device=device, dtype=torch.float32)[None, None]
     x = (waves * 12.9898).sin() + (waves * 78.233).cos()
     step = _STEP * x * (waves * 2.399963).sin().sign()
-    try:  # without the hooks of others; accelerate's, which load weights, are part of `forward`
+    try:  # skips hooks, but not accelerate's, which load weights: they are part of `forward`
         alone = module.forward(step) - module.forward(torch.zeros_like(x))
         error = (module.forward(x + step) - module.forward(x) - alone).norm() / alone.norm()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # it takes something else: the trial tells
+    except Exception:  # other inputs are expected: left to the trial
         return False
     return not bool(error <= _LINEAR)

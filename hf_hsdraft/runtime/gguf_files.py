@@ -1,9 +1,9 @@
-"""GGUF files as targets: the file that a name means, and the dequantised copy that is kept of it.
+"""GGUF files as targets: finds the file that a name means, and caches a dequantised copy.
 
-A copy is found by the SHA-256 of the file, since two files may share name and size. Hashing several gigabytes takes
-seconds, so the digest is remembered while path, device, inode, size, mtime and ctime are the same; a ctime cannot be
-set back as an mtime can. Timestamps are up to two seconds coarse: a file that changed less than that before it was
-hashed may change again within the same timestamp, so its digest is not remembered.
+The cache key is the SHA-256 of the file, since two files may share name and size. Hashing several gigabytes takes
+seconds, so the digest is cached under path, device, inode, size, mtime and ctime; unlike an mtime, a ctime cannot be
+set back. Timestamps may be up to two seconds coarse: a file modified less than that before it was hashed may change
+again within the same timestamp, so its digest is not cached.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 
 
 def gguf_file(name: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that a name means: that file, or the only one in a folder without config.json; `None` for neither.
+    """Returns the GGUF file that a name means: a file, or the only one in a folder without config.json; else `None`.
 
-    Raises:
-        FileNotFoundError: there is no such GGUF file.
-        ValueError: a folder holds several.
+    Raises a FileNotFoundError if there is no such GGUF file, or a ValueError if a folder holds several.
     """
     path = Path(name)
     if path.is_dir():
@@ -41,10 +39,9 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
 
 
 def dequantised(source: Path, dtype: torch.dtype) -> Path:
-    """Returns the folder with the dequantised copy of a GGUF file, which is made if need be.
+    """Returns the folder of a GGUF file's dequantised copy, which it may create.
 
-    Raises:
-        OSError: the file was replaced while it was read.
+    Raises an OSError if the file is replaced meanwhile.
     """
     stamp = _stamp(source)
     digest = _digest(source, stamp)
@@ -59,14 +56,14 @@ def _copies() -> Path:
 
 
 def _stamp(source: Path) -> str:
-    """What changes whenever a file is written or replaced, apart from the resolution of timestamps."""
+    """Cache key of a file's digest; changes with every write, up to the resolution of timestamps."""
     found = source.stat()
     times = found.st_mtime_ns, found.st_ctime_ns
     return repr((str(source.resolve()), found.st_dev, found.st_ino, found.st_size, *times))
 
 
 def _digest(source: Path, stamp: str) -> str:
-    """The SHA-256 of a file, or what is remembered of it by its `_stamp`."""
+    """The SHA-256 of a file, cached by its `_stamp`."""
     began, found = time.time_ns(), source.stat()
     known = _copies() / "digests" / hashlib.sha256(stamp.encode()).hexdigest()
     if known.is_file() and len(digest := known.read_text(encoding="ascii")) == 64:
@@ -84,7 +81,7 @@ def _digest(source: Path, stamp: str) -> str:
 
 
 def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> None:
-    """Unpacks a GGUF file once, since loading one takes many times as long; renamed into place when complete."""
+    """Saves a dequantised copy: loading a GGUF file takes many times as long. Renamed into place when complete."""
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)

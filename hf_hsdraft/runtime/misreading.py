@@ -1,4 +1,4 @@
-"""Whether logits are those of the same text, but for rounding."""
+"""Compares logits up to rounding, to detect targets that misread drafts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ _FULL = (torch.float32, torch.float64)
 
 
 def computing_dtype(logits: torch.Tensor, weights: torch.dtype = torch.float64) -> torch.dtype:
-    """The coarsest dtype that made logits, as far as they tell.
+    """The coarsest dtype involved in computing logits `[..., V]` with `weights`, as far as can be told.
 
     Models may return float32 that was computed in half precision: under autocast, as accelerate's `mixed_precision`
-    sets it up within the forward, or by a last cast. Then every number is one of the coarser dtype.
-
-    Args:
-        logits: `[..., V]`.
-        weights: dtype of the model's weights.
+    sets it up within the forward, or by a final cast. Then every number is representable in the coarser dtype.
     """
     device = logits.device.type
     dtypes = [logits.dtype, weights]
@@ -31,53 +27,46 @@ def computing_dtype(logits: torch.Tensor, weights: torch.dtype = torch.float64) 
 
 
 def usual_tolerance(dtype: torch.dtype) -> float:
-    """The distance that rounding explains where a model computes in a dtype, if nothing else is known of it."""
+    """The distance that rounding explains in a dtype, without measurements of the model."""
     if dtype not in _FULL:
         return TUNING.same_half
     return TUNING.same_float32 if torch.get_float32_matmul_precision() == "highest" else TUNING.same_reduced
 
 
 def measured_tolerance(dtype: torch.dtype, noise: float) -> float:
-    """The same, by how far two ways of a model to read the same tokens lie apart that are both exact."""
+    """The distance that rounding explains, given the distance between two exact ways of reading the same tokens."""
     least = TUNING.least_eps * torch.finfo(dtype).eps
     return min(max(TUNING.of_noise * noise, least), TUNING.clear * TUNING.same_half)
 
 
 def is_full(dtype: torch.dtype) -> bool:
-    """Whether rounding in a dtype is too small to be taken for a misreading."""
+    """Whether a dtype's rounding is too small to be mistaken for a misreading."""
     return dtype in _FULL
 
 
 def same_but_rounding(logits: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
-    """Whether rounding explains how logits `[..., V]` differ; another token, mask or position is far beyond it.
-
-    Args:
-        tolerance: `usual_tolerance` by default.
-    """
+    """Whether logits `[..., V]` agree up to rounding; another token, mask or position exceeds it by far."""
     dtype = computing_dtype(expected)
     return in_tolerances(logits, expected, dtype, usual_tolerance(dtype) if tolerance is None else tolerance) <= 1.0
 
 
 def in_tolerances(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, tolerance: float) -> float:
-    """The distance of logits `[..., V]` that were computed in a dtype, in tolerances; see `same_but_rounding`."""
+    """The distance of logits `[..., V]`, in units of the tolerance; see `same_but_rounding`."""
     distances = distances_of(logits, expected)
-    # In half precision a close call of an expert router may change one position.
+    # In half precision a near tie of an expert router may change one position.
     return float(distances.max() if is_full(dtype) else distances.median()) / tolerance
 
 
 def heeded(
     logits: torch.Tensor, expected: torch.Tensor, misread: Sequence[torch.Tensor], all_faults: bool, tolerance: float
 ) -> bool | None:
-    """Whether logits are nearer to what is expected than to what a faulty target would return, where that differs.
+    """Whether logits are nearer to the expected ones than to a faulty target's; `None` if that is within rounding.
 
     Args:
         logits: `[..., V]`, computed in half precision.
-        misread: what targets of one fault each return.
-        all_faults: every fault has to make a difference; otherwise the first one alone.
+        misread: logits of targets with one fault each.
+        all_faults: whether every fault must make a difference; otherwise only the first.
         tolerance: the distance that rounding explains.
-
-    Returns:
-        `None` if what has to make a difference makes none here that rounding could not make.
     """
     shown = []
     own = distances_of(logits, expected)
@@ -92,7 +81,7 @@ def heeded(
 
 def distances_of(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Distance of each row of logits, relative to the spread of the expected ones; infinite if not comparable."""
-    floor = torch.finfo(logits.dtype).min / 2  # some models mask tokens by the least number there is, or less
+    floor = torch.finfo(logits.dtype).min / 2  # some models mask tokens by the minimum of the dtype, or -inf
     logits, expected = logits.float(), expected.float()
     ruled_out = [~(x > floor) for x in (logits, expected)]
     count = (~ruled_out[1]).sum(dim=-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Inputs of `generate()` for users' messages."""
+"""Inputs of `generate()` for user messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .answer_limits import room_left
 
 
 def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Returns the inputs of a user's message: in the chat template if the tokenizer has one, else as plain text."""
+    """Returns the inputs of a user message: in the chat template if the tokenizer has one, else as plain text."""
     if getattr(tokenizer, "chat_template", None):
         encoding = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -23,11 +23,7 @@ def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu
 
 
 def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """Returns the inputs of several users' messages, each by itself. See `encode_prompt`.
-
-    Raises:
-        ValueError: a prompt fills the target's context window.
-    """
+    """Returns the inputs of each of several user messages; raises a ValueError if one fills the context window."""
     encoded = [encode_prompt(tokenizer, prompt, target.device) for prompt in prompts]
     for prompt, inputs in zip(prompts, encoded, strict=True):
         try:
@@ -38,7 +34,7 @@ def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[
 
 
 def encode_batch(tokenizer: Any, prompts: Sequence[str], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Returns the inputs of several users' messages, padded on the tokenizer's side. See `encode_prompt`."""
+    """Returns the inputs of several user messages, padded on the tokenizer's side. See `encode_prompt`."""
     plain = not getattr(tokenizer, "chat_template", None)
     texts = list(prompts)
     if not plain:

@@ -1,7 +1,7 @@
-"""Drafts in a `StaticCache`: tensors that never change their size or place, as a compiled forward needs them.
+"""Drafts in a `StaticCache`: tensors of fixed size and place, as a compiled forward needs them.
 
-Nodes are read into the slots after the text, the accepted ones are moved to its end, and the count goes back to there.
-What lies in the slots beyond is masked.
+Nodes are read into the slots after the text, the accepted ones are moved to its end, and the count is reset to there.
+Later slots are masked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..core.refusals import DraftingRefused
 
 
 def why_not_static(cache: StaticCache) -> str:
-    """Why no draft can be read into a static cache; empty if one may."""
+    """Why no draft can be read into a static cache; empty if one can."""
     if cache.offloading:
         return "its static cache is offloaded, and moves its tensors while a draft is read"
     others = sorted({type(layer).__name__ for layer in cache.layers} - {StaticLayer.__name__, DummyLayer.__name__})
@@ -26,17 +26,10 @@ def why_not_static(cache: StaticCache) -> str:
 
 
 class StaticSlots:
-    """The slots of a static cache, and how many are filled.
+    """The slots of a static cache with a prompt, `size` in every layer, of which the first `filled` are in use.
 
-    The layers count on the device, where reading the count would wait for all that is still being computed. So it is
-    kept here too, and whoever reads into the cache adds to it.
-
-    Args:
-        cache: it holds what was read so far, a prompt at least.
-
-    Attributes:
-        size: number of slots of every layer.
-        filled: number of them that are filled, from the first on.
+    The layers count on the device, where reading the count would synchronise. So it is mirrored here, and every reader
+    of the cache must update it.
     """
 
     def __init__(self, cache: StaticCache) -> None:
@@ -46,11 +39,10 @@ class StaticSlots:
 
     @property
     def left(self) -> int:
-        """Number of empty slots."""
         return self.size - self.filled
 
     def fill(self, count: int) -> None:
-        """Sets how many slots are filled, in all layers, also where a forward stopped between two of them."""
+        """Sets the number of filled slots in all layers, also where a forward stopped between two of them."""
         self.filled = count
         for layer in self._layers:
             layer.cumulative_length.fill_(count)
@@ -64,12 +56,10 @@ class StaticSlots:
 def with_draft_room(
     target: Any, model_kwargs: dict[str, Any], generation_config: Any, input_ids: torch.Tensor, columns: int
 ) -> dict[str, Any]:
-    """`model_kwargs` whose static cache, if there is one, holds a draft of `columns` nodes after the longest text.
+    """Returns `model_kwargs` whose static cache, if any, fits a draft of `columns` nodes after the longest text.
 
-    A cache of the caller's own stays: where it is too short for a further draft, a single text goes on without.
-
-    Raises:
-        DraftingRefused: the caller's cache is too short for a batch, whose rows go on behind the longest one.
+    A cache of the caller is kept. Where it becomes too short, a single text stops drafting, and a batch raises a
+    DraftingRefused.
     """
     cache = given_cache(model_kwargs)
     if not isinstance(cache, StaticCache) or why_not_static(cache):
@@ -86,7 +76,7 @@ def with_draft_room(
                 f"{needed}, {columns} of them for a draft. Make it longer, or use cache_implementation='static'."
             )
         return model_kwargs
-    roomy = target._prepare_static_cache(  # as `generate` does: it remembers the length, so later calls keep the shape
+    roomy = target._prepare_static_cache(  # as `generate` does; it caches the length, so later calls keep the shape
         cache_implementation=generation_config.cache_implementation,
         batch_size=len(input_ids),
         max_cache_len=needed + -needed % 8,  # attention kernels want rows of a mask aligned
@@ -99,14 +89,10 @@ def with_draft_room(
 def slots_of_prompts(
     target: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cached: int
 ) -> int:
-    """Number of slots that are filled once `generate()` has read the prompts.
+    """Number of slots filled once `generate()` has read the prompts `[B, length]`; `cached` are filled before.
 
-    It takes them for the whole texts where they are as long as the mask, or embeddings: then it leaves out what the
-    cache holds. Otherwise they are what the cache does not hold yet.
-
-    Args:
-        input_ids: `[B, length]`.
-        cached: number of slots that are filled before.
+    `generate()` takes inputs as long as the mask, or embeddings, for the whole texts and skips what the cache holds.
+    Otherwise the inputs follow what the cache holds.
     """
     decoder = target.config.is_encoder_decoder
     embeds = None if decoder else model_kwargs.get("inputs_embeds")

@@ -1,8 +1,8 @@
-"""What targets were found to do, remembered for as long as they live. `target_probe` finds it out.
+"""Caches what targets were found to do, for as long as they live. `target_probe` finds it out.
 
-It counts for texts up to some length, see `known_until`: a target may read longer ones otherwise, for instance where it
-drops keys. That a target reads no drafts at all may be the fault of a single call or text. It counts once a second call
-has found it too, for texts as long as theirs, and no more once a text as long was read rightly.
+A finding holds up to some text length, see `known_until`: a target may read longer texts differently, for instance
+where it drops keys. That a target reads no drafts at all may be due to a single call or text. It is used once a second
+call has confirmed it, for texts at least as long, and discarded once such a text was read correctly.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Ability:
     """What a target was found to do.
 
     Attributes:
-        trees: whether it reads them rightly.
-        chains: whether it reads them rightly. They are not tried where trees are read: then none is drafted.
+        trees: whether it reads them correctly.
+        chains: whether it reads them correctly. Not tried where trees are read.
         reason: why it reads no trees, or no drafts at all.
-        unclear: whether other tokens might tell more; no trees until then.
-        doubtful: whether the verdict is too near its threshold to be kept.
+        unclear: whether other tokens might give a clear result; no trees until then.
+        doubtful: whether the result is too near its threshold to be cached.
         tried: length of the longest text that it was found with.
-        until: length of text up to which that counts.
+        until: length of text up to which it holds.
     """
 
     trees: bool
@@ -49,14 +49,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """That a target was found to read no drafts.
-
-    Attributes:
-        reason: why.
-        since: length of the shortest text that it was found with.
-        tried: length of the longest one.
-        times: how often it was found.
-    """
+    """That a target was found to read no drafts, `times` times, with texts of `since` to `tried` tokens."""
 
     reason: str
     since: int
@@ -67,10 +60,10 @@ class _Refusal:
 _Known = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]]
 _Refused = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusal]]
 
-# Where a target changes from call to call, only the last few findings are kept.
+# Bounds the cache for targets that change from call to call.
 _MOST_KINDS = 64
 
-# By target and kind of call; one for trees and one for chains alone, which may have been found at other lengths.
+# By target and kind of call; separate for trees and for chains alone, which may have been found at other lengths.
 known: _Known = weakref.WeakKeyDictionary()
 refused: _Refused = weakref.WeakKeyDictionary()
 _doubts: weakref.WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -79,12 +72,12 @@ _doubts: weakref.WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = weakref.Weak
 def known_ability(
     runtime: TargetRuntime, doubling: bool = True, chains: bool = False, ragged: bool = False
 ) -> Ability | None:
-    """What is known of the target of a call, for calls of its kind and length; `None` if it has to be tried.
+    """The cached ability for a call's kind and length; `None` if it has to be tried.
 
     Args:
         doubling: see `known_until`.
-        chains: no trees will be drafted, whatever the target can do.
-        ragged: the rows may be at different lengths, where only trees can be read.
+        chains: whether no trees will be drafted in any case.
+        ragged: whether rows may differ in length, where only trees can be read.
     """
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
     if unknown and runtime.rows.attended is not None:
@@ -95,7 +88,7 @@ def known_ability(
     found = known.get(target, {}).get((*kind, chains), {}).values()
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
-        if any(ability.tried < other.tried <= until for other in found):  # another one was found sooner than that
+        if any(ability.tried < other.tried <= until for other in found):  # another finding lies between
             until = ability.tried
         if ability.tried < since:
             until = min(until, since - 1)
@@ -116,9 +109,9 @@ def remembered(
     chains: bool = False,
     ragged: bool = False,
 ) -> Ability:
-    """What was found in a call with texts of `length` tokens, kept for later calls; see `known_ability`.
+    """Caches what was found with texts of `length` tokens for later calls; see `known_ability`.
 
-    A doubtful verdict holds for this call alone, unless several calls in a row come to doubtful ones.
+    A doubtful result holds for this call only, unless several calls in a row are doubtful.
     """
     refusals, of_call = refused.setdefault(runtime.target, {}), kind_of_call(runtime)
     kind = _kind_of_refusal(of_call, runtime, chains, ragged)
@@ -145,7 +138,7 @@ def remembered(
 
 
 def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
-    """All that what a target can do may depend on."""
+    """Cache key of abilities."""
     target = runtime.target
     layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
@@ -157,7 +150,7 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
 
 
 def _kind_of_refusal(kind: tuple[Any, ...], runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:
-    """A call may be refused for what it gives to the target."""
+    """Cache key of refusals, which may also be due to the target's inputs."""
     return *kind, runtime.given, chains, ragged
 
 

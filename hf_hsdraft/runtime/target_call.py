@@ -1,4 +1,4 @@
-"""A target in one call of `generate()`: what its forwards are given, and where its cache and its texts stand."""
+"""A target in one call of `generate()`: inputs of its forwards, its cache, and the texts' places there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TextRows:
     """The texts of the rows that are read.
 
     Attributes:
-        kept: number of slots that hold the text of each row. Those behind are left over from longer rows.
+        kept: number of text slots of each row. Slots behind are left over from longer rows.
         prompt_slots: number of slots of the prompts.
-        attended: `[B or 1, prompt_slots]`, bool, which of these are no padding; `None` if there is none.
-        last_positions: `[..., B or 1]`, the target's own positions of the prompts' ends, on several axes for some;
-            `None` if it is given none.
+        attended: `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none.
+        last_positions: `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None`
+            without position ids.
     """
 
     kept: list[int]
@@ -36,7 +36,7 @@ class TextRows:
 
     @property
     def next_positions(self) -> list[int] | None:
-        """After the prompts, the target's own position of each row's next token; of several axes the greatest."""
+        """Position id of each row's first token after the prompt; the maximum over several axes."""
         if self.last_positions is None:
             return None
         last = self.last_positions.reshape(-1, self.last_positions.shape[-1]).amax(dim=0)
@@ -44,18 +44,16 @@ class TextRows:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each row in the cache, padding not counted."""
+        """Number of cached tokens of each row, without padding."""
         if self.attended is None:
             return list(self.kept)
         real = self.attended.sum(dim=1).expand(len(self.kept)).tolist()
         return [kept - self.prompt_slots + count for kept, count in zip(self.kept, real, strict=True)]
 
     def keeping(self, counts: Sequence[int]) -> TextRows:
-        """The same when each row has so many tokens more."""
         return replace(self, kept=[kept + count for kept, count in zip(self.kept, counts, strict=True)])
 
     def of(self, places: Sequence[int]) -> TextRows:
-        """Some of the rows, in this order."""
         attended, positions, before = self.attended, self.last_positions, len(self.kept)
         if attended is not None and len(attended) == before:
             attended = attended[on_device(places, attended.device)]
@@ -68,7 +66,7 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class Names:
-    """What the inputs and outputs of a target's text are called; those of an encoder-decoder are its decoder's."""
+    """Names of a target's text inputs and outputs; for an encoder-decoder, its decoder's."""
 
     def __init__(self, target: Any) -> None:
         decoder = target.config.is_encoder_decoder
@@ -79,27 +77,23 @@ class Names:
 
     @property
     def by_rows(self) -> tuple[str, ...]:
-        """Names of inputs that may be given, of which it is known how they are told apart by rows."""
+        """Inputs that can be sliced by row."""
         return self.mask, self.positions, "inputs_embeds", "output_hidden_states"
 
 
 @dataclass
 class TargetCall:
-    """What reading trees and reading chains share.
+    """State that reading trees and reading chains share.
 
     Attributes:
-        kwargs: what `generate()` hands from forward to forward.
-        slots: the cache.
-        rows: where the texts stand there.
-        acceleration: what runs the forwards.
+        kwargs: model inputs that `generate()` passes from forward to forward.
         fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
-        forwards: number of forwards so far.
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
-        marked: where the cache stood before the chains read last, where layers are recurrent.
-        entered: where it stood before the round.
-        drops: whether a forward has lost slots of the cache, by a hook for instance: then no draft can be taken back.
-        further: by how many columns each input that follows the text is longer than what the cache held when the
-            prompts had been read; less than 0 where the caller gave only the new tokens' ones.
+        marked: state of the cache before the last chains, with recurrent layers.
+        entered: its state before the round.
+        drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
+        further: number of columns of each input along the text beyond the cache after the prompts; negative where the
+            caller gave only the new tokens' columns.
     """
 
     target: Any
@@ -120,10 +114,9 @@ class TargetCall:
     def after_prompts(
         cls, target: Any, names: Names, kwargs: dict[str, Any], outputs: Any, num_texts: int
     ) -> TargetCall:
-        """The call of so many texts when the target has returned `outputs` for its prompts.
+        """Creates the call from the `outputs` of the prompts' forward.
 
-        Raises:
-            DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
+        Raises a DraftingRefused that says why the cache cannot roll back.
         """
         cache = returned_cache(outputs)
         check_cache(target, cache)
@@ -143,11 +136,11 @@ class TargetCall:
         return cls(target, names, kwargs, slots, rows, Acceleration(target), forwards=1, further=further)
 
     def apart(self) -> TargetCall:
-        """The same for trials: they read into the same cache, which a mark puts back, and change nothing else here."""
+        """Copy for trials: they read into the same cache, which a mark restores, and change nothing else here."""
         return replace(self, kwargs=dict(self.kwargs), slots=copy.copy(self.slots), entered=None)
 
     def apart_of(self, places: Sequence[int]) -> TargetCall:
-        """As `apart`, of some rows of the batch alone, with a copy of what the cache holds of them."""
+        """As `apart`, for some rows of the batch only, with a copy of their cache."""
         kwargs, before = dict(self.kwargs), len(self.rows.kept)
         rows = on_device(places, device_of(self.target))
         for name, axis in ((self.names.mask, 0), (self.names.positions, -2), ("inputs_embeds", 0)):
@@ -164,13 +157,12 @@ class TargetCall:
         positions: torch.Tensor | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The inputs of a forward over the last `size` of some tokens.
+        """The inputs of a forward over the last `size` tokens of `ids` `[B, n]`.
 
         Args:
-            ids: `[B, n]`.
-            mask: as `generate()` would hand it on.
+            mask: as `generate()` would pass it.
             positions: of these tokens, if they do not follow from the text.
-            kwargs: instead of those of the call.
+            kwargs: instead of the call's.
         """
         kwargs = dict(self.kwargs if kwargs is None else kwargs)
         kwargs[CACHE] = self.slots.cache
@@ -188,11 +180,7 @@ class TargetCall:
         return inputs
 
     def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
-        """The target's outputs for `size` columns, which the cache holds from here on.
-
-        Args:
-            model: runs instead of the target, of whose layers it is made.
-        """
+        """The outputs for `size` columns, which the cache then holds, of the target or a `model` made of its layers."""
         self.forwards += 1
         own = model is None and any(value is self.slots.cache for value in inputs.values())
         length = self.slots.length + size
@@ -210,7 +198,7 @@ class TargetCall:
             raise dropped(self.target)
 
     def go_on(self, outputs: Any, new_tokens: int) -> None:
-        """Prepares `kwargs` for the forward after this one."""
+        """Updates `kwargs` for the next forward."""
         decoder = self.target.config.is_encoder_decoder
         self.kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=decoder, num_new_tokens=new_tokens
@@ -218,7 +206,6 @@ class TargetCall:
 
 
 def dropped(target: Any) -> DraftingRefused:
-    """The refusal where a forward loses slots of the cache."""
     return DraftingRefused(
         f"{type(target).__name__} cannot be drafted for: its cache loses tokens while it is read, which could not be "
         "brought back after a rejection."

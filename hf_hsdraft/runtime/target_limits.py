@@ -1,4 +1,4 @@
-"""What is known of a target without trying: whether drafts can be verified at all, whether as trees, and how far."""
+"""Limits of a target that are known without trying it: whether drafts can be verified, as trees or not, and how far."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .text_configs import text_config as text_config
 
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
 
-# Fields that say how many keys a query chooses by a score once there are more. Scores may be equal (a ReLU makes many
-# of them zero), and which of the equal ones are chosen depends on how many keys stand in the cache, drafts included.
+# Fields with the number of keys that a query selects by score once there are more. Scores may be equal (a ReLU makes
+# many of them zero), and which equal ones are selected depends on the number of cached keys, drafts included.
 _CHOSEN_KEYS = ("index_topk", "keep_window_size")
 
-# Fields that may say from which length on a target reads otherwise, and names that only look like it.
+# Names of fields that may hold a length from which a target reads differently, and names that only look like it.
 _LENGTH_NAME = re.compile(r"window|chunk|top_?k|block|local|stride|compress|keep|sink|pool|floor")
 _NO_LENGTH_NAME = re.compile(r"expert|moe|layer|group|pattern|vision|image|audio|video|feed_forward|_ids?$")
 
@@ -43,9 +43,7 @@ class Limit:
 
     Attributes:
         last: the last such position.
-        ever: whether no draft can be read rightly at any position beyond it; otherwise only a draft that reaches over
-            it is misread.
-        reason: what changes there.
+        ever: whether all drafts beyond it are misread; otherwise only drafts that cross it are.
     """
 
     last: int
@@ -79,16 +77,16 @@ def why_refused(target: Any, cache: Any) -> str:
 
 
 def check_cache(target: Any, cache: Any) -> None:
-    """Raises a DraftingRefused that says why no draft can be verified with this cache, if none can."""
+    """Raises a DraftingRefused with the reason if no draft can be verified with this cache."""
     reason = why_refused(target, cache)
     if reason:
         raise DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}.")
 
 
 def check_mask(target: Any, mask: Any, slots: int) -> None:
-    """Raises a DraftingRefused if the caller's mask `[B, n]` says nothing of some cache slot, or hides later ones.
+    """Raises a DraftingRefused if the caller's mask `[B, n]` has too few columns, or hides later ones.
 
-    Column i belongs to slot i. A mask that reaches beyond the prompts is about the tokens to come.
+    Column i belongs to slot i. Columns beyond the prompts are for the tokens to come.
     """
     if mask is None or (mask.shape[1] >= slots and bool(mask[:, slots:].all())):
         return
@@ -99,15 +97,15 @@ def check_mask(target: Any, mask: Any, slots: int) -> None:
 
 
 def check_inputs(target: Any) -> None:
-    """Raises a DraftingRefused if something else than the target's own class prepares the inputs of its forwards.
+    """Raises a DraftingRefused if a forward's inputs are prepared by anything but the target's class.
 
-    PEFT's prompt-learning methods set such a method on the model during their `generate`. It puts virtual tokens
-    before the text, which a drafter does not see, and after the prompt it passes on the last token only, so that no
-    draft can be verified. An encoder-decoder is not affected: there PEFT changes nothing after the prompt.
+    PEFT's prompt-learning methods replace that method on the model during `generate`. They put virtual tokens before
+    the text, which a drafter does not see, and after the prompt they pass only the last token, so no draft can be
+    verified. Encoder-decoders are not affected: there PEFT changes nothing after the prompt.
     """
     found = vars(target).get("prepare_inputs_for_generation")
     own = type(target).prepare_inputs_for_generation
-    # PEFT leaves the model's own method on it after a call.
+    # After a call PEFT leaves the class's method as an instance attribute.
     if found is None or getattr(found, "__func__", found) is own or target.config.is_encoder_decoder:
         return
     whose = getattr(found, "__qualname__", type(found).__name__)
@@ -148,10 +146,10 @@ def why_no_trees(target: Any, cache: Any) -> str:
 
 
 def _crops_what_it_keeps(cache: Any) -> bool:
-    """Whether the `crop` of a cache or of one of its layers was written for what its `update` keeps.
+    """Whether the `crop` of a cache or layer was written for its `update`.
 
-    A class that replaces `update` and inherits `crop` keeps more than `crop` knows of, or less, whatever `is_croppable`
-    says. So does an object whose `update` was replaced.
+    A class that overrides `update` and inherits `crop` may keep more or less than `crop` expects, whatever
+    `is_croppable` says. The same holds for an object whose `update` was replaced.
     """
     order = [vars(cache), *map(vars, layer_class(cache).__mro__)]
     crop, update = (
@@ -161,7 +159,7 @@ def _crops_what_it_keeps(cache: Any) -> bool:
 
 
 def furthest_position(target: Any) -> int:
-    """Positions the target has; unlimited where its configuration names no limit, or only one to scale from."""
+    """Number of the target's positions; unlimited if its configuration names no limit, or only one to scale from."""
     window = getattr(text_config(target), "max_position_embeddings", None)
     if any("dynamic" in str(part.get("rope_type")) for part in _rotary_parameters(text_config(target))):
         return sys.maxsize
@@ -169,23 +167,23 @@ def furthest_position(target: Any) -> int:
 
 
 def furthest_read(target: Any, position: int) -> int:
-    """The furthest position that a forward may reach which decides about the token at `position`.
+    """The furthest position that a forward which decides the token at `position` may reach.
 
-    Never beyond the target's last one, and never over a `Limit`: some rotary embeddings (`dynamic`, `longrope`) take
-    other frequencies for the whole forward once it reaches beyond a certain position.
+    Never beyond the target's last position, and never across a `Limit`: some rotary embeddings (`dynamic`, `longrope`)
+    change the frequencies of the whole forward once it crosses a certain position.
     """
     furthest = furthest_position(target) - 1
     for limit in _limits(target):
         if position <= limit.last:
             furthest = min(furthest, limit.last)
         elif limit.ever or position == limit.last + 1:
-            # The step over it is read as plain decoding reads it: some models compute their cache anew there.
+            # The step across is read as in plain decoding: some models recompute their cache there.
             furthest = position
     return furthest
 
 
 def why_drafts_end(target: Any, position: int) -> str:
-    """From where on nothing is drafted, and why, if that is before `position`; an empty string otherwise."""
+    """Beyond which position nothing is drafted, and why, if that is before `position`; otherwise empty."""
     for limit in _limits(target):
         if limit.ever and position > limit.last:
             return f"nothing is drafted beyond position {limit.last}: {limit.reason}"
@@ -193,14 +191,11 @@ def why_drafts_end(target: Any, position: int) -> str:
 
 
 def why_in_step(target: Any, length: int, slots: range) -> str:
-    """Why the rows of a batch have to be read in step, so that they stand in the cache as in plain decoding.
+    """Why the rows of a batch must be read in step, in the same slots as in plain decoding; empty if they need not.
 
     Args:
-        length: of the longest text that the call may make.
-        slots: of the cache, that the call may fill from here on.
-
-    Returns:
-        an empty string if every row may go at its own pace.
+        length: maximum text length of the call.
+        slots: of the cache that the call may still fill.
     """
     for limit in _limits(target):
         if limit.last < length - 1:
@@ -211,10 +206,10 @@ def why_in_step(target: Any, length: int, slots: range) -> str:
 
 
 def slots_read_alike(target: Any, slot: int) -> int:
-    """Slots of the cache from `slot` on, it included, in which a target reads a token alike.
+    """Number of cache slots from `slot` on, inclusive, in which a target reads a token alike.
 
-    Llama 4 scales the queries of some layers by the slot, in steps of `floor_scale`, not by the position. In a tree
-    several slots share a position, so a tree has to lie within one step. In a chain each slot is its position.
+    Llama 4 scales the queries of some layers by slot, not by position, in steps of `floor_scale`. In a tree several
+    slots share a position, so a tree must lie within one step. In a chain each slot is its position.
     """
     config = text_config(target)
     step = getattr(config, "floor_scale", None)
@@ -224,19 +219,17 @@ def slots_read_alike(target: Any, slot: int) -> int:
 
 
 def known_until(target: Any, length: int, doubling: bool = True) -> int:
-    """The length of text up to which what a target was found to do with a text of `length` tokens is taken to hold.
+    """Text length up to which a finding at `length` tokens is assumed to hold.
 
-    To twice the length or a few hundred tokens, but never beyond a length that the configuration names.
-
-    Args:
-        doubling: count with lengths that no configuration names.
+    That is twice the length or a few hundred tokens, unless not `doubling`, and never beyond a length that the
+    configuration names.
     """
     named = [window for window in windows(text_config(target)) if window >= length]
     return min([*named, max(TUNING.sure_length, 2 * length) if doubling else sys.maxsize])
 
 
 def windows(config: Any) -> list[int]:
-    """All numbers of a text configuration that may be lengths from which on it reads otherwise, by their names."""
+    """All numbers of a text configuration whose names suggest a length from which the model reads differently."""
     found: list[Any] = []
     for name, value in vars(config).items():
         if _LENGTH_NAME.search(name) and not _NO_LENGTH_NAME.search(name):
@@ -256,7 +249,6 @@ def _limits(target: Any) -> Iterator[Limit]:
 
 
 def rotary_limits(config: Any) -> Iterator[Limit]:
-    """Returns the positions at which rotary frequencies change."""
     for parameters in _rotary_parameters(config):
         kind = str(parameters.get("rope_type", "default"))
         if kind == "longrope":

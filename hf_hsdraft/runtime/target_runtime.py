@@ -1,7 +1,7 @@
-"""All we need of a target: taps, a forward over trees or chains, committing paths, rolling back the rest.
+"""The target in a call: taps, forwards over trees or chains, committing paths, rolling back the rest.
 
-The only owner of a cache while a call runs. `target_limits` says what model and cache tell of themselves, and
-`target_probe` tries what cannot be asked.
+It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and
+`target_probe` tries the rest.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ Reader = TypeVar("Reader", bound=AheadReader)
 
 
 class TargetRuntime:
-    """A target in one `generate()` call: the only owner of its cache and of its model inputs.
+    """A target in one `generate()` call: sole owner of its cache and model inputs.
 
     Args:
-        target: the model being decoded.
         tap_layers: indices into its `hidden_states`, of which taps are made.
         model_kwargs: what `generate()` would pass to its decoding method.
 
     Attributes:
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
         num_texts: number of rows of the call; `rows` has those that are still read.
-        cached_before: number of slots that the cache of the call came with.
+        cached_before: number of slots that the call's cache had filled at first.
     """
 
     _call: TargetCall  # from the prompts' forward on
@@ -53,24 +52,21 @@ class TargetRuntime:
         self.tap_layers, self._last_state = list(tap_layers), LastState(target, tap_layers)
         self._kwargs = dict(model_kwargs)  # of the prompts' forward
         if (asked := self._last_state.asked) and not self._kwargs.get("output_hidden_states"):
-            # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.
+            # transformers drops indices beyond the encoder's layers, so an encoder-decoder returns all states.
             self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
         self._kinds: list[AttentionKind] = []
         self._outputs: Any = None  # of the last forward
-        self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
+        self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
         self._ahead: AheadReader | None = None
         if (cache := given_cache(self._kwargs)) is not None:
             check_cache(target, cache)
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
-        """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
+        """Reads the prompts `[B, length]`, except for what the cache already holds, as plain decoding does.
 
-        The taps are those of the last positions read, padding among them included. With `prefill_chunk_size` they are
-        the last chunk's: the drafter then starts with that much context.
-
-        Raises:
-            DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
+        The taps are of the positions read last, padding included. With `prefill_chunk_size` they are the last chunk's:
+        the drafter then starts with that much context. Raises a DraftingRefused if the cache cannot roll back.
         """
         self.num_texts, self._prompt_length = input_ids.shape
         self._generation_config = generation_config
@@ -82,12 +78,12 @@ class TargetRuntime:
             read = self._output()
         expected = slots_of_prompts(self.target, input_ids, generation_config, self._kwargs, self.cached_before)
         self._call.drops = not self._call.slots.hold(expected)
-        self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
+        self._call.slots.keep_past()  # not earlier: a sliding layer would keep the whole prompt
         self._call.go_on(outputs, 1)
         return read
 
     def prepare_trees(self) -> str:
-        """Gets ready for trees; returns why there can be none, or nothing."""
+        """Prepares for trees; returns why they are not possible, or an empty string."""
         try:
             self._kinds = kinds_of_attention(self._call)
         except ValueError as error:
@@ -95,7 +91,7 @@ class TargetRuntime:
         return ""
 
     def read_chains(self) -> None:
-        """From here on drafts are chains; only where one text is read, as rows of a batch may be at odds by now."""
+        """Switches to chains; only with one text, as rows of a batch may differ in length by now."""
         self.trees, self._call.fixed = False, 0
 
     def read_ahead(self, made: Callable[[TargetCall, Sequence[AttentionKind]], Reader]) -> Reader | None:
@@ -105,13 +101,10 @@ class TargetRuntime:
         return reader
 
     def make_room(self, columns: int) -> None:
-        """From here on the cache grows in place, where its layers can and attention takes views of any strides.
+        """Makes the cache grow in place, where its layers can and attention takes views of any strides.
 
-        A static one does not grow: there every forward over trees has as many columns, padding included, and is
+        A static cache does not grow: there every forward over trees has as many columns as the largest tree, and is
         compiled where `generate()` would compile its decoding step.
-
-        Args:
-            columns: of the greatest tree that will be drafted, the root's included.
         """
         call = self._call
         if call.slots.static is not None:
@@ -124,15 +117,14 @@ class TargetRuntime:
     def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
-        Args:
-            input_ids: `[B, length]`, the texts of all rows of the call up to and with the roots, left of them anything.
+        `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
         """
-        call, self._outputs = self._call, None  # a compiled forward writes there again
+        call, self._outputs = self._call, None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
-        plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
+        plain_step = len(trees) == 1 and self._columns == 1  # runs plain decoding's forward, which is compiled too
         if call.slots.left >= call.fixed and not plain_step:
             self._columns = max(self._columns, call.fixed)
-        # Of rows that have left, `input_ids` and the model's inputs still tell.
+        # `input_ids` and the model's inputs still have rows that have left.
         with self._last_state.kept():
             if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
                 ahead = None if self._ahead is None else self._ahead.verify(trees, self._columns)
@@ -151,21 +143,15 @@ class TargetRuntime:
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
 
-        Args:
-            paths: `None` for rows that have ended, of which nothing is kept. Where the rows are `in_step`, all paths
-                are equally long.
+        Paths are `None` for rows that have ended. Where rows are `in_step`, all paths are equally long.
         """
-        if self.trees and not self._call.drops:  # otherwise the roots alone were read, and slots are no longer places
+        if self.trees and not self._call.drops:  # otherwise only roots were read, and slots no longer match positions
             commit_trees(self._call, paths, self._columns)
         else:
             commit_chains(self._call, max(map(tokens_kept, paths)), self._outputs, self._columns)
 
     def finish(self, input_ids: torch.Tensor) -> None:
-        """Leaves the cache as plain decoding would.
-
-        Args:
-            input_ids: `[B, length]`, the finished texts, of which the last token is never read.
-        """
+        """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
         call, slots = self._call, self._call.slots
         end = call.rows.prompt_slots + input_ids.shape[1] - self._prompt_length - 1
         with self.undone_on_error():
@@ -179,7 +165,7 @@ class TargetRuntime:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
+        """Rolls the cache back if an exception, including an interrupt, is raised inside."""
         entered, unread = self.slots.mark(), self._call.unread
         self._call.entered = entered
         try:
@@ -191,7 +177,7 @@ class TargetRuntime:
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """The cache is the caller's again, and works as before, if an exception ends the call."""
+        """Restores the normal behaviour of the caller's cache if an exception ends the call."""
         try:
             yield
         except BaseException:
@@ -200,41 +186,33 @@ class TargetRuntime:
             raise
 
     def apart(self) -> TargetRuntime:
-        """A runtime for trials: it shares target and cache, which a mark puts back, and nothing else that changes."""
+        """A runtime for trials: it shares only the target and the cache, which a mark restores."""
         return self._with_call(self._call.apart())
 
     def apart_of(self, places: Sequence[int]) -> TargetRuntime:
-        """As `apart`, of some rows of the batch alone; `rows_can_be_apart` holds."""
+        """As `apart`, for some rows of the batch only; `rows_can_be_apart` holds."""
         return self._with_call(self._call.apart_of(places))
 
     def _with_call(self, call: TargetCall) -> TargetRuntime:
         trial = copy.copy(self)
-        trial._call, trial._ahead = call, None  # what was read ahead is for the call itself
+        trial._call, trial._ahead = call, None  # reading ahead belongs to the call itself
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
-        """Prepares for `keep_rows`; returns whether that is possible with this cache and what the target is given.
-
-        Args:
-            keep: the cache is for more than this call.
-        """
+        """Prepares for `keep_rows`, with `keep` if the cache outlives the call; returns whether that is possible."""
         if self.trees and self.rows_can_be_apart:
             self._ended = EndedRows(len(self.rows.kept), keep)
         return self._ended is not None
 
     @property
     def rows_can_be_apart(self) -> bool:
-        """Whether some rows can be read without the others, with this cache and what the target is given."""
+        """Whether cache and inputs allow reading some rows without the others."""
         call = self._call
         decoder = self.target.config.is_encoder_decoder
         return not decoder and can_leave(self.target, call.kwargs, self._names.by_rows, self.cache)
 
     def keep_rows(self, places: Sequence[int]) -> None:
-        """From here on forwards are of some rows alone, in this order; the others have ended, and their end was read.
-
-        Args:
-            places: of these rows in the batch as it is read now.
-        """
+        """Restricts forwards to rows by their places in the current batch, after the others' last tokens were read."""
         assert self._ended is not None
         call = self._call
         self._ended.take_out(self.cache, places, call.rows.kept)
@@ -248,11 +226,11 @@ class TargetRuntime:
         return bool(wanted.return_dict_in_generate and (wanted.output_hidden_states or wanted.output_attentions))
 
     def prompt_outputs(self, row: int) -> list[dict[str, tuple[torch.Tensor, ...]]]:
-        """Those of the prompts' forward, of one row; nothing where the call returns none."""
+        """Hidden states and attentions of the prompts' forward, for one row; empty if the call returns none."""
         return [prompt_outputs(self._outputs, self._recorded, row)] if self.records else []
 
     def path_outputs(self, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
-        """Those of the root and of each node of an accepted path, each as plain decoding returns it for one token."""
+        """Hidden states and attentions of root and path, for each node as plain decoding returns them for one token."""
         if not self.records:
             return []
         nodes, read = [0, *path], NodeOutputs(self._call, self._outputs, self._recorded, self._again, self._columns)
@@ -265,7 +243,7 @@ class TargetRuntime:
 
     @property
     def reused_share(self) -> float:
-        """Share of the layers' work in verifying trees that drafts had done; 0 where they are not read ahead."""
+        """Share of the layers' work in verifying trees that was done ahead; 0 without reading ahead."""
         return 0.0 if self._ahead is None else self._ahead.reused_share
 
     @property
@@ -274,33 +252,29 @@ class TargetRuntime:
 
     @property
     def length(self) -> int:
-        """Number of slots of the cache that are filled."""
         return self._call.slots.length
 
     @property
     def slots(self) -> CacheSlots:
-        """The cache, as a row of slots."""
         return self._call.slots
 
     @property
     def deepest(self) -> int:
-        """How deep a draft may be for the room that is left in the cache."""
+        """Maximum depth of a draft for the room left in the cache."""
         left = self._call.slots.left
         return left - 1 if left >= self._call.fixed else 0
 
     @property
     def forwards(self) -> int:
-        """Number of forwards so far, the prompts' included."""
         return self._call.forwards
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of what the target is given in a forward."""
+        """Names of the target's inputs in a forward."""
         return tuple(sorted(name for name, value in self._call.kwargs.items() if value is not None))
 
     @property
     def rows(self) -> TextRows:
-        """Where the texts stand in the cache."""
         return self._call.rows
 
     @property
@@ -310,15 +284,14 @@ class TargetRuntime:
 
     @property
     def refusal(self) -> DraftingRefused | None:
-        """Why nothing can be drafted, as the forwards so far show: they have lost slots of the cache."""
+        """The refusal if forwards so far have lost slots of the cache."""
         return dropped(self.target) if self._call.drops else None
 
     @property
     def in_step(self) -> bool:
-        """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows apart."""
+        """Whether all rows must accept equally many tokens: only a tree's mask can separate rows."""
         return not self.trees and len(self.rows.kept) > 1
 
     @property
     def acceleration(self) -> Acceleration:
-        """What runs the forwards."""
         return self._call.acceleration

@@ -1,4 +1,4 @@
-"""What the configuration of a target says of the part that decodes text. Nothing here needs a new transformers."""
+"""Text configurations of targets. Works with older versions of transformers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def text_config(target: Any) -> Any:
 
 
 def decoder_layers(config: Any) -> int:
-    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
+    """Number of decoder layers in a text configuration; T5 has a separate field for the encoder's."""
     layers = getattr(config, "num_decoder_layers", None)
     return layers if isinstance(layers, int) and layers else config.num_hidden_layers

@@ -1,7 +1,7 @@
-"""Trees: the masks and inputs of a forward over one for each row, and what stays of them in the cache.
+"""Trees: the masks and inputs of a forward over one tree per row, and committing them to the cache.
 
-Slots and positions differ here. The nodes of a tree take one slot each, after the longest text, while siblings share a
-position. Rows may be at different lengths: behind a shorter text, slots are left over that its nodes may not see.
+Slots and positions differ here. Each node of a tree takes one slot, after the longest text, while siblings share a
+position. Rows may differ in length: slots behind a shorter text are left over, and its nodes may not see them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from .target_limits import text_config, why_no_trees
 
 
 class AheadReader(Protocol):
-    """Reads drafts before they are verified, so that verifying them has less to compute."""
+    """Reads drafts before they are verified, so that verification has less to compute."""
 
     @property
     def reused_share(self) -> float:
         """Share of the layers' work in verifying trees that was done before."""
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
-        """The target's outputs for a tree of each row, as `read_trees` has them; `None` if nothing was read ahead."""
+        """The target's outputs for a tree of each row, as by `read_trees`; `None` if nothing was read ahead."""
 
 
 def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:
-    """The kinds of attention that need a mask of their own.
-
-    Raises:
-        ValueError: the target can read no trees; the message says why.
-    """
+    """The kinds of attention that need separate masks; raises a ValueError if the target cannot read trees."""
     reason = why_no_trees(call.target, call.slots.cache)
     if not reason and call.rows.last_positions is None:
         reason = "no position_ids reach it, and siblings in a tree share a position"
@@ -50,9 +46,7 @@ def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:
 def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds: Sequence[AttentionKind]) -> Any:
     """The target's outputs for a tree of each row; column i is node i.
 
-    Args:
-        columns: of the forward; smaller trees are filled up with nodes that nobody sees.
-        kinds: see `kinds_of_attention`.
+    Trees smaller than `columns` are padded with nodes that no other node sees.
     """
     batch = TreeBatch.of(trees, device_of(call.target), columns)
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
@@ -61,19 +55,15 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
 def noise_of(
     call: TargetCall, tokens: torch.Tensor, alone: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]
 ) -> float:
-    """Reads a token of each row in several columns that do not see each other, and keeps the better column.
+    """Distance between a token of each row read alone and read in several columns that do not see each other.
 
-    Both the first and the last column have to be what the token is alone, up to rounding. A target that reads several
-    tokens otherwise than one by one may change one of the two: the last one as plain decoding does not, or the first
-    one. So the smaller distance is the rounding.
+    Both the first and the last column must equal the token read alone, up to rounding. A target that misreads several
+    tokens at once may change one of the two, the first or the last. So the smaller distance is the rounding, and its
+    column is kept.
 
     Args:
         tokens: `[B]`.
         alone: `[B, V]`, logits of the tokens read alone.
-        columns: of the forward.
-
-    Returns:
-        the distance.
     """
     apart = torch.eye(columns, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     ids = tokens[:, None].expand(-1, columns)
@@ -91,7 +81,7 @@ def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequenc
     kept = on_device(rows.kept, device)
     ahead = (kept - rows.prompt_slots + 1)[:, None] + batch.depths[:, -columns:]  # of the prompt's last position
     mask = _masks(call, batch, columns, kept, kinds)
-    # For a static cache a causal one would be made here, and its length read back.
+    # Without a mask, a static cache would get a causal one, whose length is read back from the device.
     known = mask if call.slots.static is not None and isinstance(mask, torch.Tensor) else None
     positions = rows.last_positions[..., None] + ahead
     inputs = call.inputs(batch.tokens[:, -columns:], columns, known, positions=positions)
@@ -114,14 +104,14 @@ def _masks(call: TargetCall, batch: TreeBatch, columns: int, kept: torch.Tensor,
 
 
 def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], columns: int) -> None:
-    """Moves root and accepted path of each row to the end of its text, and drops all that lies behind.
+    """Moves root and accepted path of each row to the end of its text, and drops everything behind.
 
     Args:
         paths: nodes after the root, by row; `None` for rows of which nothing is kept.
         columns: of the forward that read the trees.
     """
     slots, total = call.slots, call.slots.length
-    fixed_shape = call.acceleration.compile_config is not None  # of a compiled move there is one only
+    fixed_shape = call.acceleration.compile_config is not None  # a compiled move has one shape only
     source, goal = slots_to_move(call.rows.kept, paths, total - columns, columns if fixed_shape else 0)
     call.rows = call.rows.keeping([tokens_kept(path) for path in paths])
     moved = [i for i in range(len(source[0])) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True))]
@@ -131,7 +121,7 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
         slots.move(picked, placed, call.acceleration.compiled(move_slots))
     kept = call.rows.kept
     growing = [length for length, path in zip(kept, paths, strict=True) if path is not None]
-    # The layers of a window keep what the row that is furthest behind still sees.
+    # Sliding layers keep what the shortest row still sees.
     slots.widen_windows(max(kept) - min(growing, default=max(kept)))
     slots.drop(total - max(kept))
 
@@ -139,12 +129,12 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
 def slots_to_move(
     kept: Sequence[int], paths: Sequence[Sequence[int] | None], start: int, columns: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """From where to where each row's root and path go; equally many of each row, so some are moved onto themselves.
+    """Source and destination slots of each row's root and path; rows are padded by moving slots onto themselves.
 
     Args:
-        kept: number of slots that hold the text of each row.
+        kept: number of text slots of each row.
         start: slot of the roots.
-        columns: number of slots to move at least.
+        columns: minimum number of slots to move.
     """
     longest = max(columns, *map(tokens_kept, paths))
     source, goal = [], []

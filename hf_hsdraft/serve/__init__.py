@@ -1,1 +1,3 @@
-"""An OpenAI-compatible server and a chat in the terminal, both with a drafter; part of the workshop, never travels."""
+"""An OpenAI-compatible server, a chat page and a terminal chat, all with a drafter; part of the workshop, never
+travels.
+"""

@@ -1,14 +1,14 @@
-"""How a request is decoded: on transformers' own thread, with what OpenAI's clients rely on made right.
+"""Decodes requests on transformers' decoding thread, with fixes that OpenAI's clients rely on.
 
-transformers' server decodes one request after the other, each on the same thread. What is changed here:
+transformers' server decodes requests sequentially on one thread. Changed here:
 
-- A prompt beyond the context window is refused before anything is decoded, and no answer grows beyond the window.
-- The seed of a request is set on the decoding thread, right before its own call. transformers sets it when the request
-  arrives, where it changes the random numbers of whatever is being decoded.
-- A field that transformers would ignore is refused, and a response is not streamed unless that is asked for.
-- A temperature above 0 samples. transformers leaves that to the model's own configuration.
-- An answer that ends by itself with its last permitted token has ended, it was not cut.
-- A request whose client has left ends at its next token. transformers ends streams only.
+- A prompt beyond the context window is refused before decoding, and no answer grows beyond the window.
+- The seed of a request is set on the decoding thread, right before its call. transformers sets it when the request
+arrives, where it changes the random numbers of the request being decoded.
+- A field that transformers would ignore is refused, and a response is streamed only on request.
+- A temperature above 0 samples. transformers leaves that to the model's configuration.
+- An answer that ends by itself with its last permitted token is not reported as cut.
+- A request whose client has disconnected ends at its next token. transformers ends streams only.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from transformers.generation.streamers import BaseStreamer
 from ..runtime.answer_limits import end_tokens, room_left
 from .request_fields import CHAT_FIELDS, RESPONSE_FIELDS, TEXT_FIELDS, check_fields
 
-CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
+CLIENT_LEFT = 499  # nginx's status for it
 
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request
 _receive: ContextVar[Receive | None] = ContextVar("receive", default=None)
 
 
 class ClientAware:
-    """Lets a request know its connection, so that it can tell when its client has left."""
+    """Gives each request access to its connection, to detect a disconnect."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -56,16 +56,11 @@ class ClientAware:
 
 
 def _is_bias(item: tuple[Any, Any]) -> bool:
-    """Whether an entry of `logit_bias` is a token id, as JSON has it, and a number."""
     return str(item[0]).isdecimal() and isinstance(item[1], int | float)
 
 
 class _OpenAIRequest:
-    """Fields of a request, as OpenAI's clients mean them. Stands in front of a handler.
-
-    Attributes:
-        answered: names of the fields that the route answers to.
-    """
+    """Mixin for handlers: interprets fields as OpenAI's clients mean them; `answered` are the supported ones."""
 
     answered: tuple[str, ...] = ()
 
@@ -85,7 +80,7 @@ class _OpenAIRequest:
             raise HTTPException(400, f"`logit_bias` has to map token ids to numbers, found {bias!r}")
         body = {**body, "seed": None, "logit_bias": None}
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
-        if bias:  # transformers does it for chats alone, and takes no whole numbers
+        if bias:  # transformers supports it for chats only, and takes no integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
         if body.get("generation_config") is None and temperature:
             config.do_sample = True
@@ -117,8 +112,6 @@ class ResponsesHandler(_OpenAIRequest, ResponseHandler):
 
 
 class OneTarget(GenerationState):
-    """The state of a server that decodes with one target."""
-
     def __init__(self) -> None:
         super().__init__()
         self.manager = AnswerManager()
@@ -128,18 +121,15 @@ class OneTarget(GenerationState):
 
 
 class AnswerManager(GenerateManager):
-    """Decodes requests one after the other; each is an `_Answer`."""
-
     def __init__(self) -> None:
         super().__init__()
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Ends all answers at their next token; their clients are told."""
+        """Ends all answers at their next token with an error."""
         self._stopped.set()
 
     async def idle(self) -> None:
-        """Waits until nothing is decoded any more."""
         await self.async_submit(lambda: None)
 
     def generate_streaming(
@@ -160,11 +150,11 @@ class AnswerManager(GenerateManager):
 
 
 async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], None]) -> Any:
-    """Returns what decoding gives; where the client leaves before, decoding is cancelled."""
+    """Awaits decoding; cancels it if the client disconnects first."""
     receive = _receive.get()
     task = asyncio.ensure_future(decoding)
     if receive is not None:
-        leaving = asyncio.ensure_future(receive())  # the request has been read: what comes now is its end
+        leaving = asyncio.ensure_future(receive())  # the request has been read, so the next message is a disconnect
         await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             cancel()
@@ -173,14 +163,12 @@ async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], N
 
 
 class _Answer(BaseStreamer):
-    """One request: the target as its call uses it, and the streamer that sees the tokens of the call.
+    """One request: stands in for the target, and streams the tokens of the call.
 
     Args:
-        target: the model that answers.
-        inputs: the tokenized prompt.
-        config: generation configuration of the request; `max_new_tokens` is brought down to what fits.
-        seed: for sampling; `None` goes on with the random numbers as they are.
-        stopped: set when the server ends.
+        config: generation configuration of the request; `max_new_tokens` is reduced to what fits.
+        seed: for sampling; `None` leaves the RNG as it is.
+        stopped: set when the server stops.
 
     Raises:
         HTTPException: the prompt does not fit (400).
@@ -202,7 +190,6 @@ class _Answer(BaseStreamer):
         return getattr(self._target, name)
 
     def cancel(self) -> None:
-        """The call ends at its next token."""
         self._cancelled = True
 
     def generate(self, streamer: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -219,7 +206,7 @@ class _Answer(BaseStreamer):
         except Exception as error:
             if streamer is None:
                 raise
-            # transformers puts the message between quotation marks as it is.
+            # transformers puts the message between quotation marks without escaping it.
             raise RuntimeError(json.dumps(str(error))[1:-1]) from error
 
     def put(self, value: torch.Tensor) -> None:
@@ -230,12 +217,11 @@ class _Answer(BaseStreamer):
 
     def end(self) -> None:
         if self._last in end_tokens(self._target, self._config):
-            self._config.max_new_tokens = None  # a text with as many tokens as this is taken for one that was cut
+            self._config.max_new_tokens = None  # transformers reports an answer with this many tokens as cut
         if self._streamer is not None:
             self._streamer.end()
 
     def _check(self) -> None:
-        """Ends the call where nobody waits for it any more."""
         if self._cancelled:
             raise _GenerationCancelled
         if self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""`hsdraft chat`: questions and answers in the terminal, drafted tokens coloured, figures after each answer."""
+"""`hsdraft chat`: a chat in the terminal with drafted tokens coloured and statistics after each answer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ _WARM_UP = 24  # tokens
 
 
 class TerminalChat:
-    """Reads messages and commands until the user leaves.
-
-    Args:
-        conversation: with the drafter that answers begin with.
-        console: to print to; messages come from standard input, a terminal or lines of a file.
-    """
+    """Reads messages and commands from standard input, a terminal or lines of a file, until the user leaves."""
 
     def __init__(self, conversation: Conversation, console: Console) -> None:
         self._conversation, self._console = conversation, console
@@ -33,11 +28,7 @@ class TerminalChat:
         self._commands = {"/clear": self._clear, "/plain": self._plain, "/draft": self._draft, "/help": self._help}
 
     def run(self, echo: bool) -> None:
-        """Answers message by message.
-
-        Args:
-            echo: print the messages too, for input that no user typed.
-        """
+        """Runs until the input ends; `echo` prints the messages too, for input that no user typed."""
         self._help()
         while True:
             try:
@@ -87,7 +78,6 @@ class TerminalChat:
 
 
 def figures(answer: Answer) -> str:
-    """Returns the line below an answer."""
     parts = [f"{answer.tokens / answer.seconds:.1f} tokens/s", f"{answer.tokens} tokens"]
     statistics = answer.statistics
     parts.insert(0, "plain" if statistics is None else f"tau {statistics.tau:.2f}")
@@ -101,10 +91,6 @@ def figures(answer: Answer) -> str:
 
 
 def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
-    """Decodes a few tokens, so that the first answer does not pay for finding out what drafting costs here.
-
-    Raises:
-        ValueError: the drafter is not for this target.
-    """
+    """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting."""
     conversation = Conversation(target, tokenizer, drafter, do_sample=False, max_new_tokens=_WARM_UP)
     conversation.ask("Hello, who are you?")

@@ -1,4 +1,4 @@
-"""A conversation with a target that keeps its cache from turn to turn."""
+"""A conversation with a target that keeps its cache across turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer:
     Attributes:
         text: without special tokens.
         tokens: number of new tokens, the end of the turn included.
-        kept: number of tokens of the prompt that were in the cache and were not read again.
+        kept: number of prompt tokens that were cached and not read again.
         seconds: wall-clock time of the call, the prompt's forward included.
         statistics: of the drafting; `None` for a plain answer.
         cut: whether the limit of new tokens ended it.
@@ -39,24 +39,18 @@ class Answer:
 class Conversation:
     """Messages, and the target's cache of them.
 
-    Every prompt is the text that the chat template makes of all messages. Earlier turns keep the tokens that the target
-    chose for them, and only the text behind them is tokenized. So the cache holds the beginning of the prompt, and the
-    rest is read. Where a template writes earlier turns anew, without their thoughts for example, the whole text is
-    tokenized. Then the cache is shortened to the tokens that are still the same. A cache that cannot be shortened is
-    made anew. The answer to a prompt is the same with and without a cache.
+    Every prompt is the chat template's text of all messages. Earlier turns keep the tokens that the target chose, and
+    only the text behind them is tokenized, so the cache holds the beginning of the prompt. If a template rewrites
+    earlier turns, without their thoughts for example, the whole text is tokenized and the cache is cropped to the
+    common prefix. A cache that cannot be cropped is discarded. The answer is the same with and without a cache.
 
-    A drafter goes on from what it had read where the cache is used whole and the answer before was drafted. Otherwise
-    it begins with the tokens that are read in this turn, and finds less right at first.
+    A drafter keeps its context if the whole cache is used and the previous answer was drafted. Otherwise it starts with
+    the tokens read in this turn, and drafts less well at first.
 
     Args:
-        target: the model that answers.
-        tokenizer: of the target, with a chat template.
-        drafter: proposes tokens; `None` decodes plainly. May be changed between turns.
+        drafter: `None` decodes plainly. May be changed between turns.
         system: the system prompt; `None` for none.
         options: of `generate()`, for example `max_new_tokens`.
-
-    Attributes:
-        messages: the conversation so far.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -70,18 +64,16 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all turns."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._forget()
 
     def _forget(self) -> None:
         self._cache: Any = None
-        self._text: list[int] = []  # tokens that the cache was made of; it may lack the last one
+        self._text: list[int] = []  # the cache's tokens; it may lack the last one
 
     def follow(self, other: Conversation) -> None:
-        """Takes over the turns of another conversation with the same target, and reads what the other has read.
-
-        So both answer the next message from equally much in their caches.
+        """Copies another conversation and reads what it has read, so that both answer with equally much in their
+        caches.
         """
         self.messages = list(other.messages)
         if self._text == other._text:
@@ -95,14 +87,9 @@ class Conversation:
             self._cache = returned_cache(output)
 
     def ask(self, question: str, streamer: BaseStreamer | None = None) -> Answer:
-        """Answers a message of the user. Where that fails or is interrupted, the message is forgotten.
+        """Answers a user message. If that fails or is interrupted, the message is forgotten.
 
-        Args:
-            question: the message.
-            streamer: gets the tokens as they come.
-
-        Raises:
-            ValueError: the conversation does not fit into the target's context window, or the drafter refuses.
+        Raises a ValueError if the conversation exceeds the target's context window, or the drafter refuses.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = self._prompt(messages)
@@ -110,7 +97,7 @@ class Conversation:
         room = room_left(self.target, ids.shape[1])
         limit = min(room, self.options.get("max_new_tokens") or room)
         cache = self._cache_of(prompt)
-        self._forget()  # a call that does not end well may leave anything in it
+        self._forget()  # a failed call may leave it in any state
         kept = 0 if cache is None else cache.get_seq_length()
         begin = time.perf_counter()
         output = self.target.generate(
@@ -130,7 +117,7 @@ class Conversation:
         return Answer(text, len(new), kept, seconds, getattr(output, "statistics", None), cut)
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a conversation, those of earlier turns as they are."""
+        """The tokens of a conversation; earlier turns keep theirs."""
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         held = self.tokenizer.decode(self._text, clean_up_tokenization_spaces=False) if self._text else ""
         kept = self._text if text.startswith(held) else []
@@ -138,7 +125,7 @@ class Conversation:
         return [*kept, *new]
 
     def _cache_of(self, ids: list[int]) -> Any:
-        """The cache of the beginning of a prompt, which leaves at least one token to be read; `None` for none."""
+        """The cache of the beginning of a prompt, with at least one token left to read; `None` for none."""
         if self._cache is None:
             return None
         length = self._cache.get_seq_length()

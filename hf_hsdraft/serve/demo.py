@@ -1,4 +1,4 @@
-"""`hsdraft demo`: answers a prompt, colours the drafted tokens, and prints the figures."""
+"""`hsdraft demo`: answers a prompt, colours the drafted tokens, and prints the measurements."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _WARM_UP = 24  # number of tokens
 
 
 def _why_more(statistics: Any) -> str:
-    """Why a call may have been faster, over plain decoding, than its forwards are fewer."""
     if statistics.packed_weights:
         return "rounds also multiply by packed weights, which plain generate() does not have"
     return "a forward took less time with the drafter than without, so something else slowed plain decoding down"
 
 
 def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new_tokens: int, console: Console) -> None:
-    """Answers a prompt with the drafter and without it, and prints what the drafter gained."""
+    """Answers a prompt with the drafter and without it, and prints the speed-up."""
     [inputs] = encode_prompts(target, tokenizer, [prompt])
     room = room_left(target, inputs["input_ids"].shape[1])
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": min(max_new_tokens, room)}
@@ -45,7 +44,7 @@ def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new
     output = target.generate(**inputs, **settings, assistant_model=drafter, streamer=streamer)
     statistics = output.statistics
     timed, speeds = {}, {}
-    for name, assistant in (("plain", None), ("with drafter", drafter)):  # a streamer would take time
+    for name, assistant in (("plain", None), ("with drafter", drafter)):  # without a streamer, which takes time
         begin = time.perf_counter()
         timed[name] = target.generate(**inputs, **settings, assistant_model=assistant)
         seconds = time.perf_counter() - begin

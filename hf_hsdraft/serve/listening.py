@@ -1,4 +1,4 @@
-"""Where a server listens."""
+"""Listening sockets."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import socket
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Takes a port before anything is loaded.
-
-    Args:
-        host: name or address to listen at.
-        port: number of the port; 0 takes any free one.
-
-    Raises:
-        OSError: it is taken, or the host is not this machine's.
-    """
+    """Binds a port before anything is loaded, any free one for port 0; raises an OSError if it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)

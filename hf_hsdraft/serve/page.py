@@ -1,8 +1,7 @@
-"""`hsdraft ui`: a chat page with Gradio. Drafts are coloured while they stream, beside the figures of plain decoding.
+"""`hsdraft ui`: a chat page with Gradio. Drafts are coloured while they stream, beside statistics of plain decoding.
 
-Each browser session has a conversation of its own, and one thread decodes for all of them. The page needs nothing from
-outside this machine: fonts are the system's, Gradio's own counting of users is off, and browsers are told to load
-from this server only.
+Each browser session has a separate conversation, and one thread decodes for all. The page needs nothing from outside
+this machine: it uses system fonts, Gradio's analytics are off, and browsers are told to load from this server only.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
 from .talk import Settings, Talk
 
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
-_INTERVAL = 0.25  # seconds between two looks at an answer; each takes time that decoding could use
+_INTERVAL = 0.25  # seconds between updates of an answer; each takes time from decoding
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
-# Gradio's page has scripts inside, and makes functions out of templates.
+# Gradio's page has inline scripts, and compiles templates to functions.
 _POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'self'; base-uri 'self'; form-action 'self'"
@@ -40,34 +39,24 @@ _POLICY = (
 
 
 class Talks:
-    """The conversations of all browser sessions with a target.
-
-    Args:
-        target: the model that answers.
-        tokenizer: of the target, with a chat template.
-        drafter: proposes tokens.
-        system: the system prompt; `None` for none.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-    """
+    """The conversations of all browser sessions with a target; raises a ValueError without a chat template."""
 
     def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None) -> None:
         self._target, self._tokenizer, self._drafter, self._system = target, tokenizer, drafter, system
         self._thread = ThreadPoolExecutor(1, "decoding")
         self._talks: dict[str, Talk] = {}
-        self._conversation(None)  # a target that cannot chat is refused before there is a page
+        self._conversation(None)  # refuses a target that cannot chat before there is a page
 
     def _conversation(self, drafter: Any) -> Conversation:
         return Conversation(self._target, self._tokenizer, drafter, self._system)
 
     def warm_up(self) -> None:
-        """Decodes a few tokens with and without the drafter, so that no answer pays for what is done once."""
+        """Decodes a few tokens with and without the drafter, so that no answer includes one-time costs."""
         for drafter in (None, self._drafter):
             self._thread.submit(warm_up, self._target, self._tokenizer, drafter).result()
 
     def of(self, session: str | None) -> Talk:
-        """Returns the conversation of a browser session, a new one where it has none."""
+        """Returns the conversation of a browser session; creates it if needed."""
         name = session or ""
         if name not in self._talks:
             self._talks[name] = Talk(self._conversation, self._drafter, self._thread)
@@ -80,27 +69,16 @@ class Talks:
             talk.stop()
 
     def word(self, token: int) -> str:
-        """Returns the text of a token, special ones too."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def close(self) -> None:
-        """Ends all answers at their next token."""
         for session in list(self._talks):
             self.leave(session)
         self._thread.shutdown(wait=True)
 
 
 class ChatPage:
-    """The page: its parts, and what its buttons do.
-
-    Args:
-        talks: the conversations.
-        title: stands above the chat.
-        defaults: settings that the page begins with.
-
-    Attributes:
-        blocks: for Gradio.
-    """
+    """The page's components and event handlers; `blocks` is for Gradio."""
 
     def __init__(self, talks: Talks, title: str, defaults: Settings) -> None:
         self._talks = talks
@@ -123,7 +101,6 @@ class ChatPage:
             self._wire(settings)
 
     def _settings(self, defaults: Settings) -> list[Any]:
-        """The switches and sliders, in the order of the fields of `Settings`."""
         with gr.Row(elem_id="hs-switches"):
             draft = gr.Checkbox(defaults.draft, label="Draft", container=False, elem_id="hs-draft")
             compare = gr.Checkbox(
@@ -138,7 +115,7 @@ class ChatPage:
         return [draft, compare, sample, temperature, limit]
 
     def _wire(self, settings: list[Any]) -> None:
-        """Connects events with methods. Nothing waits in Gradio's own queue: `Talk` says what waits."""
+        """Connects events to methods. Gradio's queue is not used: `Talk` queues."""
         everything = [self._chat, self._message, self._send, self._stop, self._clear, self._trees]
         quiet: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
         for event in (self._message.submit, self._send.click):
@@ -158,7 +135,6 @@ class ChatPage:
         max_new_tokens: int,
         request: gr.Request,
     ) -> AsyncIterator[Any]:
-        """Answers a message, and shows what there is of the answer again and again."""
         talk = self._talks.of(request.session_hash)
         try:
             talk.say(message, Settings(draft, compare, sample, temperature, max_new_tokens))
@@ -174,18 +150,14 @@ class ChatPage:
                 html = _html_of(talk)
                 if talk.busy and html != shown:
                     shown = html
-                    yield html, *[gr.skip()] * 5  # what did not change is not sent
+                    yield html, *[gr.skip()] * 5  # unchanged parts are not sent
         finally:
             talk.stop()  # the browser has left
         failed = talk.turns[-1].error
         yield self._view(talk, busy=False, message=message if failed else None)
 
     def _view(self, talk: Talk, busy: bool, message: str | None = None) -> Any:
-        """What the page shows.
-
-        Args:
-            message: what is to stand where messages are written; `None` leaves it.
-        """
+        """The updates of the page; `message` replaces the text of the entry field."""
         buttons = [gr.Button(interactive=not busy), gr.Button(interactive=busy), gr.Button(interactive=not busy)]
         trees = self._trees_of(talk) if talk.shows_trees and not busy else gr.skip()
         return _html_of(talk), gr.skip() if message is None else message, *buttons, trees
@@ -218,7 +190,7 @@ def _html_of(talk: Talk) -> str:
 
 
 class _FromHereOnly:
-    """Tells browsers to load nothing from elsewhere, and takes no files. Stands in front of an application."""
+    """Middleware: forbids browsers to load from elsewhere, and rejects uploads."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -237,12 +209,7 @@ class _FromHereOnly:
 
 
 def build_app(page: ChatPage, hosts: Sequence[str] = ("*",)) -> FastAPI:
-    """Returns the application that serves a page.
-
-    Args:
-        page: the page.
-        hosts: names by which browsers may ask for it.
-    """
+    """Builds the application that serves a page, for requests to these host names."""
     theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=_FONTS[0], font_mono=_FONTS[1])
     dark_green = {f"button_primary_background_fill{state}": "*primary_700" for state in ("", "_dark")}
     bright_green = {f"button_primary_background_fill_hover{state}": "*primary_800" for state in ("", "_dark")}
@@ -267,7 +234,7 @@ def build_app(page: ChatPage, hosts: Sequence[str] = ("*",)) -> FastAPI:
 def page_server(page: ChatPage, listener: socket.socket) -> uvicorn.Server:
     """Returns the server of a page, for `run`. It does not wait for browsers when it ends.
 
-    At a loopback address it answers to local names only: a page from elsewhere may have a name that leads here.
+    At a loopback address it answers to local names only, against DNS rebinding.
     """
     address = listener.getsockname()[0]
     hosts = _LOCAL if ip_address(address).is_loopback else ("*",)

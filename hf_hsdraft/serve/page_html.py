@@ -1,4 +1,4 @@
-"""The parts of the page as HTML. Every text of a user or a model is escaped here."""
+"""The parts of the page as HTML. All texts of users and models are escaped here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EMPTY = '<p class="hs-empty">Write a message below. Accepted drafts are coloure
 
 
 def conversation_html(turns: Sequence[Turn], busy: bool = False, waits: bool = False) -> str:
-    """Returns all turns of a conversation. See `turn_html` for what is said of the last one."""
+    """Returns all turns of a conversation; `busy` and `waits` are about the last one, see `turn_html`."""
     if not turns:
         return f'<div class="hs-turns">{_EMPTY}</div>'
     *earlier, last = turns
@@ -32,12 +32,7 @@ def conversation_html(turns: Sequence[Turn], busy: bool = False, waits: bool = F
 
 
 def turn_html(turn: Turn, busy: bool = False, waits: bool = False) -> str:
-    """Returns a message with its answer, figures and notes.
-
-    Args:
-        busy: whether it is being answered.
-        waits: whether it waits for the answers of other sessions.
-    """
+    """Returns a message with its answer, statistics and notes; `waits` is about the answers of other sessions."""
     parts = [f'<div class="hs-message">{escape(turn.message)}</div>']
     if turn.reply is not None and (turn.reply.pieces or not turn.error):
         parts.append(f'<div class="hs-answer">{pieces_html(turn.reply.pieces)}</div>')
@@ -58,7 +53,6 @@ def turn_html(turn: Turn, busy: bool = False, waits: bool = False) -> str:
 
 
 def pieces_html(pieces: Iterable[tuple[str, bool]]) -> str:
-    """Returns texts in a row, drafted ones marked."""
     found = []
     for drafted, run in groupby(list(pieces), key=lambda piece: piece[1]):
         text = escape("".join(text for text, _ in run))
@@ -67,7 +61,7 @@ def pieces_html(pieces: Iterable[tuple[str, bool]]) -> str:
 
 
 def figures_html(turn: Turn, busy: bool = False) -> str:
-    """Returns the figures of an answer; while it is decoded, its speed until now."""
+    """Returns the statistics of an answer; while it is decoded, its speed so far."""
     reply, plain = turn.reply, turn.plain
     if reply is None or not reply.ids:
         return ""
@@ -105,12 +99,7 @@ def _plain_html(turn: Turn, plain: Reply) -> str:
 
 
 def trees_html(turns: Sequence[Turn], word: Callable[[int], str]) -> str:
-    """Returns the trees of the last rounds of the last answer that was drafted.
-
-    Args:
-        turns: of the conversation.
-        word: the text of a token.
-    """
+    """Returns the trees of the last rounds of the last drafted answer; `word` gives the text of a token."""
     drafted = (turn.reply for turn in reversed(turns) if turn.drafts and turn.reply is not None and turn.reply.rounds)
     reply = next(drafted, None)
     if reply is None:

@@ -1,7 +1,7 @@
-"""Which fields of OpenAI's requests this server answers to.
+"""Which fields of OpenAI's requests this server supports.
 
-transformers ignores the others, and logs that once. Here a request whose answer would not be what it asks for is
-refused.
+transformers ignores the others, and logs that once. Here a request is refused if a field that changes its answer would
+be ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CHAT_FIELDS = (*_SAMPLING, "messages", "max_tokens", "max_completion_tokens", "f
 TEXT_FIELDS = (*_SAMPLING, "prompt", "max_tokens", "frequency_penalty", "logit_bias", "stop")
 RESPONSE_FIELDS = (*_SAMPLING, "input", "instructions", "max_output_tokens", "tools", "chat_template_kwargs")
 
-# They say something about a request, nothing about its answer. Usage is told whatever `stream_options` says.
+# Fields that do not affect the answer. Usage is reported whatever `stream_options` says.
 _LABELS = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
            "stream_options", "user")  # fmt: skip
 _ABOUT_TOOLS = ("parallel_tool_calls", "tool_choice")
 _PLAIN_TEXT = {"type": "text"}
-_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # values that are OpenAI's defaults, and what happens here
+_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are the behaviour here
     "background": (False,),
     "best_of": (1,),
     "echo": (False,),
@@ -48,12 +48,7 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # values that are OpenAI's def
 
 
 def check_fields(body: Mapping[str, Any], answered: Collection[str]) -> None:
-    """Raises an HTTPException (400) for a field that would be ignored.
-
-    Args:
-        body: the request.
-        answered: names of the fields that the route answers to.
-    """
+    """Raises an HTTPException (400) for a field that would be ignored; `answered` are the supported ones."""
     for name, value in body.items():
         if value is None or name in answered or name in _LABELS or (name in _ABOUT_TOOLS and not body.get("tools")):
             continue

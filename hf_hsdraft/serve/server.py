@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on transformers' own serving code, of one target with a drafter attached."""
+"""An OpenAI-compatible server of one target with a drafter attached, built on transformers' serving code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, Text
 
 
 class LoadedTarget(ModelManager):
-    """The one model of a server. It is loaded before the server starts and stays as long as the server lives.
-
-    Args:
-        target: the model that answers, with its drafter attached.
-        tokenizer: of the target.
-        name: what clients call the model.
+    """The one model of a server, loaded before the server starts and kept for its lifetime; `name` is what clients call
+    it.
     """
 
     def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
@@ -39,11 +35,7 @@ class LoadedTarget(ModelManager):
     def load_model_and_processor(
         self, model_id_and_revision: str, progress_callback: Any = None, tqdm_class: Any = None, gguf_file: Any = None
     ) -> tuple[Any, Any]:
-        """Returns target and tokenizer.
-
-        Raises:
-            ValueError: another model is asked for.
-        """
+        """Returns target and tokenizer; raises a ValueError if another model is requested."""
         if model_id_and_revision != self.process_model_name(str(self.force_model)):
             raise ValueError(f"this server has one model, {self.force_model!r}; found {model_id_and_revision!r}")
         if progress_callback is not None:
@@ -51,7 +43,6 @@ class LoadedTarget(ModelManager):
         return self._target, self._tokenizer
 
     def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """Returns the list of models that clients see: this one."""
         model = {"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}
         return [{**model, "status": {"value": "loaded"}}]
 
@@ -59,16 +50,9 @@ class LoadedTarget(ModelManager):
 
 
 def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
-    """Builds the server's application.
+    """Builds the application for `Server`: transformers' routes and `GET /drafting`.
 
-    Args:
-        target: the model that answers.
-        tokenizer: of the target.
-        name: what clients call the model.
-        attachment: of the drafter to the target; `None` for plain decoding.
-
-    Returns:
-        an application for `Server`. Beside transformers' own routes it has `GET /drafting`.
+    `name` is what clients call the model; without an `attachment` it decodes plainly.
     """
     manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
     app = build_server(
@@ -97,12 +81,9 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
 
 
 class SaysVerification:
-    """Says in a header of each response by which rule drafts are verified, and whether that may change the text.
+    """Adds the verification rule to each response.
 
     `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
-
-    Args:
-        attachment: see `build_app`.
     """
 
     def __init__(self, app: ASGIApp, attachment: Attachment | None) -> None:
@@ -121,13 +102,13 @@ class SaysVerification:
 
 
 def rule_of(attachment: Attachment) -> str:
-    """Returns by which rule the next request is verified: `exact`, or the name of a lossy rule and `lossy`."""
+    """Returns the verification rule of the next request: `exact`, or the name of a lossy rule and `lossy`."""
     rule = getattr(attachment.drafter.generation_config, "verification", None)
     return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
 class Server(uvicorn.Server):
-    """A server of one application, which ends the answers that are under way when it is stopped."""
+    """A server of one application that ends running answers when it is stopped."""
 
     def __init__(self, app: FastAPI, log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level))
@@ -140,7 +121,7 @@ class Server(uvicorn.Server):
 
 
 def report(attachment: Attachment | None) -> dict[str, Any]:
-    """Returns what drafting did since the server started, and in the drafted call that ended last."""
+    """Returns drafting statistics since the server started, and of the last drafted call."""
     if attachment is None:
         return {"drafting": False}
     total, last = attachment.statistics, attachment.last
@@ -155,7 +136,6 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": None}
     return JSONResponse({"error": error}, status_code=status)

@@ -13,12 +13,9 @@ DRAFTED, _OWN = "green", "default"
 
 
 class PieceStreamer(BaseStreamer):
-    """Hands on the text of tokens as they come. The last token of each round is the target's own, others are drafted.
+    """Passes on decoded text as tokens come. The last token of each round is the target's own, the others are drafted.
 
-    Text waits for as long as its last character is incomplete.
-
-    Attributes:
-        ids: the tokens so far.
+    Text is held back while its last character is incomplete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,7 +25,6 @@ class PieceStreamer(BaseStreamer):
         self._prompt = True
 
     def show(self, text: str, drafted: bool) -> None:
-        """Takes the next piece of text."""
         raise NotImplementedError
 
     def put(self, value: torch.Tensor) -> None:
@@ -50,8 +46,6 @@ class PieceStreamer(BaseStreamer):
 
 
 class DraftColourStreamer(PieceStreamer):
-    """Prints tokens as they come, with accepted drafts in colour."""
-
     def __init__(self, tokenizer: Any, console: Console) -> None:
         super().__init__(tokenizer)
         self._console = console

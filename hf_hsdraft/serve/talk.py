@@ -1,4 +1,4 @@
-"""The conversation of one browser session, decoded on the one thread that decodes for all sessions."""
+"""The conversation of one browser session, decoded on the thread that all sessions share."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ LAST_ROUNDS = 8  # rounds whose trees are kept
 
 @dataclass(frozen=True)
 class Settings:
-    """How a message is answered.
-
-    Attributes:
-        draft: with the drafter, or plainly.
-        compare: whether a drafted answer is followed by a plain one to the same message.
-        sample: draw tokens; else the target's best token is taken.
-        temperature: for sampling, greater than 0.
-        max_new_tokens: of an answer.
-    """
+    """How a message is answered; `compare` adds a plain answer after a drafted one."""
 
     draft: bool = True
     compare: bool = True
@@ -48,12 +40,12 @@ class Settings:
 
 
 class Reply(PieceStreamer, Observer):
-    """The answer to a message, while it is decoded and afterwards.
+    """The answer to a message, during and after decoding.
 
     Attributes:
-        pieces: texts of the tokens so far, each with whether it was drafted.
+        pieces: decoded texts so far, each with whether it was drafted.
         rounds: the last rounds, each with its number.
-        answer: when it has ended.
+        answer: set when decoding has ended.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -78,7 +70,7 @@ class Reply(PieceStreamer, Observer):
 
     @property
     def speed(self) -> float:
-        """Tokens per second, the prompt's forward included; while it is decoded, those until now."""
+        """Tokens per second, the prompt's forward included; during decoding, so far."""
         if self.answer is not None:
             return self.answer.tokens / self.answer.seconds
         return len(self.ids) / (time.perf_counter() - self._began) if self.ids else 0.0
@@ -86,14 +78,12 @@ class Reply(PieceStreamer, Observer):
 
 @dataclass
 class Turn:
-    """A message and what became of it.
+    """A message and its answers.
 
     Attributes:
-        message: of the user.
-        reply: the answer; `None` before it begins.
-        plain: the same message answered without the drafter, to compare; `None` where there is nothing to compare.
-        drafts: whether `reply` was asked for with the drafter.
-        stopped: whether the user stopped it.
+        reply: `None` before it begins.
+        plain: the answer without the drafter, for comparison; `None` without one.
+        drafts: whether `reply` was requested with the drafter.
         error: why it could not be answered; empty if it could.
     """
 
@@ -106,7 +96,7 @@ class Turn:
 
     @property
     def difference(self) -> int | None:
-        """Index of the first new token in which both answers differ; `None` if they are the same."""
+        """Index of the first new token in which the answers differ; `None` if they are the same."""
         mine, other = (reply.ids if reply else [] for reply in (self.reply, self.plain))
         if mine == other:
             return None
@@ -119,12 +109,9 @@ class Talk:
     """The conversation of a browser session.
 
     Args:
-        make: makes a conversation without turns, given the drafter or `None`.
-        drafter: proposes tokens.
-        thread: decodes what it is given, one job after the other.
-
-    Attributes:
-        turns: all messages, those that failed too.
+        make: creates an empty conversation with the drafter or `None`.
+        thread: runs jobs sequentially.
+        turns: all messages, failed ones included.
         shows_trees: whether the page shows the trees of the last rounds.
     """
 
@@ -141,7 +128,7 @@ class Talk:
 
     @property
     def busy(self) -> bool:
-        """Whether a message is being answered, or waits for its turn."""
+        """Whether a message is being answered or waits."""
         return self._job is not None and not self._job.done()
 
     @property
@@ -150,10 +137,9 @@ class Talk:
         return self.busy and self._job is not None and not self._job.running()
 
     def say(self, message: str, settings: Settings) -> None:
-        """Begins to answer a message. Its turn is the last one of `turns`.
+        """Starts to answer a message, as the last of `turns`.
 
-        Raises:
-            ValueError: the message is empty, a setting is wrong, or an answer is under way.
+        Raises a ValueError if the message is empty, a setting is wrong, or an answer is in progress.
         """
         if self.busy:
             raise ValueError("an answer is under way: wait for its end, or stop it")
@@ -168,18 +154,14 @@ class Talk:
         self._job = self.thread.submit(self._answer, self.turns[-1], settings)
 
     def stop(self) -> None:
-        """Ends the answer at its next token. What it has until then stays in the conversation."""
+        """Ends the answer at its next token. The text so far stays in the conversation."""
         if self.busy and self._job is not None:
             self._stop.set()
             if self._job.cancel():
                 self.turns[-1].stopped = True
 
     def clear(self) -> None:
-        """Forgets all turns.
-
-        Raises:
-            ValueError: an answer is under way.
-        """
+        """Forgets all turns; raises a ValueError while an answer is in progress."""
         if self.busy:
             raise ValueError("an answer is under way: stop it before the chat is cleared")
         self.turns.clear()
@@ -201,7 +183,7 @@ class Talk:
                 self._decode(self._plain, turn.message, turn.plain, settings, seed)
         except ValueError as error:
             turn.error = str(error)
-        except Exception as error:  # out of memory, for example: the page says it, and goes on
+        except Exception as error:  # out of memory, for example: the page shows it and keeps working
             turn.error = f"decoding failed ({type(error).__name__}): {error}"
         turn.stopped = self._stop.is_set()
 
@@ -213,8 +195,6 @@ class Talk:
 
 
 class _Stopped(StoppingCriteria):
-    """Ends a text once somebody wants it to end."""
-
     def __init__(self, event: threading.Event) -> None:
         self._event = event
 

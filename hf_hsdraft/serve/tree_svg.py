@@ -1,4 +1,4 @@
-"""A draft tree as a picture: the root at the left, a column for each depth, the accepted path marked."""
+"""A draft tree as an image: the root at the left, a column for each depth, the accepted path marked."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ _LONGEST = 16  # characters of a label
 
 @dataclass(frozen=True)
 class Box:
-    """A node as it is drawn.
-
-    Attributes:
-        label: text of its token, shortened.
-        kind: `root`, `accepted`, `refused`, or `own` for the target's own token.
-        tip: what is said of it where the mouse points.
-        column: depth.
-        row: place from above.
-        parent: index of the box that it comes after; -1 for none.
-    """
+    """A node of the image; `kind` is `root`, `accepted`, `refused`, or `own` for the target's own token."""
 
     label: str
     kind: str
@@ -35,13 +26,13 @@ class Box:
 
 
 def label_of(text: str) -> str:
-    """Returns the text of a token with its spaces visible, shortened where it is long."""
+    """Returns the text of a token with visible spaces, shortened if it is long."""
     shown = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 
 def accepted_path(tree: DraftTree, tokens: Sequence[int], accepted: int) -> list[int]:
-    """Returns the nodes that the first `accepted` of the emitted tokens walk along, from the root's child on."""
+    """Returns the nodes of the first `accepted` emitted tokens, from the root's child on."""
     children, node, path = tree.children(), 0, []
     for token in tokens[:accepted]:
         node = children[node][token]
@@ -50,20 +41,19 @@ def accepted_path(tree: DraftTree, tokens: Sequence[int], accepted: int) -> list
 
 
 def boxes_of(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> list[Box]:
-    """Returns the boxes of a round: the tree's nodes in their order, then the target's own token.
+    """Returns the boxes of a round: the tree's nodes in order, then the target's own token.
 
     Args:
-        tree: that was verified.
-        accepted: number of its tokens that were emitted.
+        accepted: number of the tree's tokens that were emitted.
         tokens: emitted by the round.
-        word: the text of a token.
+        word: returns the text of a token.
     """
     path = accepted_path(tree, tokens, accepted)
     parents, labels = list(tree.parents), list(tree.tokens)
     kinds = ["accepted" if node in path else "refused" for node in range(len(tree))]
     tips = [f"drafted with probability {math.exp(score):.3f}" for score in tree.scores]
     kinds[0], tips[0] = "root", "last token of the round before"
-    if len(tokens) > accepted:  # a text may end with a drafted token
+    if len(tokens) > accepted:  # not if the text ended with a drafted token
         parents.append(path[-1] if path else 0)
         labels.append(tokens[accepted])
         kinds.append("own")
@@ -79,7 +69,7 @@ def boxes_of(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callab
 
 
 def _rows(parents: Sequence[int], kinds: Sequence[str]) -> list[float]:
-    """Places from above: leaves one below the other, the emitted path first; a parent beside its first child."""
+    """Places from the top: leaves below each other, the emitted path first; a parent beside its first child."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):
         children[parents[node]].append(node)
@@ -99,7 +89,6 @@ def _rows(parents: Sequence[int], kinds: Sequence[str]) -> list[float]:
 
 
 def round_svg(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> str:
-    """Returns the picture of a round. See `boxes_of`."""
     boxes = boxes_of(tree, accepted, tokens, word)
     widths = [0.0] * (max(box.column for box in boxes) + 1)
     for box in boxes:

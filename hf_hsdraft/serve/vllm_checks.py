@@ -1,4 +1,4 @@
-"""What `hsdraft serve --engine vllm` makes sure of before vLLM starts."""
+"""Checks of `hsdraft serve --engine vllm` before vLLM starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.text_configs import decoder_layers
 from ..vllm_plugin.speculation import is_hidden_state
 from .vllm_options import option_value
 
-# Without the current folder, where a checkout is found that is not installed.
+# Without the current folder: a checkout there may not be installed.
 _FIND_VLLM = """
 import sys
 sys.path[:] = [folder for folder in sys.path if folder]
@@ -25,17 +25,12 @@ from importlib.metadata import entry_points
 if not entry_points(group="vllm.general_plugins", name="hsdraft"):
     sys.exit("hf_hsdraft is not installed there, so vLLM does not find its plugin")
 """
-_FOUND = "vLLM is there"  # what the interpreter says, if it is one
+_FOUND = "vLLM is there"  # printed by the interpreter, if it is one
 _PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
 
 
 def check_environment(python: str | os.PathLike[str] | None, with_plugin: bool) -> None:
-    """Raises an ImportError unless an interpreter finds vLLM.
-
-    Args:
-        python: the interpreter; `None` finds nothing.
-        with_plugin: whether it has to find the plugin of this package, too.
-    """
+    """Raises an ImportError unless the interpreter `python` finds vLLM, and this package's plugin if `with_plugin`."""
     how = (
         'set one up by `python3 -m venv vllm && vllm/bin/pip install vllm "transformers<5.20" && vllm/bin/pip install '
         "--no-deps .` in a checkout (on CPUs see docs/integrations.md), then name it by --vllm-python vllm/bin/python"
@@ -56,12 +51,7 @@ def check_environment(python: str | os.PathLike[str] | None, with_plugin: bool) 
 
 
 def check_parallel(drafter: Mapping[str, Any], further: Sequence[str]) -> None:
-    """Raises a ValueError if a target is to be shared over devices for a hidden-state drafter.
-
-    Args:
-        drafter: what the drafter's config.json holds.
-        further: options for vLLM.
-    """
+    """Raises a ValueError if the options `further` shard a target over devices with a hidden-state drafter."""
     for names in _PARALLEL if is_hidden_state(drafter) else ():
         value = option_value(further, *names)
         if value not in (None, "1"):
@@ -72,11 +62,9 @@ def check_parallel(drafter: Mapping[str, Any], further: Sequence[str]) -> None:
 
 
 def check_target(target: str, drafter: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a target has other sizes than the one that a drafter was trained for.
+    """Raises a ValueError if a target differs in size from the one that a drafter was trained for.
 
-    Args:
-        target: folder or Hub name. One that this version of transformers does not know is left to vLLM.
-        drafter: what the drafter's config.json holds.
+    A target that this version of transformers does not know is left to vLLM.
     """
     try:
         config = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
@@ -96,14 +84,14 @@ def check_target(target: str, drafter: Mapping[str, Any]) -> None:
 
 
 def _target_sizes(drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a drafter's target, as its config.json says them; `None` for what it does not say."""
+    """The sizes of a drafter's target according to its config.json; `None` for missing ones."""
     if is_hidden_state(drafter):
         return {
             "vocab_size": drafter.get("vocab_size"),
             "hidden_size": drafter.get("target_hidden_size"),
             "num_hidden_layers": drafter.get("target_num_hidden_layers"),
         }
-    layer = drafter.get("transformer_layer_config")  # in the format of speculators
+    layer = drafter.get("transformer_layer_config")  # the speculators format
     if not isinstance(layer, dict):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""`hsdraft serve --engine vllm`: vLLM's own server, started with a drafter. vLLM lives in an environment of its own."""
+"""`hsdraft serve --engine vllm`: starts vLLM's server with a drafter. vLLM has a separate environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..vllm_plugin.plugin_limits import CPU_MEMORY
 from .vllm_options import option_value
 
 _MOST_BATCHED = "--max-num-batched-tokens"
-_MEMORY = "--gpu-memory-utilization"  # vLLM calls it so on a CPU too
+_MEMORY = "--gpu-memory-utilization"  # vLLM's name on a CPU too
 
 
 def server_command(
@@ -30,19 +30,14 @@ def server_command(
 ) -> list[str]:
     """Returns the command that starts vLLM's server.
 
-    On a CPU it asks for three things. Nothing is compiled. A prompt is read in one piece: vLLM 0.32 ends there when a
-    request with a seed has its prompt read in parts. And half of the memory is taken: vLLM's default of 92% ends it
-    where other programs hold more than the rest. `further` can ask otherwise.
+    On a CPU it sets three defaults, which `further` can override. Nothing is compiled. A prompt is read in one piece:
+    vLLM 0.32 exits if the prompt of a request with a seed is read in parts. Half of the memory is used: vLLM's default
+    of 92% fails if other programs hold more than the rest.
 
     Args:
         python: the interpreter of vLLM's environment.
-        target: folder or Hub name of the target.
         speculation: see `speculation_of`; `None` for plain decoding.
         served_name: what clients call the target.
-        dtype: name of a dtype.
-        host: name or address to listen at.
-        port: port to listen at.
-        on_cpu: whether vLLM runs on a CPU.
         further: options for vLLM.
     """
     command = [os.fspath(python), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
@@ -59,10 +54,10 @@ def server_command(
 
 
 def _window(target: str, further: Sequence[str]) -> int:
-    """The greatest number of tokens of a text, which a batch has to hold.
+    """The maximum number of tokens of a text, which a batch has to hold.
 
-    vLLM takes other forms of `--max-model-len` than plain numbers, such as `8k`, `auto` and `-1`. What these come to is
-    left to it, and the window of the target holds as much.
+    vLLM also takes values of `--max-model-len` such as `8k`, `auto` and `-1`. These are left to vLLM; the target's
+    window is large enough.
     """
     said = option_value(further, "--max-model-len") or ""
     if said.isdecimal():

@@ -1,4 +1,4 @@
-"""Options of vLLM's server as a user gives them: `--name value`, `--name=value`, and with underscores."""
+"""vLLM's server options in the forms that users write: `--name value`, `--name=value`, and with underscores."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ from collections.abc import Sequence
 
 
 def option_name(option: str) -> str:
-    """Returns the name of an option as vLLM's documentation writes it; vLLM takes underscores too."""
+    """Returns the name of an option as vLLM's documentation writes it; vLLM accepts underscores too."""
     return option.partition("=")[0].replace("_", "-")
 
 
 def option_value(options: Sequence[str], *names: str) -> str | None:
-    """Returns what was given for an option, the last time if it was given several times; `None` if it was not.
-
-    Args:
-        options: all that was given.
-        names: names of the option.
-    """
+    """Returns the last value given for an option with any of the names; `None` if it was not given."""
     found = None
     for place, option in enumerate(options):
         if option_name(option) in names:

@@ -1,4 +1,4 @@
-"""Writes files that are complete or absent: they get their names when they are done."""
+"""Writes files atomically: a file gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def write_complete(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file beside `path`, and then renames it. After an error there is no new file.
+    """Lets `write` fill a temporary file beside `path`, then renames it. After an error there is no new file.
 
     Raises:
         OSError: the file cannot be written. If the disk is full, the message says so, and what to do.
@@ -29,19 +29,17 @@ def write_complete(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes a document as JSON, see `write_complete`."""
     text = json.dumps(document, indent=2) + "\n"
     write_complete(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an exception says that the disk is full. Libraries wrap the operating system's error."""
+    """Whether an exception says that the disk is full, also where a library has wrapped the system's error."""
     code = getattr(error, "errno", None)
     return code in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC).lower() in str(error).lower()
 
 
 def disk_full(path: Path) -> OSError:
-    """Returns an error that says that a file could not be written, and what to do."""
     free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
     return OSError(
         errno.ENOSPC,

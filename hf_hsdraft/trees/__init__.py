@@ -1,1 +1,1 @@
-"""What is proposed: draft trees as plain data, the builders that grow them, and their attention masks."""
+"""Builders that grow draft trees, and their attention masks."""

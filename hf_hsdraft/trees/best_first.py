@@ -14,11 +14,11 @@ from .tree_builders import Expansion, TreeLimits
 def best_first_trees(
     expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
 ) -> list[DraftTree]:
-    """Grows trees node by node, always by the most probable path that is left (DDTree). See `TreeBuilder`.
+    """Grows trees node by node, always by the most probable path that is left (DDTree). A `TreeBuilder`.
 
-    It is for drafters whose depths know nothing of the path: the children of all nodes of a depth are the same, and
-    their nodes have no states. Then the tree is the best one of its size, as a beam of unlimited width would find it.
-    `beam_width` is not looked at. The probabilities of all depths leave the device in one transfer.
+    For drafters whose depths are independent of the path: all nodes of a depth have the same children and no states.
+    Then the tree is the best one of its size, as a beam of unlimited width would find it. `beam_width` is ignored. The
+    probabilities of all depths leave the device in one transfer.
     """
     scores = torch.zeros_like(root_tokens[:, None], dtype=torch.float32)
     levels = []
@@ -36,15 +36,11 @@ def best_first_trees(
 
 
 def _best_tree(root: int, tokens: list[list[int]], log_probs: list[list[float]], size: int, least: float) -> DraftTree:
-    """Makes a tree of tokens and log-probabilities of each depth, the best first.
+    """Makes a tree from tokens and log-probabilities of each depth, the best first.
 
-    The heap holds paths that have no node yet: the next sibling of each node, and its first child. All others are
-    behind one of these, so the best path of the heap is the best that is left. Of equal ones the shorter comes first.
-
-    Args:
-        root: token of the root.
-        size: greatest number of nodes besides the root.
-        least: least log-probability of a path.
+    The heap holds paths without a node: the next sibling of each node, and its first child. All others come after one
+    of these, so the best path of the heap is the best that is left. Among equal ones the shorter comes first. `least`
+    is the least log-probability of a path.
     """
     nodes = [(root, -1, 0, 0.0)]
     waiting: list[tuple[float, int, tuple[int, ...], int]] = []  # cost, depth, ranks along the path, parent

@@ -14,17 +14,11 @@ from .tree_builders import Expansion, TreeBuilder, TreeLimits, beam_trees
 
 @dataclass(frozen=True)
 class Builder(TreeBuilder):
-    """A function that grows trees, and what may be done with its trees.
-
-    Attributes:
-        grow: The function.
-        draws: Whether it draws its nodes.
-        whole: Whether the best nodes of a tree must not be chosen: that would undo what it grows.
-    """
+    """A function that grows trees, with properties of its trees."""
 
     grow: TreeBuilder
-    draws: bool = False
-    whole: bool = False
+    draws: bool = False  # whether the nodes are drawn
+    whole: bool = False  # whether choosing a tree's best nodes would undo what it grows
 
     def __call__(
         self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits, /

@@ -1,4 +1,4 @@
-"""What was drafted and read of trees that grow a depth at a time."""
+"""Drafted nodes of trees that grow a depth at a time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from .tree_masks import TreeBatch
 
 @dataclass(frozen=True)
 class DraftedLevels:
-    """Nodes in the order of reading, a depth after the other.
+    """Nodes in the order of reading, depth by depth."""
 
-    Attributes:
-        batch: tokens, depths and ancestors of the nodes. Those of the first level have depth 0.
-        is_chain: whether no level has more than one node.
-    """
-
-    batch: TreeBatch
-    is_chain: bool = True
+    batch: TreeBatch  # the first level has depth 0
+    is_chain: bool = True  # whether no level has more than one node
 
     @classmethod
     def nothing(cls, tokens: torch.Tensor) -> DraftedLevels:
-        """Returns levels without nodes, for as many texts as the rows of tokens `[B, n]`, on their device."""
+        """Returns levels without nodes, for the rows of tokens `[B, n]`, on their device."""
         none = tokens[:, :0]
         return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
 
@@ -33,7 +28,7 @@ class DraftedLevels:
         return self.batch.tokens.shape[1]
 
     def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> DraftedLevels:
-        """The same with nodes `[B, n]` after ancestors `[B, n, depth]`, given as columns."""
+        """Adds nodes `[B, n]` after ancestors `[B, n, depth]`, given as columns."""
         before, (rows, count) = self.batch, tokens.shape
         depths = torch.full_like(tokens, paths.shape[2])
         seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)

@@ -1,8 +1,8 @@
 """Trees of drawn nodes, for verification by rejection without replacement.
 
-A beam takes the most probable children. These builders draw them from the drafter's distribution instead, so that a
-verifier may use that distribution. Children of one node are drawn without replacement, and stay in the order of
-drawing. No drawn node is left out afterwards by its probability: that would bias the text.
+A beam takes the most probable children. These builders draw them from the drafter's distribution, so that a verifier
+may use that distribution. Children of one node are drawn without replacement, and stay in the order of drawing. No
+drawn node is dropped afterwards by its probability: that would bias the text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .tree_builders import Expansion, TreeLimits, states_of
 def gumbel_trees(
     expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
 ) -> list[DraftTree]:
-    """Draws equally many children for every node of a depth (RSD-C: "Recursive Speculative Decoding", section 3.2).
+    """Draws equally many children for each node of a depth (RSD-C: "Recursive Speculative Decoding", section 3.2).
 
-    With Gumbel noise on the log-probabilities, the greatest k are k draws without replacement, in order. See
-    `TreeBuilder` for the arguments. A chain is drawn as `stochastic_beam_trees` draws one path.
+    With Gumbel noise on the log-probabilities, the greatest k are k draws without replacement, in order. A
+    `TreeBuilder`; a chain is drawn as `stochastic_beam_trees` draws one path.
     """
     if limits.beam_width == 1:
         return stochastic_beam_trees(expansion, root_tokens, vocab_ids, limits)
@@ -41,11 +41,10 @@ def stochastic_beam_trees(
 ) -> list[DraftTree]:
     """Draws whole paths without replacement, `beam_width` at each depth (RSD-S, section 3.2; stochastic beam search).
 
-    Each path has a perturbed log-probability: a Gumbel variable around its log-probability. The perturbed values of a
-    node's children are such that the greatest of them equals the node's own. The beam keeps the greatest values of all.
-    Whether a further child of a node is kept depends on its value alone, not on its token, once its elder siblings are
-    known. So the children are draws without replacement here too, and the same verification is exact. See
-    `TreeBuilder` for the arguments.
+    Each path has a perturbed log-probability: a Gumbel variable around its log-probability. The greatest perturbed
+    value of a node's children equals the node's own. The beam keeps the greatest values of all. Whether a further child
+    of a node is kept depends on its value alone, not on its token, once its elder siblings are known. So the children
+    are draws without replacement here too, and the same verification is exact. A `TreeBuilder`.
     """
     width = min(limits.beam_width, limits.tree_size)
     growth = _Growth(expansion, root_tokens, vocab_ids)
@@ -60,9 +59,9 @@ def stochastic_beam_trees(
 
 
 def branching_for(depth: int, tree_size: int) -> tuple[int, ...]:
-    """Returns the number of children of each node, depth by depth, for a tree of at most `tree_size` nodes.
+    """Returns the number of children of each node, by depth, for a tree of at most `tree_size` nodes.
 
-    The numbers are as great as they can be and as even as they can be, the root's first.
+    The numbers are as great and as even as possible, the root's first.
     """
     branching = [1] * min(depth, tree_size)
     for level in cycle(range(len(branching))):
@@ -74,14 +73,13 @@ def branching_for(depth: int, tree_size: int) -> tuple[int, ...]:
 
 
 def gumbel_like(x: torch.Tensor) -> torch.Tensor:
-    """Returns independent standard Gumbel noise of the shape of `x`."""
     return -torch.empty_like(x).exponential_().log()
 
 
 def _conditioned(noisy: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
     """Moves perturbed values `[B, n, V']` so that the greatest of each row is `greatest` `[B, n]`.
 
-    This is the numerically stable form of "Stochastic Beams and Where to Find Them", appendix B.3.
+    The numerically stable form of "Stochastic Beams and Where to Find Them", appendix B.3.
     """
     greatest = greatest[..., None]
     maximum = noisy.max(dim=-1, keepdim=True).values
@@ -92,10 +90,9 @@ def _conditioned(noisy: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
 
 
 class _Growth:
-    """The trees of a batch while they grow level by level. All have equally many nodes; some of these are void.
+    """The trees of a batch while they grow by level. All have equally many nodes, of which some are void.
 
-    Attributes:
-        scores: `[B, n]`, log-probabilities of the paths to the nodes of the last level.
+    `scores` `[B, n]` are log-probabilities of the paths to the nodes of the last level.
     """
 
     def __init__(self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor) -> None:
@@ -129,7 +126,6 @@ class _Growth:
         self._levels.append((self._tokens, parents, self.scores, self._real))
 
     def trees(self, max_depths: Sequence[int]) -> list[DraftTree]:
-        """Returns the tree of each text, down to its greatest depth."""
         levels = [[part.tolist() for part in level] for level in self._levels]
         return [
             self._tree(row, [[part[row] for part in level] for level in levels[: depth + 1]])
@@ -137,7 +133,7 @@ class _Growth:
         ]
 
     def _tree(self, row: int, levels: list[list[list]]) -> DraftTree:
-        """Returns the tree of a text, given the tokens, parents, scores and real nodes of each level."""
+        """A text's tree from each level's tokens, parents, scores and real nodes."""
         nodes: list[tuple[int, int, int, float]] = []
         log_probs: list[torch.Tensor | None] = []
         above: list[int] = []  # indices in the tree of the nodes of the level above

@@ -1,7 +1,7 @@
-"""The seam of tree building: what a builder is given, and what it returns; and the usual builder, beam search.
+"""The interface of tree builders, and the usual builder, beam search.
 
-A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` which children the nodes may
-have. It only gathers the states that the expansion returns, and hands them back.
+A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes, and
+gives it the gathered states of their parents, otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from ..core.draft_tree import DraftTree, from_nodes
 class Expansion:
     """What a drafter says about the children of nodes.
 
-    A drafter whose nodes have no states, such as one that drafts all depths in one forward, returns `None` for them.
-
-    Attributes:
-        depth: greatest depth of a child.
-        has_states: whether nodes have states.
+    `depth` is the greatest depth of a child. If `has_states` is False, as for a drafter that drafts all depths in one
+    forward, states are `None`.
     """
 
     depth: int
@@ -46,13 +43,9 @@ class Expansion:
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the k most probable children of all nodes, the best first. The first arguments are as above.
+        """Returns the `count` most probable children of all nodes, the best first; `scores` `[B, n]` are the nodes'.
 
-        They are found among all children. A drafter that knows where to look may say it more quickly.
-
-        Args:
-            scores: `[B, n]`, scores of the nodes.
-            count: greatest number k of children.
+        A drafter may override this with a faster search than over all children.
 
         Returns:
             The children's scores `[B, k]`, the children as columns `[B, k]` of the log-probabilities, their parents
@@ -67,23 +60,16 @@ class Expansion:
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """How large trees may be.
+    """How large trees may be."""
 
-    Attributes:
-        tree_size: greatest number of nodes besides the root.
-        beam_width: number of nodes expanded at each depth; 1 gives a chain.
-        threshold: least probability of a path, 0 to 1. Builders that draw their nodes ignore it.
-        max_depths: greatest depth of each text.
-    """
-
-    tree_size: int
-    beam_width: int
-    threshold: float
-    max_depths: Sequence[int]
+    tree_size: int  # most nodes besides the root
+    beam_width: int  # nodes expanded at each depth; 1 gives a chain
+    threshold: float  # least probability of a path, 0 to 1; ignored by builders that draw
+    max_depths: Sequence[int]  # greatest depth of each text
 
 
 def states_of(states: torch.Tensor | None, parents: torch.Tensor) -> torch.Tensor | None:
-    """Returns the states `[B, m, S]` of some nodes, given as columns `[B, m]` of `states`; `None` if there are none."""
+    """Returns states `[B, m, S]` at columns `[B, m]`; `None` if there are none."""
     if states is None:
         return None
     return states[torch.arange(len(parents), device=parents.device)[:, None], parents]
@@ -96,10 +82,8 @@ class TreeBuilder(Protocol):
         """Grows a tree for each text of a batch.
 
         Args:
-            expansion: tells which children nodes may have.
             root_tokens: `[B]`, int64, the last accepted token of each text.
             vocab_ids: `[V']`, int64, the token id of each column of the log-probabilities.
-            limits: how large the trees may be.
         """
         ...
 
@@ -107,7 +91,7 @@ class TreeBuilder(Protocol):
 def beam_trees(
     expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
 ) -> list[DraftTree]:
-    """Grows trees by beam search on cumulative probability (Lyanna; EAGLE-2, section 4.1). See `TreeBuilder`.
+    """Grows trees by beam search on cumulative probability (Lyanna; EAGLE-2, section 4.1). A `TreeBuilder`.
 
     Each depth expands the `beam_width` most probable nodes of the depth before. Of all children seen, the `tree_size`
     most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
@@ -116,7 +100,7 @@ def beam_trees(
     tokens, parents, depths, scores = searched(expansion, root_tokens, vocab_ids, limits)
     if expansion.depth > min(limits.max_depths):
         scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
-    # The sort is stable: of equal scores the earlier one comes first, which may be the other one's parent.
+    # Stable, since of equal scores the earlier one may be the other's parent.
     order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
     kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
     rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
@@ -128,15 +112,15 @@ def searched(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the children that a beam search finds: tokens, numbers of parents, depths and scores, each `[B, C]`.
 
-    Of each depth they are the `tree_size` most probable ones, the best first. The root has number 0, and the child in
-    column i has number i + 1. `max_depths` and `threshold` are not looked at. Arguments: see `TreeBuilder`.
+    Each depth has its `tree_size` most probable ones, the best first. The root has number 0, and the child in column i
+    has number i + 1. `max_depths` and `threshold` are ignored.
     """
     tokens = root_tokens[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
-    numbers = torch.zeros_like(tokens)  # numbers of the nodes: 0 for the root, then all children as they are found
+    numbers = torch.zeros_like(tokens)  # 0 for the root, then all children in the order of finding
     found, levels = 1, []
-    most = 1 if limits.beam_width == 1 else limits.tree_size  # children of a level that may stay
+    most = 1 if limits.beam_width == 1 else limits.tree_size  # most children of a level that may stay
     for level in range(1, expansion.depth + 1):
         scores, columns, parents, states = expansion.best(level, tokens, states, scores, most)
         tokens = vocab_ids[columns]
@@ -152,14 +136,7 @@ def searched(
 
 
 def _tree(root: int, children: list[list[int]], scores: list[float], threshold: float) -> DraftTree:
-    """Makes a tree of children in the order of their numbers.
-
-    Args:
-        root: token of the root.
-        children: for each child its number, token, parent's number, and depth.
-        scores: scores of the children.
-        threshold: least probability of a child.
-    """
+    """Makes a tree from number, token, parent's number and depth of each child, in the order of their numbers."""
     least = math.log(threshold) if threshold > 0 else -math.inf
     places = {0: 0}
     nodes = [(root, -1, 0, 0.0)]

@@ -19,17 +19,11 @@ _NO_ATTENTION = ("moe", "mlp")  # layer types that never see a mask
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """One kind of attention among a target's layers.
+    """One kind of attention among a target's layers."""
 
-    Attributes:
-        name: transformers' name of the layer type.
-        width: number of positions of a window or a chunk; 0 for full attention.
-        layer: index of the first layer of this kind that has a cache of its own.
-    """
-
-    name: str
-    width: int
-    layer: int
+    name: str  # transformers' name of the layer type
+    width: int  # positions of a window or a chunk; 0 for full attention
+    layer: int  # index of the first layer of this kind with its own cache
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor) -> torch.Tensor | None:
         """Returns `[B, n, m]`, True where a query is near enough to see a key; `None` where distance does not matter.
@@ -50,12 +44,8 @@ class AttentionKind:
 def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKind]:
     """Returns the kinds of attention of a text configuration.
 
-    Args:
-        config: the text configuration.
-        has_cache: for each layer, whether it has keys and values of its own.
-
-    Raises:
-        ValueError: a layer attends in a way whose mask is not known here; the message names it.
+    `has_cache` says for each layer whether it has its own keys and values. Raises a ValueError that names the layer
+    type if its mask is unknown.
     """
     types = getattr(config, "layer_types", None)
     if types is None:
@@ -76,21 +66,15 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of a batch as one forward reads them. Copies of the root fill the shorter ones up.
+    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root."""
 
-    Attributes:
-        tokens: `[B, N]`, int64.
-        depths: `[B, N]`, int64.
-        ancestors: `[B, N, N]`, bool, True where the row's node may see the column's.
-    """
-
-    tokens: torch.Tensor
-    depths: torch.Tensor
-    ancestors: torch.Tensor
+    tokens: torch.Tensor  # `[B, N]`, int64
+    depths: torch.Tensor  # `[B, N]`, int64
+    ancestors: torch.Tensor  # `[B, N, N]`, bool, True where the row's node may see the column's
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
-        """Returns the batch of some trees, with columns for at least `size` nodes."""
+        """Returns the batch with columns for at least `size` nodes."""
         size = max(size, *map(len, trees))
         tokens, depths, ancestors = [], [], []
         for tree in trees:
@@ -113,13 +97,11 @@ def tree_mask(
     """Returns `[B, N, kv_length]`, bool, True where a node may see a slot of the cache or a node of its own tree.
 
     Args:
-        batch: the trees.
-        kind: kind of attention.
         attended: `[B, prompt]`, bool, the prompts' attention mask; `None` if nothing is masked.
         kept: `[B]`, int64, number of slots that hold the text of each row. Further slots, up to `slots`, hold what
             longer paths of other rows have left behind.
         slots: number of slots in the cache before the trees.
-        kv_length: number of slots that attention sees: the last ones, those of the trees included.
+        kv_length: number of slots that attention sees: the last ones, the trees' included.
     """
     size, device = batch.tokens.shape[1], batch.tokens.device
     indices = torch.arange(slots - (kv_length - size), slots, device=device)
@@ -136,15 +118,10 @@ def tree_mask(
 
 
 def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
-    """Returns a mask in the form that an attention implementation takes.
+    """Returns a mask `[B, N, KV]`, bool, in the form that an attention implementation takes.
 
-    Flex attention takes a block mask. The others take an additive mask: eager would add a bool without an error, and
-    sdpa would turn it into an additive mask again in every layer.
-
-    Args:
-        mask: `[B, N, KV]`, bool.
-        attention: name of the implementation.
-        dtype: dtype of queries and keys.
+    Flex attention takes a block mask. The others take an additive mask: eager would silently add a bool, and sdpa would
+    convert it to an additive mask again in each layer.
     """
     if attention == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask

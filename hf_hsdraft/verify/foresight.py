@@ -1,11 +1,11 @@
-"""Foresight: the random numbers of a text's next draws, known before the draws, so that drafts can use them.
+"""Foresight: the random numbers of a text's next draws, known beforehand, so that drafts can use them.
 
-`torch.multinomial` draws a token as the winner of a race. Each token gets an exponential random time, which is divided
-by the token's probability. The token with the least result is drawn. The times do not depend on the probabilities, and
-the state of the generator tells them beforehand. A drafter can run the same race with its own probabilities. Its winner
-is the target's token far more often than the drafter's most probable token is ("Coupling without Communication and
-Drafter-Invariant Speculative Decoding", Gumbel sampling; "Speculative Decoding via Exponential Races"). The emitted
-tokens stay the target's own draws, with the same random numbers, whatever was drafted.
+`torch.multinomial` draws a token as the winner of a race: each token gets an exponential random time, divided by its
+probability, and the least result wins. The times do not depend on the probabilities, and follow from the state of the
+generator. A drafter can run the same race with its own probabilities. Its winner is the target's token far more often
+than its most probable token is ("Coupling without Communication and Drafter-Invariant Speculative Decoding", Gumbel
+sampling; "Speculative Decoding via Exponential Races"). The emitted tokens stay the target's own draws, with the same
+random numbers, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -26,26 +26,20 @@ from ..core.tensors import on_device
 from ..core.tuning import TUNING
 
 _FORESEEABLE = ("cpu", "cuda")
-_USUAL_TIME = 0.56  # geometric mean of the times: that of an exponential variable
-_TAKING = threading.Lock()  # held while numbers are taken off a generator, which threads may share
+_USUAL_TIME = 0.56  # geometric mean of an exponential variable
+_TAKING = threading.Lock()  # held while numbers are taken from a generator, which threads may share
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The random numbers of one draw.
+    """The random numbers of one draw."""
 
-    Attributes:
-        times: `[V]`, float32, exponential random times.
-        before: state of the generator before the draw.
-        after: state of the generator after the draw.
-    """
-
-    times: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
+    times: torch.Tensor  # `[V]`, float32, exponential random times
+    before: torch.Tensor  # state of the generator before the draw
+    after: torch.Tensor  # state after it
 
     def fit(self, probabilities: torch.Tensor) -> bool:
-        """Returns whether a draw from these probabilities uses these numbers. Dtype and shape decide."""
+        """Whether a draw from these probabilities uses these numbers, by dtype and shape."""
         return probabilities.dtype == self.times.dtype and probabilities.shape == (1, len(self.times))
 
     def winner(self, probabilities: torch.Tensor) -> int | None:
@@ -59,31 +53,31 @@ class _Numbers:
 class Draws:
     """Draws the tokens of one text as `torch.multinomial` does, and foresees the random numbers of its next draws.
 
-    A second generator runs ahead and makes the coming numbers. Most of the time of a draw goes into them. So a foreseen
-    draw uses the numbers that are there, and sets the generator to the state after the draw. The first foreseen draw is
-    made by `torch.multinomial` all the same. If it gives another token, all later draws are made by it too.
+    A second generator runs ahead and makes the coming numbers, which is most of a draw's time. So a foreseen draw
+    reuses them, and sets the generator to the state after the draw. The first foreseen draw still uses
+    `torch.multinomial`; if that gives another token, so do all later draws.
 
     Args:
-        generator: generator of the random numbers. Other code may use it too: the numbers are foreseen anew then.
-            Another thread gets other numbers, unless it draws within microseconds of a draw that is made here.
+        generator: Other code may use it too: then the numbers are foreseen again. Another thread gets other numbers,
+            unless it draws within microseconds of a draw made here.
         vocab_size: number of tokens to draw from.
     """
 
     def __init__(self, generator: torch.Generator, vocab_size: int) -> None:
         self._generator, self._vocab_size, self.device = generator, vocab_size, generator.device
         self._ahead = torch.Generator(generator.device)  # runs ahead of `generator`
-        self._foreseen: list[_Numbers] = []  # numbers of the draws after the last settled one
+        self._foreseen: list[_Numbers] = []  # for draws after the last settled one
         self._drawn: list[torch.Tensor] = []  # states of `generator` after each draw since then
-        self._misses = 0  # number of draws in a row that used other numbers than foreseen
+        self._misses = 0  # consecutive draws that used other numbers than foreseen
         self._right: bool | None = None  # whether the first foreseen draw gave the foreseen token; `None` before it
 
     @classmethod
     def of_rows(cls, rows: int, device: torch.device, vocab_size: int) -> list[Draws] | None:
-        """Returns the draws of each row; `None` where `torch.multinomial` draws in a way that is not known here.
+        """Returns the draws of each row; `None` where `torch.multinomial` draws in an unknown way.
 
-        A single text draws from the device's own generator, as plain decoding does. Each row of a batch has a generator
-        of its own, seeded from the device's. With a shared generator, the numbers of a row would depend on how many
-        tokens the other rows accept, and so on what was foreseen.
+        A single text draws from the device's generator, as plain decoding does. Each row of a batch has its own
+        generator, seeded from the device's. With a shared one, a row's numbers would depend on how many tokens other
+        rows accept, and so on what was foreseen.
         """
         if not _draws_are_races(device, vocab_size):
             return None
@@ -94,7 +88,7 @@ class Draws:
 
     @property
     def foreseeable(self) -> bool:
-        """Whether the last draws were as foreseen. They are not where other code draws in between."""
+        """Whether the last draws were as foreseen. They are not if other code draws in between."""
         return self._misses < TUNING.most_misses and self._right is not False
 
     def foresee(self, count: int) -> list[torch.Tensor]:
@@ -106,7 +100,7 @@ class Draws:
             state = self._foreseen[-1].after if self._foreseen else state
             self._ahead.set_state(state)
             while len(self._foreseen) < count:
-                # The shape is that of a draw, because on a GPU the numbers depend on it.
+                # In the shape of a draw, as numbers on a GPU depend on it.
                 times = torch.empty(1, self._vocab_size, dtype=torch.float32, device=self.device)
                 times.exponential_(generator=self._ahead)
                 before, state = state, self._ahead.get_state()
@@ -126,7 +120,7 @@ class Draws:
                 self._misses = 0
                 self._drawn.append(numbers.after)
                 return token
-            self._generator.set_state(numbers.before)  # nothing can be drawn, and `torch.multinomial` says why
+            self._generator.set_state(numbers.before)  # nothing can be drawn: `torch.multinomial` raises
         token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
         after = self._generator.get_state()
         if numbers is not None:
@@ -138,9 +132,9 @@ class Draws:
         return token
 
     def _take(self, numbers: _Numbers) -> bool:
-        """Moves the generator past these numbers. Returns False, and moves nothing, if they are not its next ones.
+        """Moves the generator past these numbers, unless they are not its next ones: then it returns False.
 
-        This comes before the draw, which may wait for a device: no other thread may get the same numbers meanwhile.
+        Called before the draw, which may wait for a device: no other thread may get the same numbers meanwhile.
         """
         with _TAKING:
             if not _same(self._generator.get_state(), numbers.before):
@@ -149,10 +143,10 @@ class Draws:
             return True
 
     def settle(self, count: int) -> None:
-        """Keeps the first `count` draws since the last call of this method. The others will be made again.
+        """Keeps the first `count` draws since the last call. The others will be made again.
 
-        Rows of a batch that go in step have such others, and texts under a lossy rule that looks ahead. Exact rules
-        never set the device's own generator back.
+        There are others in batches whose rows stay in step, and under a lossy rule that looks ahead. Exact rules never
+        set the device's own generator back.
         """
         if count < len(self._drawn):
             self._generator.set_state(self._drawn[count - 1])
@@ -161,35 +155,25 @@ class Draws:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two states of generators are equal. No other Python thread runs during the comparison."""
+    """Whether two generator states are equal. No other Python thread runs during the comparison."""
     return one.numpy().tobytes() == other.numpy().tobytes()
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """What the drafts of a call may know of the draws to come.
+    """What the drafts of a call may know of coming draws."""
 
-    Attributes:
-        draws: draws of each row.
-        warpers: the processors of the target's scores `[n, V]` that do not look at the text: temperature, top-k and the
-            like.
-        vocab_size: number of tokens to draw from.
-    """
-
-    draws: Sequence[Draws]
-    warpers: Sequence[LogitsProcessor]
+    draws: Sequence[Draws]  # of each row
+    warpers: Sequence[LogitsProcessor]  # processors of scores `[n, V]` that ignore the text: temperature, top-k, ...
     vocab_size: int
 
     @property
     def warper_names(self) -> tuple[str, ...]:
-        """Names of the warpers: the cost of drafting depends on them."""
+        """The cost of drafting depends on them."""
         return tuple(type(warper).__name__ for warper in self.warpers)
 
     def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Race | None:
-        """Returns the races of the next `depth` draws of some rows, among the tokens of a draft vocabulary `[V']`.
-
-        It is `None` where the draws cannot be foreseen.
-        """
+        """Returns the races of the next `depth` draws among tokens `[V']`; `None` if they cannot be foreseen."""
         if not all(self.draws[row].foreseeable for row in rows):
             return None
         return Race([self.draws[row].foresee(depth) for row in rows], self.warpers, vocab_ids)
@@ -197,24 +181,24 @@ class Foresight:
     def scored(self, trees: Mapping[int, DraftTree]) -> dict[int, DraftTree]:
         """Returns the trees of some rows with scores that take the coming draws into account.
 
-        It is for n-grams, where no probability is known but the node's own. A token with a short time is drawn more
-        often. If the probability were the target's at this place, the odds against the node would be proportional to
-        its time. But the probability was counted over many places. At some of them the token is nearly certain and at
-        others nearly impossible, and there the time decides little. So the odds change by the square root of the time.
-        Nodes that are more than `TUNING.draws_ahead` draws ahead keep their odds.
+        For n-grams, where only the node's probability is known. A token with a short time is drawn more often. If the
+        probability were the target's at this place, the odds against the node would be proportional to its time. But it
+        was counted over many places: at some the token is nearly certain, at others nearly impossible, and there the
+        time decides little. So the odds change by the square root of the time. Nodes more than `TUNING.draws_ahead`
+        draws ahead keep their odds.
         """
         drafted = {row: tree for row, tree in trees.items() if len(tree) > 1 and self.draws[row].foreseeable}
         times = self._times(drafted) if drafted else {}
         return {row: _scored(tree, times[row]) if row in times else tree for row, tree in trees.items()}
 
     def _times(self, trees: Mapping[int, DraftTree]) -> dict[int, list[float]]:
-        """Returns the times of each tree's nodes besides the root. They leave the device in one transfer."""
+        """Times of each tree's nodes besides the root. They leave the device in one transfer."""
         all_nodes = [node for tree in trees.values() for node in zip(tree.tokens[1:], tree.depths[1:], strict=True)]
         split = on_device(all_nodes, self.draws[0].device).split([len(tree) - 1 for tree in trees.values()])
         parts = []
         for (row, tree), nodes in zip(trees.items(), split, strict=True):
             foreseen = self.draws[row].foresee(min(max(tree.depths), TUNING.draws_ahead))
-            tokens = nodes[:, 0].clamp(max=self.vocab_size - 1)  # a token beyond is never drawn, so any time will do
+            tokens = nodes[:, 0].clamp(max=self.vocab_size - 1)  # tokens beyond are never drawn
             times = [of_draw[tokens] for of_draw in foreseen]
             known = torch.stack([*times, torch.full_like(times[0], _USUAL_TIME)])
             parts.append(known.gather(0, (nodes[None, :, 1] - 1).clamp(max=len(foreseen)))[0])
@@ -223,7 +207,6 @@ class Foresight:
 
 
 def _scored(tree: DraftTree, times: Sequence[float]) -> DraftTree:
-    """Returns a tree with scores that take the times of its nodes besides the root into account."""
     scores = [0.0]
     for node, time in enumerate(times, 1):
         parent = tree.parents[node]
@@ -234,28 +217,22 @@ def _scored(tree: DraftTree, times: Sequence[float]) -> DraftTree:
 
 @dataclass(frozen=True)
 class Race:
-    """The races that decide the draws at each depth of a draft.
+    """The races that decide the draws at each depth of a draft."""
 
-    Attributes:
-        times: for each row and depth the times `[V]`.
-        warpers: see `Foresight`.
-        vocab_ids: `[V']`, or `[B, V']` with a part for each row, int64, the token id of each column of the logits.
-    """
-
-    times: Sequence[Sequence[torch.Tensor]]
-    warpers: Sequence[LogitsProcessor]
-    vocab_ids: torch.Tensor
+    times: Sequence[Sequence[torch.Tensor]]  # `[V]` for each row and depth
+    warpers: Sequence[LogitsProcessor]  # see `Foresight`
+    vocab_ids: torch.Tensor  # `[V']`, or `[B, V']` by row, int64, the token id of each column of the logits
 
     def among(self, columns: torch.Tensor) -> Race:
-        """Returns the same races among the tokens of some columns only: `[C]`, or `[B, C]` for each row."""
+        """Returns the races among some columns only: `[C]`, or `[B, C]` for each row."""
         return Race(self.times, self.warpers, self.vocab_ids[columns])
 
     def __call__(self, level: int, logits: torch.Tensor) -> torch.Tensor:
         """Returns the log-probabilities `[B, n, V']` that tokens are drawn at depth `level`, by the drafter's logits.
 
         The token with the greatest difference of its logit and the logarithm of its time wins. The drafter's logits are
-        not exactly the target's, so another token may win too. For the same reason the target's warpers may leave out
-        other tokens. A token is the more likely to stay, the higher its logit is above the least that stays here.
+        only close to the target's, so another token may win. For the same reason the target's warpers may remove other
+        tokens: a token is the more likely to stay, the higher its logit is above the least that stays here.
         """
         logits, scaled = logits.float(), logits.float()
         kept = scaled.flatten(0, 1)
@@ -274,7 +251,7 @@ class Race:
 
 @cache
 def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
-    """Returns whether `torch.multinomial` draws by such a race, with the same random numbers. Tried once a device."""
+    """Whether `torch.multinomial` draws by such a race, with the same random numbers. Tried once per device."""
     if device.type not in _FORESEEABLE:
         return False
     generator = torch.Generator(device).manual_seed(0)
@@ -290,7 +267,7 @@ def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that `torch.multinomial` uses on a device."""
+    """The generator that `torch.multinomial` uses on a device."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

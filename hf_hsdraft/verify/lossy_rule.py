@@ -7,20 +7,15 @@ from typing import Any
 
 from .registry import VERIFIERS, is_lossy
 
-BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts that may stand beside a rule's
+BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts, allowed beside a rule's
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A lossy rule with its options, as a caller writes it.
+    """A lossy rule with its options, as a caller writes it."""
 
-    Attributes:
-        name: name of the rule, of `VERIFIERS`.
-        options: those of its options that are set; the others are as published. Options of `BESIDE` may be set too.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # of `VERIFIERS`
+    options: dict[str, Any] = field(default_factory=dict)  # only those set, of the rule and of `BESIDE`
 
     @property
     def text(self) -> str:
@@ -29,41 +24,35 @@ class Rule:
 
     @property
     def drafts(self) -> dict[str, Any]:
-        """Those of its options that are about drafts."""
+        """The set options that concern drafts."""
         return {name: value for name, value in self.options.items() if name in BESIDE}
 
     @property
     def threshold(self) -> str:
-        """Name of the option that says how much is accepted."""
+        """Name of the option that controls how much is accepted."""
         return VERIFIERS[self.name].own_options[0].name
 
     @property
     def value(self) -> float:
-        """The threshold's value."""
         return self.options.get(self.threshold, VERIFIERS[self.name].own_options[0].default)
 
     @property
     def is_published(self) -> bool:
-        """Whether all options of the rule itself are as published."""
         return all(self.options.get(name, default) == default for name, default in self.defaults.items())
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options of the rule itself, as published."""
+        """The rule's options, as published."""
         return {option.name: option.default for option in VERIFIERS[self.name].own_options}
 
     @property
     def all_options(self) -> dict[str, Any]:
-        """All options that a drafter gets for this rule, those that are not set included."""
+        """All options that a drafter gets for this rule, unset ones included."""
         return {"verification": self.name, **self.defaults, **self.options}
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Reads `fly` or `fly+fly_entropy=0.5+fly_window=2`.
-
-        Raises:
-            ValueError: there is no such rule or option, or the value is out of range.
-        """
+        """Reads `fly` or `fly+fly_entropy=0.5+fly_window=2`. Raises a ValueError for unknown names and bad values."""
         name, *parts = text.strip().split("+")
         lossy = [each for each in VERIFIERS if is_lossy(each)]
         if name not in lossy:
@@ -86,10 +75,6 @@ class Rule:
         return cls(name, options)
 
     def at(self, value: float) -> Rule:
-        """Returns the same rule with another threshold.
-
-        Raises:
-            ValueError: the value is out of range.
-        """
+        """Returns the rule with another threshold. Raises a ValueError if that is out of range."""
         VERIFIERS[self.name].own_options[0].checked(value)
         return replace(self, options={**self.options, self.threshold: value})

@@ -1,4 +1,4 @@
-"""The rules of verification, by the value of the option `verification`; lossy ones are methods."""
+"""Verification rules by the value of the option `verification`; lossy ones are methods."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need n
 
 
 def is_lossy(name: Any) -> bool:
-    """Whether this names a rule that may change the text. Such a rule is never used unless the caller asks for it."""
+    """Whether this names a rule that may change the text. Such a rule is only used if the caller asks for it."""
     return isinstance(name, str) and name in VERIFIERS and not VERIFIERS[name].exact
 
 
 def rule_options(*given: Mapping[str, Any], lossy: bool = False) -> list[Option]:
-    """Returns the options of the rules that are loaded.
+    """Returns the options of the loaded rules, or of the lossy ones.
 
-    Args:
-        given: Drafting options by name. Rules that these name, or that have some of these options, are loaded first.
-        lossy: Only those of lossy rules.
+    Rules named in `given` drafting options, or whose options are among them, are loaded first.
     """
     for options in given:
         VERIFIERS.get(str(options.get("verification")))

@@ -14,9 +14,9 @@ class Rejection(Verifier):
     """Offers the children of a node to the target in the order in which the drafter drew them.
 
     p is the target's distribution and q the drafter's. A child is accepted with probability min(1, p / q). After a
-    rejection, p becomes what q does not explain of it, and q loses the rejected token. After the last child the next
-    token is drawn from what is left of p. More drafted tokens are accepted in this way than by the target's own draw,
-    above all at high temperature. It is exact for drawn trees only. Greedy calls take the target's own choice.
+    rejection, p becomes the normalised positive part of p - q, and q loses the rejected token. After the last child the
+    next token is drawn from p. This accepts more drafted tokens than the target's own draw, above all at high
+    temperature. It is exact for drawn trees only. Greedy calls take the target's own choice.
     """
 
     exact = True
@@ -37,7 +37,7 @@ class Rejection(Verifier):
 def _draw(
     p: torch.Tensor, children: Iterable[int], log_probs: torch.Tensor | None, vocab_ids: torch.Tensor | None
 ) -> int:
-    """Draws the next token from the target's distribution p: a child that is accepted, or another token.
+    """Draws the next token: an accepted child, or another token.
 
     Args:
         p: `[V]`, the target's probabilities.
@@ -53,7 +53,7 @@ def _draw(
                 return token
             left = (p - q).clamp(min=0.0)
             total = left.sum()
-            if total > 0:  # it is 0 by rounding only, where p and q are equal
+            if total > 0:  # 0 only by rounding, where p and q are equal
                 p = left / total
             q[token] = 0.0
             q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)

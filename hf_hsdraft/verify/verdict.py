@@ -1,6 +1,6 @@
-"""Verification: what a rule knows of a draft tree's nodes, what it decides, and the rule that is exact for any tree.
+"""Verification: what a rule sees of a draft tree's nodes, its verdict, and the rule that is exact for any tree.
 
-Most rules choose the next token at a node. `walk` then follows the choices for as long as they were drafted.
+Most rules choose the next token at a node. `walk` follows the choices for as long as they were drafted.
 """
 
 from __future__ import annotations
@@ -32,46 +32,28 @@ EndsText = Callable[[list[int], list[int]], bool]
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the target says about the nodes of one text's draft tree.
+    """What the target says about the nodes of one text's draft tree."""
 
-    Attributes:
-        logits: `[nodes, V]`, logits of the target, unprocessed. A rule goes by them only where `processed` is False.
-        scores: returns the scores at a node, after all processors of the call.
-        ends: returns whether the text ends with a token.
-        draw: draws a token from probabilities; `None` where the most probable token is taken.
-        processed: whether `scores` have to be asked, because processors change them or the call returns them.
-        taps: `[nodes, taps * D]`, the hidden states that the rule reads, in the order of its `taps`.
-    """
-
-    logits: torch.Tensor
-    scores: ScoresAt
-    ends: EndsText
-    draw: Draw | None = None
-    processed: bool = True
-    taps: torch.Tensor | None = None
+    logits: torch.Tensor  # `[nodes, V]`, unprocessed; a rule uses them only where `processed` is False
+    scores: ScoresAt  # at a node, after all processors of the call
+    ends: EndsText  # whether the text ends with a token
+    draw: Draw | None = None  # `None` for greedy decoding
+    processed: bool = True  # whether processors change the scores or the call returns them
+    taps: torch.Tensor | None = None  # `[nodes, taps * D]`, hidden states in the order of the rule's `taps`
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification decided.
+    """What verification decided."""
 
-    Attributes:
-        path: indices of the accepted nodes, without the root; may be empty.
-        next_token: the token that the target chose after the path, the bonus token.
-        finished: whether the text ends with `next_token`.
-        num_drafted: number of emitted tokens that the tree held: those of the path, and `next_token` where the text
-            ends with a drafted token.
-        relaxed: indices of the nodes among these that a lossy rule accepted in place of the target's own token.
-    """
-
-    path: list[int]
-    next_token: int
-    finished: bool
-    num_drafted: int
-    relaxed: tuple[int, ...] = ()
+    path: list[int]  # accepted nodes, without the root; may be empty
+    next_token: int  # the target's choice after the path, the bonus token
+    finished: bool  # whether the text ends with `next_token`
+    num_drafted: int  # emitted tokens that the tree held: the path, and `next_token` if a drafted token ends the text
+    relaxed: tuple[int, ...] = ()  # nodes among these that a lossy rule accepted in place of the target's token
 
     def cut(self, tree: DraftTree, length: int) -> Verdict:
-        """Returns the same verdict for a path of at most `length` nodes. What follows is decided anew later."""
+        """Returns the verdict for a path of at most `length` nodes. What follows is decided again later."""
         if len(self.path) <= length:
             return self
         following, kept = tree.tokens[self.path[length]], self.path[: length + 1]
@@ -80,35 +62,23 @@ class Verdict:
 
 
 class Verifier:
-    """A rule that accepts a path of a draft tree. Derived classes say what differs from the defaults here.
+    """A rule that accepts a path of a draft tree."""
 
-    Attributes:
-        exact: whether the emitted text has the target's own distribution. A rule without it is lossy: it is never a
-            default, and the call's statistics say so.
-        taps: indices of the target's hidden states that the rule reads.
-        own_draws: whether each token is one draw from the target's own distribution. Such draws can be foreseen.
-        drawn_nodes: whether the drafter has to draw the nodes. The best nodes of a beam would bias the text.
-        looks_ahead: whether the rule asks for scores of nodes that it may drop then. Logits processors must not
-            remember that they were asked.
-        own_options: options that this rule has for itself. `judge` finds their values as attributes of their names.
-        file: name of the file beside a drafter's weights that holds what the rule has learned; empty for none.
-        questions: digests of the questions that it has learned from.
-    """
-
-    exact: bool = False
-    taps: Sequence[int] = ()
-    own_draws: bool = False
-    drawn_nodes: bool = False
-    looks_ahead: bool = False
-    own_options: Sequence[Option] = ()
-    file: str = ""
+    exact: bool = False  # whether the text has the target's distribution; a lossy rule is never a default
+    taps: Sequence[int] = ()  # indices of the target's hidden states that the rule reads
+    own_draws: bool = False  # whether each token is one draw from the target's distribution, which can be foreseen
+    drawn_nodes: bool = False  # whether the drafter has to draw the nodes: a beam's would bias the text
+    looks_ahead: bool = False  # whether it may drop scores it asked for; processors must keep no state then
+    own_options: Sequence[Option] = ()  # `judge` finds their values as attributes of these names
+    file: str = ""  # name of the file beside a drafter's weights with what the rule has learned
 
     @property
     def questions(self) -> Sequence[str]:
+        """Digests of the questions that it has learned from."""
         return ()
 
     def with_options(self, values: Mapping[str, Any]) -> Verifier:
-        """Returns the rule for a call, with values of its own options among those given."""
+        """Returns the rule for a call, with its own options taken from `values`."""
         if not self.own_options:
             return self
         rule = copy.copy(self)
@@ -116,18 +86,14 @@ class Verifier:
         return rule
 
     def learned(self, folder: Path | None) -> Verifier:
-        """Returns the rule with what it has learned.
+        """Returns the rule with what it has learned, from the drafter's folder if there is one.
 
-        Args:
-            folder: the drafter's; `None` for a drafter that was not loaded from one.
-
-        Raises:
-            ValueError: the rule needs a file that is not there.
+        Raises a ValueError if it needs a file that is not there.
         """
         return self
 
     def described(self, folder: Path) -> list[str]:
-        """Returns what a card says of the rule's file in a drafter's folder, in paragraphs of Markdown."""
+        """Returns a card's Markdown paragraphs about the rule's file in a drafter's folder."""
         return []
 
     def check(self, width: int, layers: int, name: str = "") -> None:
@@ -136,11 +102,11 @@ class Verifier:
         Args:
             width: size of the target's hidden states.
             layers: number of its layers.
-            name: its name, as it may be published; empty if it has none.
+            name: its publishable name, or empty.
         """
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        """Returns the verdict about a tree. It changes nothing, except that it may draw random numbers."""
+        """Returns the verdict about a tree. Its only side effect may be to draw random numbers."""
         raise NotImplementedError
 
 
@@ -162,14 +128,14 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
 
 
 def draw_token(probabilities: torch.Tensor) -> int:
-    """Draws a token from `[1, V]` or `[V]` by the device's own generator, as plain decoding does."""
+    """Draws a token from `[1, V]` or `[V]` with the device's generator, as plain decoding does."""
     return int(torch.multinomial(probabilities, num_samples=1))
 
 
 class OwnChoice(Verifier):
     """Chooses at each node the token that plain decoding would choose there.
 
-    The drafted children play no part in the choice: they only decide how far one forward reaches. So sampling uses up
+    The drafted children do not affect the choice: they only decide how far one forward reaches. So sampling consumes
     the same random numbers as plain decoding: one draw for each token, and none after the last one.
     """
 

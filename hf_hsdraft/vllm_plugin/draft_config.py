@@ -1,4 +1,4 @@
-"""The configuration of a hidden-state drafter as vLLM reads it."""
+"""The configuration of a hidden-state drafter for vLLM."""
 
 from __future__ import annotations
 
@@ -11,25 +11,17 @@ from .plugin_limits import check, state_width
 
 
 class HSDraftVllmConfig(SpeculatorsConfig):
-    """What vLLM asks the configuration of a draft model for.
+    """What vLLM reads from a draft model's configuration; raises a ValueError if the plugin does not support the
+    drafter.
 
-    vLLM hands one vector a position from each forward of a draft model to the next, of width `hidden_size`. Here it
+    vLLM passes one vector per position, of width `hidden_size`, from each forward of a draft model to the next. Here it
     holds more than the drafted hidden state, see `state_width`.
-
-    Args:
-        fields: what the drafter's config.json holds.
-
-    Attributes:
-        drafter: those fields, for `HSDraftConfig`.
-
-    Raises:
-        ValueError: the drafter is of a kind that the plugin does not draft with.
     """
 
     model_type = "hsdraft"
 
     def __init__(self, **fields: Any) -> None:
-        if "target_tap_layers" not in fields:  # as transformers makes one to compare with
+        if "target_tap_layers" not in fields:  # transformers creates an empty one for comparison
             super().__init__(**fields)
             return
         own = fields.get("drafter") or fields
@@ -43,7 +35,7 @@ class HSDraftVllmConfig(SpeculatorsConfig):
             eagle_aux_hidden_state_layer_ids=list(config.target_tap_layers),
             head_dim=config.head_dim,
             hidden_size=state_width(config),
-            max_position_embeddings=2**31 - 1,  # its positions are those of the target, whatever their number
+            max_position_embeddings=2**31 - 1,  # its positions are the target's, without a limit
             num_attention_heads=config.num_attention_heads,
             num_hidden_layers=config.num_hidden_layers,
             num_key_value_heads=config.num_key_value_heads,

@@ -1,9 +1,8 @@
-"""A hidden-state drafter as a draft model of vLLM, in the place of an EAGLE-3 drafter.
+"""A hidden-state drafter as a draft model of vLLM, in place of an EAGLE-3 drafter.
 
 vLLM calls the model once for the accepted positions, then once for each further depth of a chain, with the token
-drafted before. Keys and values are vLLM's, one slot a position. What a step needs of the one before travels in the
-vector that vLLM hands on: `[g | injector's state | number of the step]`. In the first call the place of g holds the
-taps, joined.
+drafted before. Keys and values are vLLM's, one slot per position. The state between steps is in the vector that vLLM
+passes on: `[g | injector's state | number of the step]`. In the first call the joined taps are in place of g.
 
 Letters in the shapes: n positions, D hidden size, S size of the injector's state, r its rank, V' draft vocabulary.
 """
@@ -33,9 +32,7 @@ class DraftTrunk(nn.Module):
 
     Args:
         vllm_config: of the target, with the drafter's `speculative_config`.
-        config: of the drafter.
-        first_layer: number of the first layer among those of vLLM, which are the target's layers and then these.
-        prefix: of the names of layers.
+        first_layer: vLLM's number of the first layer; the target's layers come before.
     """
 
     def __init__(self, vllm_config: Any, config: HSDraftConfig, first_layer: int, prefix: str) -> None:
@@ -43,7 +40,7 @@ class DraftTrunk(nn.Module):
         self.network = HSDraftNetwork(config)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.target_hidden_size
-        )  # vLLM puts the target's
+        )  # vLLM replaces it by the target's
         self.attention = nn.ModuleList(
             Attention(
                 config.num_attention_heads,
@@ -58,7 +55,7 @@ class DraftTrunk(nn.Module):
         )
 
     def joined(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns the share of taps `[n, taps * D]` in the inputs of the trunk, `[n, D]`."""
+        """Returns the contribution of taps `[n, taps * D]` to the inputs of the trunk, `[n, D]`."""
         norms = self.network.tap_norms
         parts = [norm(tap) for norm, tap in zip(norms, taps.chunk(len(norms), dim=-1), strict=True)]
         return F.linear(torch.cat(parts, dim=-1), self.network.fuse.weight[:, : taps.shape[-1]])
@@ -66,15 +63,15 @@ class DraftTrunk(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads accepted positions, or makes one step.
+        """Reads accepted positions, or runs one draft step.
 
         Args:
             tokens: `[n]`, in the first call the token after each position, then the token drafted before.
             positions: `[n]`, int64.
-            before: `[n, D + S + 1]`, what the call before handed on, or `combine_hidden_states`.
+            before: `[n, D + S + 1]`, passed on by the previous call, or from `combine_hidden_states`.
 
         Returns:
-            `[n, D + r]`, the normed state and the code of the token information, and what is handed on.
+            `[n, D + r]`, the normed state and the code of the token information; and what is passed on.
         """
         network = self.network
         size = network.config.hidden_size
@@ -89,19 +86,14 @@ class DraftTrunk(nn.Module):
             x = layer(x, rope, _attending(attention))
         injected = network.injector.advance(embeds, injected)
         code = network.injector.code(network.injector.project(x), injected)
-        code = code.masked_fill(reads, 0)  # the last accepted token is in the first state already
+        code = code.masked_fill(reads, 0)  # the first state already contains the last accepted token
         return torch.cat([network.norm(x), code], dim=-1), torch.cat([x, injected, number + 1], dim=-1)
 
 
 class HSDraftForVllm(Eagle3LlamaForCausalLM):
-    """What vLLM's proposer of EAGLE-3 drafters calls. Its own layers are not those of that class.
+    """The interface of vLLM's proposer for EAGLE-3 drafters. It uses none of the base class's layers.
 
-    Args:
-        vllm_config: of the target, with the drafter's `speculative_config`.
-        prefix: of the names of layers.
-
-    Raises:
-        ValueError: the target is shared over several devices, or is not the drafter's.
+    Raises a ValueError if the target is sharded over several devices, or is not the drafter's.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -118,7 +110,7 @@ class HSDraftForVllm(Eagle3LlamaForCausalLM):
         return self.model.embed_tokens(input_ids)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns what the first call takes, `[n, D + S + 1]`, of taps `[n, taps * D]`."""
+        """Returns the input of the first call, `[n, D + S + 1]`, from taps `[n, taps * D]`."""
         joined = self.model.joined(hidden_states)
         return F.pad(joined, (0, self.width - joined.shape[-1]))
 
@@ -133,11 +125,11 @@ class HSDraftForVllm(Eagle3LlamaForCausalLM):
 
     @cached_property
     def head(self) -> torch.Tensor:
-        """`[V', D]`, the target's output rows of the draft vocabulary. vLLM has put the target's head here by now."""
+        """`[V', D]`, the target's output rows of the draft vocabulary. vLLM has set `lm_head` by now."""
         return self.lm_head.weight[self.vocab_ids]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns logits `[n, V]`; tokens outside of the draft vocabulary have -inf."""
+        """Returns logits `[n, V]`; -inf for tokens outside the draft vocabulary."""
         size = self.head.shape[-1]
         logits = F.linear(hidden_states[:, :size], self.head)
         logits = logits + self.model.network.injector.up(hidden_states[:, size:])
@@ -149,7 +141,7 @@ class HSDraftForVllm(Eagle3LlamaForCausalLM):
 
 
 def _attending(attention: Attention) -> Any:
-    """Returns a layer's attention, as `LayerProducts` calls it: keys and values come as `[kv_heads, n, head_dim]`."""
+    """A layer's attention in the form of `LayerProducts`: keys and values are `[kv_heads, n, head_dim]`."""
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any = None) -> torch.Tensor:
         turned = (side.transpose(0, 1).flatten(1).contiguous() for side in (keys, values))

@@ -1,7 +1,7 @@
-"""N-grams of the running text as a proposer of vLLM (method `custom_class`). It imports nothing of vLLM.
+"""N-grams of the current text as a proposer for vLLM (method `custom_class`). Does not import vLLM.
 
-vLLM tells a proposer the tokens of each row, but not which request a row belongs to. Rows move when requests end. So
-tables are found again by the text that they were made of.
+vLLM gives a proposer the tokens of each row, but not the row's request, and rows move when requests end. So tables are
+matched to rows by their text.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from ..core.tuning import TUNING
 from ..drafters.ngrams.ngram_cache import NgramCache
 
 _LENGTH = 4  # of the longest leader, as `ngram_length` is by default
-# Greatest number of tokens of the texts that are kept although they got no token. Tables take about 0.9 KB a token.
+# Maximum total length of kept texts without new tokens. Tables take about 0.9 KB per token.
 _WAITING_TOKENS = 2**16
 
 
 @dataclass
 class _Text:
-    """The tables of a text, and the tokens that they hold, `[n]`."""
-
     tokens: np.ndarray
     cache: NgramCache
 
     def begins(self, tokens: np.ndarray) -> bool:
-        """Whether the tokens are this text, or go on from it."""
+        """Whether this text is a prefix of the tokens."""
         count = len(self.tokens)
-        if count > len(tokens) or (count and self.tokens[-1] != tokens[count - 1]):  # most others end here
+        if count > len(tokens) or (count and self.tokens[-1] != tokens[count - 1]):  # rejects most others quickly
             return False
         return bool(np.array_equal(self.tokens, tokens[:count]))
 
@@ -38,14 +36,13 @@ class _Text:
 class NgramProposer:
     """Drafts chains by the n-grams of each text ("Cacheback", section 3), as `CachebackDrafter` with `beam_width=1`.
 
+    Usage:
+
         LLM(model, speculative_config={
             "method": "custom_class",
             "model": "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer",
             "num_speculative_tokens": 5,
         })
-
-    Args:
-        vllm_config: vLLM's own configuration.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -53,10 +50,10 @@ class NgramProposer:
         self._longest = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._most = vllm_config.scheduler_config.max_num_seqs
-        self._texts: list[_Text] = []  # those used last stand first
+        self._texts: list[_Text] = []  # most recently used first
 
     def load_model(self, target: Any) -> None:
-        """Loads nothing. vLLM's runner for CPUs calls it for every proposer."""
+        """Does nothing. vLLM's CPU runner calls it for every proposer."""
 
     def propose(
         self,
@@ -68,10 +65,10 @@ class NgramProposer:
         """Returns drafted tokens for each row; none for a row that is still reading its prompt.
 
         Args:
-            sampled_token_ids: tokens that each row got in this step, empty while it reads its prompt.
-            num_tokens_no_spec: `[rows]`, number of tokens of each text, those of this step included.
+            sampled_token_ids: each row's new tokens in this step, empty while it reads its prompt.
+            num_tokens_no_spec: `[rows]`, length of each text, this step's tokens included.
             token_ids_cpu: `[rows, max_model_len]`, the tokens.
-            slot_mappings: means nothing here.
+            slot_mappings: unused.
         """
         waiting, used = self._texts, []
         drafts: list[list[int]] = []
@@ -84,16 +81,13 @@ class NgramProposer:
             text = self._text_of(tokens, waiting)
             used.append(text)
             depth = min(self._depth, self._longest - length)
-            known = text.cache.last == tokens[-1]  # not so for an id beyond the vocabulary
+            known = text.cache.last == tokens[-1]  # false for an id beyond the vocabulary
             drafts.append(list(text.cache.draft(depth, depth, width=1).tokens[1:]) if known else [])
         self._texts = [*used, *self._kept(waiting)]
         return drafts
 
     def _kept(self, waiting: list[_Text]) -> list[_Text]:
-        """The texts used last of those that got no token: they have ended, or wait for their turn.
-
-        A text that is not kept and goes on after all gets its tables anew.
-        """
+        """The most recently used texts without new tokens, which have ended or wait to be scheduled."""
         kept, tokens = [], 0
         for text in waiting[: self._most]:
             tokens += len(text.tokens)
@@ -103,7 +97,7 @@ class NgramProposer:
         return kept
 
     def _text_of(self, tokens: np.ndarray, waiting: list[_Text]) -> _Text:
-        """Takes the longest text out of `waiting` that the tokens go on from, or begins one, and enters the tokens."""
+        """Takes the longest prefix of the tokens out of `waiting`, or starts a text, and extends its tables."""
         fitting = [text for text in waiting if text.begins(tokens)]
         text = max(fitting, key=lambda each: len(each.tokens), default=None)
         if text is None:

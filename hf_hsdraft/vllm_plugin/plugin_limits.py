@@ -1,27 +1,23 @@
-"""Which hidden-state drafters the plugin drafts with, and how much each step hands to the next. Without vLLM."""
+"""Which hidden-state drafters the plugin supports, and the size of their state between steps. Does not import vLLM."""
 
 from __future__ import annotations
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 
-CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; by default it takes 92%, and ends where that is not free
+CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; its default of 92% fails where that is not free
 
 
 def injector_width(config: HSDraftConfig) -> int:
-    """Returns the size of an injector's state."""
     return 2 * config.injector_hidden_size if config.injector == "path" else config.injector_rank
 
 
 def state_width(config: HSDraftConfig) -> int:
-    """Returns the number of values that go from one draft step to the next.
-
-    These are the drafted hidden state, the injector's state, and the number of the step.
-    """
+    """Returns how many values pass between draft steps: drafted hidden state, injector's state, number of the step."""
     return config.hidden_size + injector_width(config) + 1
 
 
 def check(config: HSDraftConfig) -> None:
-    """Raises a ValueError for a drafter that the plugin does not draft with."""
+    """Raises a ValueError for a drafter that the plugin does not support."""
     told = {
         "a selector as injector": config.injector == "selector",
         "output rows of its own": config.head != "target",

@@ -1,18 +1,18 @@
-"""What vLLM calls when it starts, in each of its processes: entry point `vllm.general_plugins`."""
+"""Entry point `vllm.general_plugins`, which vLLM calls when each of its processes starts."""
 
 from __future__ import annotations
 
 import logging
 
-_VERSION = "0.32"  # the plugin was written for
+_VERSION = "0.32"  # supported vLLM version
 _ARCHITECTURE = "HSDraftForVllm"
 
 
 def register() -> None:
-    """Makes vLLM load hidden-state drafters as draft models. May be called several times.
+    """Registers hidden-state drafters as draft models of vLLM. May be called repeatedly.
 
-    N-grams need no registration: vLLM imports their class by its path. vLLM calls this at every start, also where
-    nobody drafts. So in a vLLM of another version it logs what is missing, and vLLM starts all the same.
+    N-grams need none: vLLM imports their class by its path. vLLM calls this at every start, also without a drafter, so
+    in another version of vLLM it only logs an error.
     """
     try:
         from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""How vLLM is told to draft with a drafter: its `speculative_config`. Nothing of vLLM is imported."""
+"""vLLM's `speculative_config` for a drafter. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .plugin_limits import check
 
 NGRAMS = "ngrams"
 _PROPOSER = "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer"
-_NGRAM_TOKENS = 5  # of a chain, unless somebody says otherwise
-# What vLLM is told for each `speculators_model_type`. vLLM has no methods of the names `peagle` and `dflash2`.
+_NGRAM_TOKENS = 5  # default length of a chain
+# vLLM's fields for each `speculators_model_type`. vLLM has no methods named `peagle` and `dflash2`.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "eagle3": {"method": "eagle3"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
@@ -29,16 +29,16 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 def speculation_of(
     name: str | os.PathLike[str], num_speculative_tokens: int | None = None, on_cpu: bool = False
 ) -> dict[str, Any]:
-    """Returns the `speculative_config` with which vLLM drafts with a drafter.
+    """Returns the `speculative_config` for a drafter.
 
     Args:
         name: folder or Hub name of the drafter; `"ngrams"` for n-grams of the text, which need no drafter.
-        num_speculative_tokens: length of a chain; `None` for as many tokens as the drafter drafts, 5 of n-grams.
+        num_speculative_tokens: length of a chain; `None` for the drafter's maximum, or 5 for n-grams.
         on_cpu: whether vLLM runs on a CPU, where it refuses some methods.
 
     Raises:
         OSError: there is no such drafter.
-        ValueError: vLLM does not draft with it, or not with such chains.
+        ValueError: vLLM does not support the drafter, or chains of this length.
     """
     if name == NGRAMS:
         found: dict[str, Any] = {"method": "custom_class", "model": _PROPOSER}
@@ -64,12 +64,12 @@ def speculation_of(
 
 
 def is_hidden_state(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of a hidden-state drafter, with which vLLM drafts by the plugin."""
+    """Whether a config.json belongs to a hidden-state drafter, which vLLM runs by the plugin."""
     return config.get("model_type") == HSDraftConfig.model_type
 
 
 def _fields_of(name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-    """What vLLM is told of a drafter's kind, and the number of tokens that the drafter drafts."""
+    """vLLM's fields for a drafter's kind, and the drafter's maximum chain length."""
     if is_hidden_state(config):
         own = HSDraftConfig.from_dict(dict(config))
         check(own)
@@ -91,7 +91,7 @@ def _fields_of(name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
 
 def _refused_on_cpus(config: Mapping[str, Any]) -> str | None:
-    """What a drafter is that vLLM refuses on CPUs; `None` for one that it takes."""
+    """Describes a drafter that vLLM refuses on CPUs; `None` for others."""
     kind = config.get("speculators_model_type")
     if kind == "dspark":
         return "a DSpark drafter"
@@ -105,7 +105,7 @@ def _refused_on_cpus(config: Mapping[str, Any]) -> str | None:
 
 
 def _proposed_tokens(name: str, config: Mapping[str, Any]) -> int:
-    """The number of tokens that a drafter in the format of speculators drafts, by its config.json."""
+    """The number of tokens that a drafter in the speculators format drafts."""
     described = config.get("speculators_config") or {}
     proposals = described.get("proposal_methods") or [{}] if isinstance(described, dict) else None
     if not isinstance(proposals, list) or not isinstance(proposals[0], dict):

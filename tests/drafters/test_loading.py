@@ -50,10 +50,10 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("num_draft_steps", 0, "1 or more"),
+        ("num_draft_steps", 0, "from 1 to 64"),
         ("num_draft_steps", 2.5, "an integer"),
         ("tree_size", 2, "at least as many nodes"),
-        ("beam_width", 0, "1 or more"),
+        ("beam_width", 0, "from 1 to 4,096"),
         ("injector", "magic", "low_rank, path"),
         ("head", "other", "target, trained"),
         ("target_tap_layers", [3, 1], "ascending"),
@@ -148,7 +148,7 @@ def test_prompts_beyond_the_context_window(drafter):
         ("tree_size", "8", "an integer"),
         ("tree_size", 0, "an integer 1 or more"),
         ("reuse", "always", "none, ensemble, resample"),
-        ("tree_builder", "best", "beam, p_best, gumbel, stochastic_beam"),
+        ("tree_builder", "best", "beam, gumbel, stochastic_beam, p_best"),
         ("verification", "exactly", "walk, rejection"),
         ("verification", "rejection", "bias the text"),
         ("reuse_weight", -1.0, "0 or more"),

@@ -613,7 +613,8 @@ def test_weights_in_formats_of_others_are_fetched_when_they_are_read(bench):
     look = """
 from pathlib import Path
 from typer.testing import CliRunner
-from hf_hsdraft import AutoDrafter, cli
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli import main as cli
 def fetched():
     return sorted(path.parents[2].name + "/" + path.name for path in Path(HOME).rglob("*.safetensors"))
 def info(name):
@@ -739,7 +740,7 @@ def test_commands_push_pull_info_and_list(bench, pushed):
     found = bench.child(
         """
 from typer.testing import CliRunner
-from hf_hsdraft import cli
+from hf_hsdraft.cli import main as cli
 def command(*words):
     done = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
     return [done.exit_code, done.output if done.exception is None else repr(done.exception)]

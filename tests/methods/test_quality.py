@@ -295,6 +295,11 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     same.save_pretrained(folder)
     with pytest.raises(ValueError, match="another run: drafter's digest is"):
         kept_for(target, HSDrafter.from_pretrained(folder))
+    (folder / "refiner").mkdir()
+    for weights in (b"one", b"other"):
+        before = model_digest(HSDrafter.from_pretrained(folder))
+        (folder / "refiner" / "model.safetensors").write_bytes(weights)
+        assert model_digest(HSDrafter.from_pretrained(folder)) != before
     assert model_digest(CachebackDrafter()) == model_digest(CachebackDrafter())
     one, other = (LayerSkipDrafter.for_target(target, [layer]) for layer in (0, 1))
     assert model_digest(one) != model_digest(other)

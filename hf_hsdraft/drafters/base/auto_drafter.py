@@ -1,4 +1,4 @@
-"""Loading a drafter of any family: of the one that its config.json names, or whose format it has."""
+"""Loads a drafter of any family, by the `model_type` in its config.json or by its format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from .registry import FAMILIES, Family
 
 
 class AutoDrafter:
-    """Loads drafters; which family one belongs to is read from its config.json, and for other formats from its tensors.
-
-    Drafters that other projects publish are loaded as they are, without conversion and without code of theirs.
+    """Loads drafters of all families. Other projects' drafters load unchanged, without running their code.
 
     drafter = AutoDrafter.from_pretrained("user/SmolLM2-135M-Instruct-hsdraft")
     """
@@ -32,22 +30,20 @@ class AutoDrafter:
         """Loads a drafter.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub name of a drafter.
-            args, kwargs: these are the same for all families:
+            pretrained_model_name_or_path: folder or Hub name.
+            args, kwargs: for all families:
                 - `revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`, `force_download`: for the Hub;
-                - `dtype` (or `torch_dtype`): of the weights, that of the files by default;
-                - `device_map`: one device for the weights, or "auto", as a drafter follows its target anyway;
-                - `attn_implementation`: of a language model. All others compute attention by themselves, and take
-                  "sdpa" and "eager", which change nothing there;
+                - `dtype` (or `torch_dtype`): of the weights; by default the dtype of the files;
+                - `device_map`: one device, or "auto": a drafter follows its target anyway;
+                - `attn_implementation`: for language models; other drafters accept "sdpa" and "eager" and ignore them;
                 - drafting options by name.
-                Beyond them a language model takes what `AutoModelForCausalLM.from_pretrained` takes, a drafter that
-                `hsdraft train` made fields of its configuration, and a P-EAGLE drafter `mask_token_id`, where its files
-                do not name it.
+                Language models also take what `AutoModelForCausalLM.from_pretrained` takes, drafters of `hsdraft train`
+                fields of their configuration, and P-EAGLE drafters `mask_token_id` if their files lack it.
 
         Raises:
-            OSError: there is no such folder or repository, or it holds no configuration.
-            TypeError: an argument is unknown. The message names it.
-            ValueError: it is of no family and of no format that is known, or its files contradict each other.
+            OSError: no such folder or repository, or it has no configuration.
+            TypeError: an argument is unknown; the message names it.
+            ValueError: the family or format is unknown, or the files contradict each other.
         """
         return _loaded(pretrained_model_name_or_path, args, kwargs)
 
@@ -74,7 +70,7 @@ def _loaded(name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str,
 def _load_of_transformers(
     family: Family, name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Loads a drafter that is a model of transformers, which knows no drafting options by name, and other attention."""
+    """Loads a transformers model, which does not accept drafting options or `attn_implementation` by itself."""
     kind, placement = family.drafter, Placement.taken_from(kwargs)
     fields = fields_of(family.config)
     options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
@@ -91,7 +87,6 @@ def _load_of_transformers(
 
 
 def _format_of(checkpoint: Checkpoint) -> Format:
-    """Returns the format of a checkpoint that is of no family by its `model_type`."""
     try:
         return recognise(checkpoint)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The pre-norm decoder layer of Llama and Qwen3 that drafters are made of: parameters have their usual names.
+"""The pre-norm decoder layer of Llama and Qwen3, with their parameter names.
 
-The caller decides what a layer attends to: it hands in `attend`, which gets queries, keys and values.
+The caller passes `attend`, which decides what a layer attends to.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from .travelling_config import own_integer
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
-# Mixes the values that queries see. It takes queries `[..., n, heads, head_dim]`, and keys and values
-# `[..., n, kv_heads, head_dim]` of the same positions; with `rows`, the queries are of these rows alone. It returns
-# `[..., n, heads * head_dim]`.
+# Attention. Takes queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` of the same
+# positions; with `rows`, queries of these rows only. Returns `[..., n, heads * head_dim]`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 @described
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a decoder layer, and what kind of layer it is. Every field is checked when it is built."""
+    """Sizes and variant of a decoder layer. Fields are checked on construction."""
 
     hidden_size: int = setting("width of the states", limit=integer(2**17))
     intermediate_size: int = setting("inner width of the feed-forward block", limit=integer(2**20))
@@ -60,7 +59,7 @@ class LayerSizes:
 
     @classmethod
     def like(cls, config: Any, **fields: Any) -> LayerSizes:
-        """Returns sizes like those of a target, by its text's configuration; `fields` are set otherwise."""
+        """Returns sizes like the target's; `fields` override them."""
         heads = own_integer(config, "num_attention_heads") or 1
         groups = own_integer(config, "num_key_value_heads") or heads
         sizes = {
@@ -74,12 +73,7 @@ class LayerSizes:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention.
-
-    Args:
-        sizes: of the layer.
-        input_size: width of what queries, keys and values are made of; that of the states by default.
-    """
+    """Grouped-query attention; `input_size` is the width of its input if that is not the hidden size."""
 
     def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
         super().__init__()
@@ -96,23 +90,23 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
-        """Returns what inputs `[..., n, input_size]` take of what they see, `[..., n, D]`, or those at `rows` alone."""
+        """Maps inputs `[..., n, input_size]` to `[..., n, D]`; with `rows`, for these rows only."""
         keys, values = self.keys(x, rope), self.values(x)
         if rows is not None:
             x, rope = x[rows], (rope[0][rows], rope[1][rows])
         return self.o_proj(attend(self.queries(x, rope), keys, values, rows))
 
     def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Returns the rotated queries `[..., n, heads, head_dim]` of inputs `[..., n, input_size]`."""
+        """Returns rotated queries `[..., n, heads, head_dim]`."""
         queries = self._turned(self.q_proj(x), self.q_norm, rope)
         return queries * self.head_dim**0.5 if self._gemma else queries  # attention divides by that
 
     def keys(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Returns the rotated keys `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
+        """Returns rotated keys `[..., n, kv_heads, head_dim]`."""
         return self._turned(self.k_proj(x), self.k_norm, rope)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the values `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
+        """Returns values `[..., n, kv_heads, head_dim]`."""
         values = (self.k_proj if self.v_proj is None else self.v_proj)(x).unflatten(-1, (-1, self.head_dim))
         return F.rms_norm(values, (self.head_dim,), eps=self._eps) if self._gemma else values
 
@@ -122,8 +116,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward block, of width `size` with `inner` width."""
-
     def __init__(self, size: int, inner: int, act: str = "silu") -> None:
         super().__init__()
         self.gate_proj = nn.Linear(size, inner, bias=False)
@@ -136,12 +128,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward block, each after a norm and with a residual.
-
-    Args:
-        sizes: of the layer.
-        input_size: width of what queries, keys and values are made of; that of the states by default.
-    """
+    """Pre-norm attention and feed-forward with residuals; `input_size` as in `Attention`."""
 
     def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
         super().__init__()
@@ -151,31 +138,29 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act)
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
-        """Returns the states `[..., n, D]` after this layer, or those at `rows` alone."""
+        """Returns the states `[..., n, D]` after this layer; with `rows`, these rows only."""
         return self.joined(x, self.input_layernorm(x), rope, attend, rows)
 
     def joined(self, x: torch.Tensor, inputs: torch.Tensor, rope: Rope, attend: Attend, rows: Any) -> torch.Tensor:
-        """Returns the same with the residual `x` and `inputs` that attention reads."""
+        """As `forward`, with the residual `x` and the attention's `inputs` given separately."""
         mixed = self.self_attn(inputs, rope, attend, rows)
         x = (x if rows is None else x[rows]) + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Rotary:
-    """Rotary embeddings of any kind that transformers has, in float32 whatever the dtype of a drafter.
+    """Rotary embeddings of any type that transformers supports, by `rope_parameters`, `head_dim` and
+    `max_position_embeddings` of a configuration.
 
-    It is no module, so that a cast of the drafter does not round its frequencies.
-
-    Args:
-        config: configuration whose `rope_parameters`, `head_dim` and `max_position_embeddings` say how to rotate.
+    Computed in float32; not a module, so casting the drafter does not round its frequencies.
     """
 
     def __init__(self, config: Any) -> None:
-        with torch.device("cpu"):  # a drafter may be built on the meta device first
+        with torch.device("cpu"):  # even if the drafter is built on the meta device
             self._embedding = LlamaRotaryEmbedding(config)
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
-        """Returns cosines and sines `[..., head_dim]` of positions `[...]`, int64."""
+        """Returns cosines and sines `[..., head_dim]` for positions `[...]`, int64."""
         if self._embedding.inv_freq.device != positions.device:
             self._embedding.to(positions.device)
         like = torch.empty(0, dtype=dtype, device=positions.device)
@@ -184,19 +169,14 @@ class Rotary:
 
 
 def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
-    """Returns the rotary embeddings of a drafter, by fields of its configuration.
+    """Builds the rotary embeddings from a drafter's `fields`.
 
-    Args:
-        fields: `rope_parameters`, or `rope_theta` and `rope_scaling` as older files have them, and
-            `max_position_embeddings`. What is missing has transformers' defaults; `rope_theta` is 10,000 then.
-        sizes: of the layers.
-
-    Raises:
-        ValueError: transformers does not know such an embedding, or cannot make it of what is said.
+    These are `rope_parameters`, or the older `rope_theta` and `rope_scaling`, and `max_position_embeddings`. Missing
+    ones take transformers' defaults, `rope_theta` 10,000. Raises a ValueError if transformers cannot build it.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
     known = {name: fields[name] for name in names if fields.get(name) is not None}
-    given = copy.deepcopy(known)  # transformers fills the tables in
+    given = copy.deepcopy(known)  # transformers modifies the tables
     try:
         config = LlamaConfig(
             hidden_size=sizes.hidden_size,
@@ -206,7 +186,7 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
             **known,
         )
         return Rotary(config)
-    except Exception as error:  # transformers raises what it likes for a wrong value
+    except Exception as error:  # transformers raises various types for wrong values
         told = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"rope={given!r} is invalid ({told}): expected rope_parameters as transformers has them"
@@ -214,7 +194,7 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates heads `[..., n, heads, head_dim]`; the two halves of a head are turned together."""
+    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half)."""
     cos, sin = (part[..., None, :] for part in rope)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -1,4 +1,4 @@
-"""What a drafter has read of one text, for the next call that goes on from the same cache: a turn of a chat."""
+"""A drafter's state for one sequence, kept for the next call on the same cache (a chat turn)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """The memory of one text; it lies on the target's cache.
+    """Drafter state of one sequence, stored on the target's cache.
 
     Attributes:
-        drafter: whose memory it is, a weak reference.
-        length: of the text when the memory was made, the last token included.
-        context: what the drafter had read; only its family knows what this is.
-        pending: what was still waiting to be read.
+        drafter: weak reference to the drafter that made it.
+        length: of the sequence then, including the last token.
+        context: what the drafter had read; opaque outside its family.
+        pending: accepted positions not read yet.
         place: device and dtype of the drafter then.
     """
 
@@ -31,16 +31,16 @@ class DraftMemory:
         return cls(weakref.ref(drafter), length, context, tuple(pending), (drafter.device, drafter.dtype))
 
     def fits(self, drafter: Any, length: int) -> bool:
-        """Whether this is the drafter's memory of a text of that length, and lies where the drafter is."""
+        """Whether this memory is this drafter's, for a sequence of that length, on its current device and dtype."""
         place = drafter.device, drafter.dtype
         return self.drafter() is drafter and self.length == length and self.place == place
 
     def __reduce__(self) -> Any:
-        """A cache that is stored forgets what the drafter had read."""
+        """Pickling a cache drops the memory."""
         return _forgotten, ()
 
     def __deepcopy__(self, memo: Any) -> DraftMemory:
-        return self  # nothing in it is ever changed
+        return self  # immutable
 
 
 def _forgotten() -> DraftMemory:

@@ -1,4 +1,4 @@
-"""Drafting options: what a drafter's `generation_config` and a call's say, checked."""
+"""Drafting options, merged from a drafter's `generation_config` and the call's, and checked."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ...verify.verdict import Verifier
 
 logger = logging.get_logger(__name__)
 
-# A target's own files may say so too, and they are not the caller.
+# The value may come from the target's files rather than from the caller.
 NOT_TAKEN = (
     "the target's generation configuration, or the call, asks for {name}={value}, an option of lossy verification, "
     "which may change the text. It is not used. To use it, set drafter.generation_config.{name}"
 )
-_ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
+_ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio`
 
-MOST_LEADING = 16  # greatest number of tokens by which n-grams are found
+MOST_LEADING = 16  # longest n-gram leader, in tokens
 TREE_SIZINGS = ("cost", "fixed")
 _COMMON = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
@@ -40,18 +40,18 @@ class DraftOptions:
     """Drafting options of one call, read from `drafter.generation_config`.
 
     Attributes:
-        depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
+        depth: `num_assistant_tokens`, greatest depth of the drafter's nodes; n-grams may reach further.
         tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
-        threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        tree_builder: a name of `TREE_BUILDERS`.
-        verification: a name of `VERIFIERS`.
-        temperature: of the draws of a sampled tree.
-        ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
-        ngram_continuation: greatest number of n-gram nodes that go on from the most probable drafted path.
-        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
-        costs: what that goes by; `None` to measure them.
-        packed_weights: of the target, on CPUs; `None` once drafting has saved the time for it.
-        own: by name, the options that the drafter's family and the rules of verification have for themselves.
+        threshold: `assistant_confidence_threshold`, least probability of a drafted path.
+        tree_builder: a name in `TREE_BUILDERS`.
+        verification: a name in `VERIFIERS`.
+        temperature: for drawing nodes of a sampled tree.
+        ngram_length: longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams.
+        ngram_continuation: most n-gram nodes appended to the most probable drafted path.
+        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes.
+        costs: used by `"cost"`; None to measure them.
+        packed_weights: pack the target's weights on CPUs; None once drafting has saved the time that packing takes.
+        own: options of the drafter's family and of verification rules, by name.
     """
 
     depth: int
@@ -70,18 +70,17 @@ class DraftOptions:
 
     @property
     def drawn(self) -> bool:
-        """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
+        """Whether nodes are drawn from the drafter's distribution, as `rejection` requires."""
         return TREE_BUILDERS[self.tree_builder].draws
 
     @property
     def draw_temperature(self) -> float:
-        """The temperature of the distributions that nodes are drawn from; 1 where none are drawn."""
         return self.temperature if self.drawn else 1.0
 
     def shared_by(self, rows: int) -> DraftOptions:
-        """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
+        """Options of each row of a batch: rows share two thirds of `tree_size`, with at least two nodes each.
 
-        A batch fills the machine by itself, so a node costs more than it does alone; small trees need no depth either.
+        Nodes cost more in a batch, which already fills the machine; small trees need no depth either.
         """
         if rows == 1:
             return self
@@ -89,7 +88,6 @@ class DraftOptions:
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:
-        """The same options for a target that reads one path at a time."""
         return replace(self, beam_width=1, tree_size=max(self.depth, 1) + self.ngram_continuation)
 
     @classmethod
@@ -98,13 +96,12 @@ class DraftOptions:
 
         Args:
             drafter: a `Drafter`.
-            call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
-                filled in its own defaults by then, and those count as not set. It has also taken over what the
-                target's own file says, which cannot be told from what the caller says. So a lossy rule and the options
-                of lossy rules are not taken from here.
+            call: the call's generation configuration, which overrides the drafter's. transformers has already filled in
+                its defaults, which count as not set, and the target's saved values, which look like the caller's. So
+                lossy rules and their options are ignored here.
 
         Raises:
-            ValueError: an option is misspelt or out of range; the message names it and what would be right.
+            ValueError: an option is misspelt or out of range; the message names it and the allowed values.
         """
         config = drafter.generation_config
         own = _own_options(drafter, _given(config), _given(call))
@@ -137,10 +134,10 @@ class DraftOptions:
             tree_builder=builder,
             verification=option("verification"),
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
-            # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
+            # Drawn nodes need known probabilities; dropping some would bias the output.
             ngram_length=option("ngram_length") if not draws else 0,
             ngram_continuation=option("ngram_continuation") if not draws else 0,
-            tree_sizing="fixed" if draws or whole else option("tree_sizing"),  # sizes by cost keep the best nodes
+            tree_sizing="fixed" if draws or whole else option("tree_sizing"),  # "cost" keeps only the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             own={name: each.checked(option(name)) for name, each in own.items()},
@@ -150,7 +147,6 @@ class DraftOptions:
 
 
 def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
-    """Raises a ValueError for a number that is out of range."""
     most_depth, least_length = drafter.num_draft_steps, drafter.least_ngram_length
     sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
     for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
@@ -178,7 +174,6 @@ def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
 
 
 def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
-    """Raises a ValueError for a rule that is not known, or does not go with another one."""
     rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
     for name, allowed in rules.items():
         if option(name) not in allowed:
@@ -204,13 +199,7 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
 def default_options(
     num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
 ) -> GenerationConfig:
-    """The drafting options that every drafter of a family has, with their defaults.
-
-    Options of rules of verification are added by setting them.
-
-    Args:
-        own: options of the family, see `Drafter.own_options`.
-    """
+    """The default options of a family; `own` are its `Drafter.own_options`. Options of rules are added when set."""
     return GenerationConfig(
         num_assistant_tokens=num_assistant_tokens,
         tree_size=tree_size,
@@ -229,23 +218,22 @@ def default_options(
 
 
 def _given(config: GenerationConfig | None) -> dict[str, Any]:
-    """Returns what a configuration sets."""
     return {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
 
 
 def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
-    """Returns the options of a drafter's family and of rules of verification by name; see `rule_options`."""
+    """Returns options of the drafter's family and of verification rules by name; see `rule_options`."""
     options = [*rule_options(*given), *drafter.own_options]
     own = {option.name: option for option in options}
     taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
-    taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share one
+    taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
     return own
 
 
 def option_names(drafter: Any = None) -> set[str]:
-    """Returns the names of a drafter's options; without a drafter, of those that all drafters have."""
+    """Returns the names of a drafter's options; without a drafter, the names common to all."""
     if drafter is None:
         return _COMMON | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
@@ -253,28 +241,20 @@ def option_names(drafter: Any = None) -> set[str]:
 
 
 def nearest_option(name: str, options: Collection[str]) -> str:
-    """Returns the option whose name is nearest to another name; empty if none is near."""
+    """Returns the option with the most similar name, or ""."""
     return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
 
 
 def is_misspelt(name: str, option: str) -> bool:
-    """Whether a name is so near to that of an option that it is a typing error."""
+    """Whether a name is similar enough to an option's to be a typo."""
     return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
 
 
 def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:
-    """Tells fields of a drafter's generation configuration that are no options.
+    """Raises a ValueError for misspelt options.
 
-    A name that is nearly an option's is a typing error. Others are left alone: libraries set fields of their own, and
-    transformers copies all those of a model's generation configuration.
-
-    Args:
-        config: of the drafter.
-        options: names of the drafter's options.
-        kind: class of the drafter.
-
-    Raises:
-        ValueError: a name is misspelt.
+    Unknown names only warn, since libraries add their own fields, and transformers copies all fields of a model's
+    generation configuration.
     """
     known = options | vars(GenerationConfig()).keys() | {"transformers_version"}
     unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
@@ -292,7 +272,7 @@ def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None
 
 
 def _given_costs(node: Any, depth: Any) -> Costs | None:
-    """The costs that a user gives; `None` if they are to be measured."""
+    """The costs that the user sets; None to measure them."""
     if node is None and depth is None:
         return None
     for name, value in (("node_cost", node), ("depth_cost", depth)):

@@ -1,4 +1,4 @@
-"""What the forward of a drafter's network returns, in training."""
+"""Output of a drafter network's forward, in training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers.utils import ModelOutput
 
 @dataclass
 class DrafterOutput(ModelOutput):
-    """Output of the forward of a drafter.
+    """Output of a drafter's forward.
 
     Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors, `[S, D]` and then `[num_rolled, D]`: drafted states along each chain. That of depth d
-            predicts the token at start + 2 + d.
-        context: where the drafter reads on from, the keys and values with the new positions appended.
+        loss: result of the drafter's `loss_function`, if labels were given.
+        hidden_states: K tensors of drafted states, `[S, D]` and then `[num_rolled, D]`. Depth d predicts the token at
+            start + 2 + d.
+        context: keys and values including the new positions, to continue from.
     """
 
     loss: Any = None

@@ -1,18 +1,17 @@
-"""The families of the core; each registers itself. Those of methods are loaded by their names.
+"""Imports the core families, which register themselves; families of methods are loaded by name.
 
-A folder whose `__init__` registers its family cannot be entered without all that the family imports. Where parts of it
-are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.
+If a folder's `__init__` registers its family, importing the folder imports the whole family. Folders used in parts, as
+by the vLLM plugin, register it in a separate file instead.
 """
 
-from .. import block, eagle
-from .. import language_model as causal_lm
+from .. import block, eagle, language_model
 from ..hidden_state import hidden_state_family
 from ..ngrams import ngram_family
 
 __all__ = [
     "block",
-    "causal_lm",
     "eagle",
     "hidden_state_family",
+    "language_model",
     "ngram_family",
 ]

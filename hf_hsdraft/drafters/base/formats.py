@@ -1,7 +1,7 @@
-"""Formats of published drafters that other projects write, and how each is recognised.
+"""Formats of drafters published by other projects, and how they are recognised.
 
-A family registers the formats that it loads. `AutoDrafter` asks them in ascending order of their rank, so that a format
-with marks of its own is asked before one that is recognised by less.
+Families register the formats that they load. `AutoDrafter` tries them in ascending `rank`, so formats with distinctive
+marks come before generic ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...core.checks import few, printable
 from ...core.methods import Registry
 from ...hub.checkpoint import Checkpoint
 
-# Fields that tell how large a drafter and its target are and what it reads, whatever table of config.json they are in.
+# Fields on sizes and inputs of a drafter, in whichever table of config.json they are.
 _TOLD = (
     "name_or_path", "model_type", "hidden_size", "target_hidden_size", "num_hidden_layers", "num_target_layers",
     "vocab_size", "draft_vocab_size", "block_size", "markov_rank", "selector_rank", "mask_token_id",
@@ -24,7 +24,7 @@ _TOLD_ENDS = ("layer_ids", "algorithm")
 
 
 def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns the fields of a config.json that say what a drafter is, as they are written there."""
+    """Returns the fields of a config.json that describe a drafter, as written there."""
     found: dict[str, str] = {}
 
     def look(table: Mapping[str, Any], place: str) -> None:
@@ -40,18 +40,18 @@ def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of drafters.
+    """A drafter format.
 
     Attributes:
-        name: what it is called, as in messages.
-        rank: order of asking.
-        matches: whether a checkpoint is of this format, by its configuration and by the names of its tensors.
-        load: makes a drafter of a checkpoint; keyword arguments are those of `from_pretrained`.
-        describe: what `hsdraft info` tells of a checkpoint, as titles and lines; nothing is loaded for it.
-        drafter: class of the drafters; `None` if that is not known before loading.
-        possible: whether a config.json may be one of this format, so that it is worth looking at the weights.
-        listed: whether `hsdraft list` names a checkpoint of this format.
-        loads: whether `load` makes a drafter; `False` if it only says why there can be none.
+        name: shown in messages.
+        rank: order of matching.
+        matches: whether a checkpoint has this format, by its configuration and tensor names.
+        load: builds the drafter; takes the keyword arguments of `from_pretrained`.
+        describe: lines by title that `hsdraft info` shows, without loading weights.
+        drafter: class of the drafters; None if unknown before loading.
+        possible: quick check of a config.json before looking at the weights.
+        listed: whether `hsdraft list` shows a checkpoint of this format.
+        loads: False if `load` only raises an explanation.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Format:
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Returns whether a config.json has some fields, as `Format.possible`."""
+    """Returns a `Format.possible` that checks for these fields."""
     return lambda config: all(config.get(name) is not None for name in names)
 
 
@@ -74,22 +74,18 @@ _formats: Registry[Format] = Registry("format")
 
 
 def register_format(form: Format) -> None:
-    """Makes `AutoDrafter` load a format. A format of the same name is replaced."""
+    """Registers a format with `AutoDrafter`; replaces a format of the same name."""
     _formats[form.name] = form
 
 
 def formats() -> list[Format]:
-    """Returns all formats, in the order of asking; methods that offer some are loaded."""
-    importlib.import_module(".families", __package__)  # they register their formats, and import this module
+    """Returns all formats in matching order, after loading the methods that define some."""
+    importlib.import_module(".families", __package__)  # a late import: families import this module
     return sorted(_formats.values(), key=lambda form: (form.rank, form.name))
 
 
 def recognise(checkpoint: Checkpoint) -> Format:
-    """Returns the format of a checkpoint.
-
-    Raises:
-        ValueError: it is of none; the message names what was found.
-    """
+    """Returns the format of a checkpoint; raises a ValueError that says what was found if none matches."""
     config = checkpoint.config
     candidates = [form for form in formats() if form.possible(config)]
     for form in candidates:

@@ -1,4 +1,4 @@
-"""Fields that describe the layers of a published drafter, which every format calls by the names of transformers."""
+"""Reads layer fields of published drafters, which all formats name as transformers does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .decoder_layer import LayerSizes
 from .plain_config import most_of
 
 MOST_LAYERS = 64
-# Sizes that not every format means, and that are no sizes of anything if they are negative.
+# Sizes that only some formats have; checked here so that a negative one is always refused.
 _SOMETIMES_READ = (
     "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
     "target_hidden_size",
@@ -21,15 +21,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm: bool) -> LayerSizes:
-    """Reads the sizes of the layers.
-
-    Args:
-        fields: what describes the layers.
-        attention_bias, output_bias, qk_norm: as in `LayerSizes`; formats differ in how they say these.
-
-    Raises:
-        ValueError: a field is missing or wrong.
-    """
+    """Reads sizes; the flags are as in `LayerSizes`, and formats express them differently."""
     fields.expect("mlp_bias", False)
     for name in _SOMETIMES_READ:
         fields.integer(name, None, least=0)
@@ -59,16 +51,11 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
 
 
 def read_rope(fields: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
-    """Reads how the layers rotate, as `rotary_of` takes it.
+    """Reads the rotary embedding in the form that `rotary_of` takes; raises a ValueError if heads are rotated in part.
 
     Args:
-        fields: what describes the layers.
-        kind: the kind of layers whose rotation is taken, where `rope_parameters` tells kinds apart.
-        whole_heads: whether the layers rotate whole heads, whatever is said of a part: files that begin as a copy of
-            the target's configuration say what the target does.
-
-    Raises:
-        ValueError: a value is wrong, or a part of each head is not rotated.
+        kind: layer type whose entry is read if `rope_parameters` has one per type.
+        whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
     """
     rope = {name: value for name in ("rope_theta",) if (value := fields.number(name, None)) is not None}
     if (longest := fields.integer("max_position_embeddings", None)) is not None:
@@ -86,7 +73,7 @@ def read_rope(fields: Fields, kind: str = "", whole_heads: bool = False) -> dict
 
 
 def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
-    """Reads one kind of rotation. Rotation by several axes ("mrope") is the plain one for text, whose axes agree."""
+    """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
     named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
     if any(not isinstance(each, str) for each in named.values()):
         raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
@@ -96,7 +83,7 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
         table.number(name, None)
     if whole_heads and set(named.values()) <= {"default", "mrope"}:
         found.pop("partial_rotary_factor", None)
-    elif "proportional" in named.values():  # turns whole heads, some of their parts by nothing
+    elif "proportional" in named.values():  # rotates whole heads, parts of them by angle 0
         table.number("partial_rotary_factor", None, most=1.0)
     else:
         table.expect("partial_rotary_factor", 1, 1.0)
@@ -104,16 +91,7 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
 
 
 def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
-    """Reads the sliding window of each layer, as it stands; `None` for layers that see everything.
-
-    Args:
-        fields: what describes the layers.
-        kinds: the kind of each layer, as `layer_types` has them.
-        count: number of layers.
-
-    Raises:
-        ValueError: kinds are missing or unknown, or there is no `sliding_window` for those that slide.
-    """
+    """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`."""
     if not _are_kinds(kinds, count):
         wanted = f"{count} of {' and '.join(_KINDS)}"
         raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")

@@ -1,4 +1,4 @@
-"""Arguments of loading a drafter, the same for all families: dtype and device of its weights, and drafting options."""
+"""Loading arguments common to all families: dtype, device and drafting options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...hub.drafter_files import OPTIONS
 from ...hub.pretrained_drafter import stored_options
 from .draft_options import is_misspelt, nearest_option, option_names
 
-PLACEMENT = ("dtype", "device_map", "attn_implementation")  # arguments that every family takes, beside options
+PLACEMENT = ("dtype", "device_map", "attn_implementation")  # accepted by every family, beside options
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Placement:
     """Where a drafter's weights go.
 
     Attributes:
-        dtype: of the weights; `None` for that of the files.
-        device: of the weights; `None` for the CPU. A call moves a drafter that it names to its target anyway.
+        dtype: None for the dtype of the files.
+        device: None for the CPU. `generate()` moves a drafter to its target anyway.
     """
 
     dtype: torch.dtype | None
@@ -32,11 +32,7 @@ class Placement:
 
     @classmethod
     def taken_from(cls, given: MutableMapping[str, Any]) -> Placement:
-        """Takes dtype (by its former name too), device and attention out of the arguments of a call to load.
-
-        Raises:
-            ValueError: one of them is invalid for a drafter.
-        """
+        """Pops dtype (also `torch_dtype`), device and attention from `given`; raises a ValueError if one is invalid."""
         dtypes = {name: dtype_of(given[name]) for name in ("dtype", "torch_dtype") if given.get(name) is not None}
         if len(set(dtypes.values())) > 1:
             raise ValueError(f"dtype={given['dtype']!r} contradicts torch_dtype={given['torch_dtype']!r}: pass one")
@@ -51,15 +47,14 @@ class Placement:
         return cls(next(iter(dtypes.values()), None), _device_of(given.pop("device_map", None)))
 
     def place(self, drafter: Any) -> Any:
-        """Moves a drafter to the device, and returns it; one without weights is anywhere."""
+        """Moves a drafter to the device, if it has weights, and returns it."""
         return drafter.to(self.device) if self.device is not None and isinstance(drafter, nn.Module) else drafter
 
 
 def _device_of(device_map: Any) -> torch.device | None:
-    """The one device of a map."""
     if isinstance(device_map, Mapping) and len(set(device_map.values())) == 1:
         [device_map] = set(device_map.values())
-    if device_map is None or device_map == "auto":  # it is small: it follows its target
+    if device_map is None or device_map == "auto":  # it will follow its target
         return None
     try:
         return torch.device(device_map)
@@ -70,14 +65,7 @@ def _device_of(device_map: Any) -> torch.device | None:
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns the dtype that is asked for; `None` for that of the files.
-
-    Args:
-        dtype: a dtype or its name; `None` or `"auto"` for that of the files.
-
-    Raises:
-        ValueError: it is no dtype of floating-point numbers.
-    """
+    """Returns a floating-point dtype, given by name or itself; None and `"auto"` give None, the dtype of the files."""
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -87,34 +75,14 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str = OPTIONS) -> None:
-    """Gives a drafter the drafting options of its folder, and those of a call to load it.
-
-    What other projects write into that file is not about drafting here, and is left alone.
-
-    Args:
-        drafter: the drafter; its weights may be on the meta device.
-        folder: of its files.
-        given: options of the call, which go before those of the folder.
-        file: name of the file that holds options.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: an option of the call is out of range.
-    """
+    """As `give_options`, with the options saved in a folder's `file`. The drafter may be on the meta device."""
     give_options(drafter, stored_options(folder / file), given)
 
 
 def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Gives a drafter options that were saved, of which those of other projects are left alone, and those of a call.
+    """Applies saved options, ignoring unknown ones, then options from the caller.
 
-    Args:
-        drafter: the drafter.
-        stored: options that were saved.
-        given: options of the call, which go before those.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: an option of the call is out of range.
+    Raises a TypeError if the caller names an unknown option, and a ValueError if one is out of range.
     """
     names = option_names(drafter)
     refuse_unknown(type(drafter).__name__, given, names)
@@ -126,7 +94,7 @@ def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, An
 
 
 def refuse_unknown(kind: str, given: Collection[str], names: Collection[str]) -> None:
-    """Raises a TypeError if one of some arguments is no drafting option of a kind of drafter."""
+    """Raises a TypeError if an argument is not a drafting option."""
     for name in sorted(set(given) - set(names)):
         near = nearest_option(name, names)
         hint = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"

@@ -1,6 +1,6 @@
-"""Texts side by side in one row, and chains that start in them: keys, values, and which of them a row sees.
+"""Packed sequences and chains rolled from them: keys, values, and attention masks.
 
-It serves the training of drafters that roll chains forward, and the batches of a trunk.
+Used in training of drafters that roll chains, and by a trunk's batches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class DraftContext:
-    """Keys and values of the accepted positions, one pair a layer, each `[kv_heads, P, head_dim]`.
+    """Keys and values of accepted positions, one pair per layer, each `[kv_heads, P, head_dim]`.
 
-    `document_ids` `[P]` says which sequence of a batch a position belongs to; `None` if there is only one.
-    `position_ids` `[P]` are kept for trunks with a sliding window.
+    `document_ids` `[P]` is the sequence of each position; None if there is only one. `position_ids` `[P]` are kept for
+    trunks with a sliding window.
     """
 
     layers: list[KeyValues] = field(default_factory=list)
@@ -35,9 +35,9 @@ class DraftContext:
         return self.layers[0][0].shape[1] if self.layers else 0
 
     def within(self, window: int | None) -> DraftContext:
-        """What later positions of each sequence can still see, through a window of so many positions.
+        """Drops positions that no later position of their sequence can see through `window`.
 
-        The window counts the position that looks, so the next one sees one less of those before.
+        The window counts the querying position, so the next position sees one fewer of the earlier ones.
         """
         if window is None or self.document_ids is None or self.position_ids is None:
             return self
@@ -52,15 +52,14 @@ class DraftContext:
 
 
 class PackedTexts:
-    """Texts side by side in one row, and chains that start in them. Made for one forward.
+    """Packed sequences and chains rolled from them, for one forward.
 
-    What is attended to can be computed again: checkpoints of layers give the same.
+    Attention can be recomputed, so gradient checkpointing gives the same result.
 
     Args:
-        past: what earlier forwards read; not changed.
         position_ids, document_ids: `[T]`, of the pairs.
-        starts: `[S]`, the pairs at which chains start; `None` for the last one only.
-        window: positions that are attended to, the own one included; `None` for all.
+        starts: `[S]`, the pairs at which chains start; None for the last one only.
+        window: attended positions, including the position itself; None for all.
         steps: K.
     """
 
@@ -78,7 +77,7 @@ class PackedTexts:
         own = torch.zeros_like(position_ids) if document_ids is None else document_ids
         texts = torch.cat([held, own])
         places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
-        # A context that does not know its positions is near with all of them.
+        # Without position ids, every position of the context counts as near.
         self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
         rows = torch.arange(past.length, len(texts), device=position_ids.device)
         self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
@@ -87,11 +86,10 @@ class PackedTexts:
         self.starts = rows[-1:] - past.length if starts is None else starts
         self._chains = self._sight.of(self.starts)
         self._layers: dict[int, KeyValues] = {}
-        self._own: dict[tuple[int, int], KeyValues] = {}  # by layer and step: those of the chains themselves
+        self._own: dict[tuple[int, int], KeyValues] = {}  # of the chains, by layer and step
 
     @property
     def context(self) -> DraftContext:
-        """What has been read until now."""
         layers = [self._layers[index] for index in range(len(self._layers))]
         return DraftContext(layers, self._documents, self._places)
 
@@ -109,18 +107,18 @@ class PackedTexts:
         if not sight.is_large:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []
-        for block, columns, mask in sight.blocks():  # no score is made of texts with one another
+        for block, columns, mask in sight.blocks():  # computes no scores between sequences
             part = keys.index_select(1, columns), values.index_select(1, columns)
             parts.append(shared_attention(queries.index_select(0, block), *part, mask))
             order.append(block)
         return torch.cat(parts).index_select(0, torch.cat(order).argsort())
 
     @cached_property
-    def _mask(self) -> torch.Tensor:  # several layers need it
+    def _mask(self) -> torch.Tensor:  # shared by the layers
         return self._sight.mask()
 
     def rolling(self, step: int, chains: int) -> Attend:
-        if self._near or step == 1:  # without a window all steps see the same
+        if self._near or step == 1:
             self._rolled = self._chains.of(slice(0, chains)).ahead(step).mask()
         return partial(self._roll, step, self._rolled)
 

@@ -1,7 +1,7 @@
-"""Children of the nodes of a tree whose depths were drafted at once, before any token of the tree was known.
+"""Expansion of tree nodes for drafters that draft all depths at once.
 
-A drafter of this kind has the logits of all depths before a tree is built. What the tokens of a path change about them
-is a bias of low rank. So a node costs a few products of small size, whatever the size of the drafter.
+The logits of all depths exist before the tree is built; the tokens of a path only add a low-rank bias. So a node costs
+a few small products, whatever the size of the drafter.
 """
 
 from __future__ import annotations
@@ -19,50 +19,42 @@ from .refiners import Refinement
 
 
 class TokenBias:
-    """What the tokens of a path say about the token that follows it, as a logit bias of low rank.
+    """Low-rank logit bias that the tokens of a path add.
 
-    The *code* of a node is its bias before the last product. Nodes have states, which a tree builder only gathers.
-    Letters in the shapes: B texts, n nodes of each, S size of a state, r rank, V' draft vocabulary, C columns.
+    The *code* of a node is its bias before the last product. Tree builders only gather node states.
+    Letters in the shapes: B sequences, n nodes each, S state size, r rank, V' draft vocabulary, C columns.
     """
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, S]` of nodes whose children are at depth `level`.
+        """Returns the states `[B, n, S]` of nodes with `tokens` `[B, n]`, int64, whose children are at depth `level`.
 
-        Args:
-            level: depth of the children, 1 or more.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, S]`, states of their parents; `None` at level 1, where the node is the root.
+        `states` `[B, n, S]` are those of their parents; None at level 1, where the nodes are roots.
         """
         raise NotImplementedError
 
     def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
-        """Returns the code `[B, n, r]` of nodes in `states` `[B, n, S]`; `None` if there is no bias at this level."""
+        """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""
         raise NotImplementedError
 
     def up(self, code: torch.Tensor) -> torch.Tensor:
-        """Returns the bias `[B, n, V']` of nodes by their codes `[B, n, r]`."""
+        """Maps codes `[B, n, r]` to biases `[B, n, V']`."""
         raise NotImplementedError
 
     def among(self, columns: torch.Tensor) -> Transform | None:
-        """Returns `up` for some columns of each text only; `None` where it cannot be had for less than all columns.
-
-        Args:
-            columns: `[B, C]`, int64, columns of the draft vocabulary.
-        """
+        """Returns `up` for `columns` `[B, C]`, int64, of the draft vocabulary only; None if it must compute all."""
         return None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of the vocabulary that a beam looks at.
+    """The part of the vocabulary that a beam considers.
 
     Attributes:
-        columns: `[B, C]`, int64; `None` for all columns.
-        up: the bias of codes for those columns.
-        logits: `[B, depth, C]`, their logits.
-        race: the race among them.
-        reach: `[B, depth, C]`, where the bias changes their logits; `None` for everywhere.
-        refined_up: the last product of the refinement for those columns.
+        columns: `[B, C]`, int64; None for all.
+        up: maps codes to biases of these columns.
+        logits: `[B, depth, C]`.
+        reach: `[B, depth, C]`, where the bias applies; None for everywhere.
+        refined_up: the refinement's last product for these columns.
     """
 
     columns: torch.Tensor | None
@@ -75,15 +67,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class ParallelExpansion(Expansion):
-    """The children of the drafts of a batch; a tree builder calls it level by level.
+    """Expands the nodes of a batch, level by level.
 
     Attributes:
-        logits: `[B, depth, V']`, logits of each depth before anything is known of its path.
-        bias: what the path says about them; `None` where it says nothing. Nodes have no states then.
-        temperature: of the distributions given.
-        race: where the target's draws are foreseen. Probabilities are those of winning the race then.
-        reach: `[B, depth, V']`, bool, the tokens of each depth whose logits the bias changes; `None` for all tokens.
-        refinement: what refines the logits by the tokens of the path; `None` for nothing.
+        logits: `[B, depth, V']`, before any token of the path is known.
+        bias: of the path's tokens; without it, nodes have no states.
+        temperature: of the returned distributions.
+        race: with foreseen target draws; probabilities are then those of winning the race.
+        reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
     """
 
     logits: torch.Tensor
@@ -110,13 +101,10 @@ class ParallelExpansion(Expansion):
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the `count` most probable children of all nodes, see `Expansion`.
-
-        Of large vocabularies only the part that is likely at any depth is looked at.
-        """
+        """As in `Expansion`; with a large vocabulary, among the columns of `_part` only."""
         columns, race = self._part.columns, self._part.race
         logits, states = self._known(self._part, level, tokens, states)
-        if race is not None and columns is None and race.vocab_ids.dim() > 1:  # of each row its own part
+        if race is not None and columns is None and race.vocab_ids.dim() > 1:  # each row has its part
             columns = self._columns
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         totals = self._log_probs(level, logits, race) + scores[..., None]
@@ -127,10 +115,7 @@ class ParallelExpansion(Expansion):
     def _known(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of the children of some nodes, which are told their paths, and the states of the nodes.
-
-        With a refinement the states of its model stand before those of the bias.
-        """
+        """Returns the logits of the children given their paths, and the nodes' states, refinement states first."""
         if self.refinement is None:
             return self._drafted(part, level, tokens, states)
         size, own, model_states = self.refinement.state_size, None, None
@@ -145,7 +130,7 @@ class ParallelExpansion(Expansion):
     def _drafted(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same by the drafter alone."""
+        """As `_known`, without the refinement."""
         logits = part.logits[:, level - 1 : level]
         if self.bias is None:
             return logits, None
@@ -165,17 +150,16 @@ class ParallelExpansion(Expansion):
 
     @cached_property
     def _whole(self) -> _Part:
-        """All of the vocabulary."""
         up = None if self.bias is None else self.bias.up
         refined_up = None if self.refinement is None else self.refinement.among(None)
         return _Part(None, up, self.logits, self.race, self.reach, refined_up)
 
     @cached_property
     def _part(self) -> _Part:
-        """The part of the vocabulary that is likely at any depth before the path's tokens are known.
+        """The columns that are likely at any depth before the path's tokens are known.
 
-        The tokens of a path seldom lift a token from further below. Most of the work of a level is left out so. Where
-        the bias cannot be had for some columns only, all are looked at, but the race is run among the likely ones.
+        A path's tokens seldom raise a token from below these, so this skips most of a level's work. If the bias needs
+        all columns, all are kept, but the race runs among the likely ones.
         """
         bias, race = self.bias, self.race
         if self.logits.shape[-1] < 2 * TUNING.likely_columns:

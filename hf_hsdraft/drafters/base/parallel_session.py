@@ -1,4 +1,4 @@
-"""The session of drafters that draft all depths in one forward, from keys and values of what was accepted."""
+"""Session of drafters that draft all depths in one forward from cached keys and values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from .tree_session import ReadingSession
 
 
 class ParallelSession(ReadingSession):
-    """Drafts trees (or chains) for the texts of a batch, all depths of all texts in one forward.
+    """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
 
-    A family says by `columns` and `read` what it keeps of accepted positions, by `drafted` what the slots are, and by
-    `predicted` what they predict.
-
-    Args:
-        drafter, weights, options, rows, layers, sizes, foresight: see `ReadingSession`.
+    Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
+    logits. Arguments as in `ReadingSession`.
     """
 
     def __init__(
@@ -42,21 +39,11 @@ class ParallelSession(ReadingSession):
         self._refiner = refiner_of(drafter, options, weights, rows)
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
-        """Returns the slots `[B, slots, D]` of some texts.
-
-        Args:
-            asks: what is asked for of the texts. What was pending of them has not been read yet, see `read_pending`.
-            depth: number of drafts that are of use.
-        """
+        """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""
         raise NotImplementedError
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
-        """Returns the logits `[B, depth, V']` of slots, and what the tokens of a path say about them.
-
-        Args:
-            hidden: `[B, slots, D]`.
-            depth: number of drafts that are of use.
-        """
+        """Returns the logits `[B, depth, V']` of slots `[B, slots, D]`, and the bias of the path's tokens."""
         raise NotImplementedError
 
     def observe(self, news: Sequence[Accepted]) -> None:
@@ -69,7 +56,7 @@ class ParallelSession(ReadingSession):
         return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
 
     def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
-        """Returns the children of the nodes of some trees, by the slots `[B, slots, D]` of the same texts."""
+        """As `expansion`, from given slots `[B, slots, D]`."""
         logits, bias = self.predicted(hidden, depth)
         rows, temperature = [ask.row for ask in asks], options.draw_temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)

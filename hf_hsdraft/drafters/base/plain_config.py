@@ -1,4 +1,4 @@
-"""Configurations that are dataclasses, as transformers' callbacks describe a model by them."""
+"""Configurations that are dataclasses, with the methods that transformers expects of a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ def number(least: float = 0.0) -> Limit:
 
 
 class PlainConfig:
-    """What pipelines, and reports of training (TensorBoard, Weights & Biases), ask for. Its class is a dataclass."""
+    """Base of configuration dataclasses, for pipelines and training reports (TensorBoard, Weights & Biases)."""
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Returns a configuration that a pipeline finds equal to any target's."""
+        """Returns a configuration that pipelines find equal to any target's."""
         return any_special_tokens(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, those of nested dataclasses as dictionaries."""
         return asdict(self)  # type: ignore[call-overload]
 
     def to_json_string(self) -> str:
-        """Returns the fields as JSON."""
         return json.dumps(self.to_dict(), indent=2, default=dict) + "\n"
 
 
 def most_of(kind: Any, name: str) -> int:
-    """Returns the greatest value of a field of a configuration class."""
+    """Returns the upper limit of a configuration field."""
     [most] = [each.metadata["limit"].most for each in settings(kind) if each.name == name]
     return int(most)
 
 
 def described(kind: Any) -> Any:
-    """Adds the docs of its fields to the docstring of a class, and says what its constructor takes."""
+    """Adds field docs to a class's docstring, and fields to its constructor's signature."""
     if "\n    Attributes:\n" in (kind.__doc__ or ""):
         return kind
     lines = ["", "Attributes:"]

@@ -1,4 +1,4 @@
-"""A drafter of a family whose network stays with the package, where `hf_hsdraft` is not installed."""
+"""Stands for a drafter without travelling code, where `hf_hsdraft` is not installed."""
 
 from __future__ import annotations
 

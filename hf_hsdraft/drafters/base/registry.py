@@ -1,4 +1,4 @@
-"""The families of drafters, by the `model_type` of their config.json."""
+"""Drafter families by the `model_type` of their config.json."""
 
 from __future__ import annotations
 
@@ -13,27 +13,20 @@ from .plain_config import described
 
 @dataclass(frozen=True)
 class Family:
-    """A family of drafters that are loaded from files.
-
-    Attributes:
-        config: the class of its configurations.
-        drafter: the class of its drafters; a `Drafter` with `from_pretrained`.
-    """
+    """A family of drafters that load from files; `drafter` has `from_pretrained`."""
 
     config: Any
     drafter: Any
 
 
 class TokenizerOfTarget:
-    """Stands for the tokenizer of a drafter, which has none. A pipeline loads one beside an assistant, and drops it."""
+    """Placeholder tokenizer: pipelines load an assistant's tokenizer and discard it."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> TokenizerOfTarget:
-        """Reads no file."""
         return cls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a TypeError."""
         raise TypeError("a drafter has no tokenizer: use that of its target")
 
 
@@ -41,14 +34,13 @@ FAMILIES: Registry[Family] = Registry("model_type")
 
 
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
-    """Makes `AutoDrafter` load a family by name, and by it everything that takes a drafter's name. Idempotent.
+    """Registers a family with `AutoDrafter` and everything that takes a drafter's name. Idempotent.
 
-    Classes that are defined anew, as by running a notebook's cell again, replace those of before.
-
-    Where the configuration is one of transformers, `AutoModel` and pipelines load the family too.
+    Redefined classes, as in a re-run notebook cell, replace the earlier ones. If the configuration is a transformers
+    class, `AutoModel` and pipelines load the family too.
 
     Raises:
-        ValueError: another family has this `model_type`, or the configuration's class says another one.
+        ValueError: another family uses this `model_type`, or it is not the configuration's.
     """
     family, known = Family(config, drafter), FAMILIES.get(model_type)
     if known is not None and _names(known) != _names(family):
@@ -72,7 +64,7 @@ def _names(family: Family) -> list[str]:
 
 
 def _loaded_later(model_type: str) -> Any:
-    """Stands for the configuration of a method that is not loaded: making one loads and registers the method."""
+    """Placeholder configuration of a method: constructing it loads and registers the method."""
 
     class LoadedLater:
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:

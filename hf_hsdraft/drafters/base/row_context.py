@@ -1,7 +1,6 @@
-"""Keys and values of the accepted positions of each text of a batch, in rooms that grow with the texts.
+"""Keys and values of accepted positions per row, in growing buffers.
 
-Behind the accepted positions of a text is room for what is drafted after them: it is written, looked at, and written
-over by what is accepted next.
+Drafted positions are written after a row's accepted ones, and overwritten by the next accepted positions.
 """
 
 from __future__ import annotations
@@ -14,34 +13,19 @@ import torch
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 
-_NOWHERE = 2**62  # position of an empty slot: no query is so far
+_NOWHERE = 2**62  # position of an empty slot, beyond any query
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where some accepted positions are kept.
-
-    Attributes:
-        rows: `[n]`, int64, the text of each.
-        slots: `[n]`, int64, its slot in the room of that text.
-    """
+    """Where accepted positions are stored: `[n]`, int64, row of each, and slot in the row's buffer."""
 
     rows: torch.Tensor
     slots: torch.Tensor
 
 
 class RowContext:
-    """Keys and values of accepted positions. Each text fills its own room, from the first slot on.
-
-    Args:
-        rows: number of texts.
-        layers: number of layers that attend.
-        kv_heads, head_dim: of a layer.
-        device, dtype: of the keys and values.
-
-    Attributes:
-        lengths: number of slots that hold something, by text.
-    """
+    """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots."""
 
     def __init__(
         self, rows: int, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
@@ -53,16 +37,10 @@ class RowContext:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of each room."""
         return self._positions.shape[1]
 
     def reserve(self, counts: dict[int, int], positions: torch.Tensor) -> Slots:
-        """Makes room for further positions.
-
-        Args:
-            counts: number of positions of each text; the texts stand one after the other.
-            positions: `[n]`, int64, all of them.
-        """
+        """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
         rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
@@ -75,15 +53,9 @@ class RowContext:
         return slots
 
     def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
-        """Makes room for drafted positions behind the accepted ones; they are not counted, and have no positions.
+        """Makes room for drafted positions after the accepted ones, and returns their slots row by row.
 
-        Args:
-            rows: the texts.
-            begin: number of drafted positions of each text before these.
-            count: number of positions of each text.
-
-        Returns:
-            the slots of these positions, text by text.
+        They are not counted and have no positions. Each row already has `begin` of them and gets `count` more.
         """
         self._make_room(self._longest(rows) + begin + count)
         device = self._positions.device
@@ -91,7 +63,7 @@ class RowContext:
         return Slots(texts, self.drafted_slots(rows, begin, count).flatten())
 
     def drafted_slots(self, rows: Sequence[int], begin: int, count: int) -> torch.Tensor:
-        """Returns the slots `[B, count]` of drafted positions, given as in `drafted`."""
+        """Returns the slots `[B, count]`; arguments as in `drafted`."""
         device = self._positions.device
         ends = on_device([self.lengths[row] for row in rows], device)
         return ends[:, None] + torch.arange(begin, begin + count, device=device)
@@ -109,20 +81,16 @@ class RowContext:
             return torch.cat([room, room.new_full(shape, value)], dim=axis)
 
         self._positions = grown(self._positions, 1, _NOWHERE)
-        # Zeros, not whatever the memory holds: a masked NaN would still spoil what is mixed.
+        # Zeros, not uninitialised memory: a masked NaN still spoils the weighted sum.
         self._layers = [(grown(keys, 2, 0), grown(values, 2, 0)) for keys, values in self._layers]
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keeps keys and values `[n, kv_heads, head_dim]` of some positions."""
+        """Stores keys and values `[n, kv_heads, head_dim]`."""
         for room, states in zip(self._layers[layer], (keys, values), strict=True):
             room[slots.rows, :, slots.slots] = states.to(room.dtype)
 
     def view(self, layer: int, rows: Sequence[int], drafted: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values `[B, kv_heads, P, head_dim]` of some texts.
-
-        Args:
-            drafted: number of drafted positions behind the accepted ones of the longest text that are included.
-        """
+        """Returns keys and values `[B, kv_heads, P, head_dim]`, up to `drafted` slots after the longest row."""
         end = self._longest(rows) + drafted
         keys, values = (self._picked(room[:, :, :end], rows) for room in self._layers[layer])
         return keys, values
@@ -130,15 +98,13 @@ class RowContext:
     def seen(
         self, rows: Sequence[int], last: torch.Tensor, window: int | torch.Tensor | None = None, drafted: int = 0
     ) -> torch.Tensor | None:
-        """Returns `[B, n, P]`, True where a query may look at a slot of `view`; on a CPU `None` for everywhere.
+        """Returns the mask `[B, n, P]` over `view`, True where a query may look; on a CPU None if all are True.
 
-        Drafted slots have no positions, so they are False here. To see whether all are True, one would wait for a GPU.
+        Drafted slots have no positions, so they are False. On a GPU, testing for all True would synchronise.
 
         Args:
-            rows: the texts.
             last: `[B, n]`, int64, the last position that each query may see.
-            window: number of positions up to `last` that it sees, for all or `[B, n]`; `None` for all positions.
-            drafted: as in `view`.
+            window: visible positions up to `last`, for all queries or `[B, n]`; None for all positions.
         """
         positions = self._picked(self._positions[:, : self._longest(rows) + drafted], rows)[:, None]
         mask = positions <= last[..., None]
@@ -155,12 +121,11 @@ class RowContext:
         return room.index_select(0, on_device(list(rows), room.device))
 
     def forget(self, row: int) -> None:
-        """Empties the room of a text that has ended."""
         self.lengths[row] = 0
         self._positions[row] = _NOWHERE
 
     def copy_of(self, row: int) -> RowContext:
-        """Returns a copy of what is kept of one text, as the only text of a context."""
+        """Returns a context with a copy of this row only."""
         other, length = RowContext.__new__(RowContext), self.lengths[row]
         other.lengths = [length]
         other._positions = self._positions[row : row + 1, :length].clone()

@@ -1,4 +1,4 @@
-"""Drafters that are saved as a folder of the package's own making: in formats of other projects, or without weights."""
+"""Drafters that the package itself writes as folders: in formats of other projects, or without weights."""
 
 from __future__ import annotations
 
@@ -27,23 +27,19 @@ from .protocol import Drafter
 
 
 class SavedDrafter(Drafter):
-    """A drafter that is saved with its options and a card. A family says by `write` what else its folder holds."""
+    """A drafter that is saved with its options and a card; families implement `write` for the rest."""
 
-    loaded_from: Path | None = None  # holds recipe, figures and files of methods, if any
+    loaded_from: Path | None = None  # may hold the recipe, figures and files of methods
 
     def write(self, folder: Path, **kwargs: Any) -> None:
-        """Writes configuration, and weights if there are any; `kwargs` are those of `save_pretrained`."""
+        """Writes configuration and weights, if any; `kwargs` as in `save_pretrained`."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes configuration, weights if there are any, drafting options and a card.
+        """Writes configuration, weights if any, drafting options and a card; raises a ValueError for an invalid option.
 
-        Args:
-            save_directory: created if missing. Its files are replaced when all are written.
-            kwargs: as every model of transformers takes them; they mean nothing here.
-
-        Raises:
-            ValueError: a drafting option is wrong.
+        An existing folder's files are replaced once all are written. `kwargs` of transformers models are accepted and
+        ignored.
         """
         self.check_options()
         folder = Path(save_directory)
@@ -55,7 +51,7 @@ class SavedDrafter(Drafter):
             write_card(partial, folder.resolve().name)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see `hub.pushing.push` for arguments and errors."""
+        """Uploads what `save_pretrained` writes to the Hub; arguments and errors as `hub.pushing.push`."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push(Path(folder), repo_id, **kwargs)
@@ -63,12 +59,12 @@ class SavedDrafter(Drafter):
 
 @dataclass(frozen=True)
 class SpeculatorsFiles:
-    """What the files of a drafter hold in the format of the package speculators.
+    """A drafter's files in the speculators format.
 
     Attributes:
-        document: of config.json.
-        tensors: the weights by name.
-        loose: tensors that have a file of their own, by its name. Only this package reads them.
+        document: config.json.
+        tensors: weights by name.
+        loose: tensors stored each in a separate file, by file name; only this package reads them.
     """
 
     document: Mapping[str, Any]
@@ -77,33 +73,20 @@ class SpeculatorsFiles:
 
 
 class PublishedDrafter(SavedDrafter):
-    """A drafter that other projects publish. It is saved in the format of the package speculators, which vLLM reads."""
+    """A drafter of a published architecture, saved in the speculators format, which vLLM reads too."""
 
     saved_as = ("speculators",)
     why_not_exported = "it is written in the format of speculators only"
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
-        """Returns what the files of this drafter hold.
-
-        Args:
-            target_name: name of the target; the one that the configuration has by default.
-
-        Raises:
-            ValueError: the format cannot say what the drafter computes.
-        """
+        """Returns the contents of its files; raises a ValueError if the format cannot express what it computes."""
         raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a drafter of this family, checked before anything large is allocated. `AutoDrafter` loads it too.
+        """Loads a drafter of this family from a folder or the Hub; checks it before allocating anything large.
 
-        Args:
-            pretrained_model_name_or_path: folder or Hub name of a drafter in a format that is known.
-            kwargs: as `AutoDrafter.from_pretrained` takes them.
-
-        Raises:
-            OSError: there is no such folder or repository.
-            ValueError: it holds something else, or its files contradict each other.
+        Arguments and errors as in `AutoDrafter.from_pretrained`, which loads it too.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
@@ -113,26 +96,20 @@ class PublishedDrafter(SavedDrafter):
             if form.drafter is not None and not issubclass(form.drafter, cls):
                 raise ValueError(other)
             drafter = form.load(checkpoint, **kwargs)
-            if not isinstance(drafter, cls):  # of a format that does not name its class
+            if not isinstance(drafter, cls):  # the format does not name its class
                 raise ValueError(other)
             return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
-        """Writes configuration, weights, drafting options and a card, in the format of speculators.
+        """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
 
-        Args:
-            save_directory: created if missing. Its files are replaced when all are written.
-            target_name: name of the target to write; the one that the configuration has by default.
-            kwargs: as every model of transformers takes them; they mean nothing here.
-
-        Raises:
-            ValueError: a drafting option is wrong, or the format cannot say what the drafter computes.
+        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
         """
         self.check_options()
         files = self.in_files(target_name)
         super().save_pretrained(save_directory, files=files)
         if LOOSE_MASK not in files.loose:
-            (Path(save_directory) / LOOSE_MASK).unlink(missing_ok=True)  # that of a former drafter
+            (Path(save_directory) / LOOSE_MASK).unlink(missing_ok=True)  # left by a previous drafter
 
     def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}
@@ -143,11 +120,11 @@ class PublishedDrafter(SavedDrafter):
 
 
 class WeightlessDrafter(SavedDrafter):
-    """A drafter that is saved as a configuration and options.
+    """A drafter saved as a configuration and options.
 
     Attributes:
-        config_class: class of its configuration, with the `model_type` that its family is registered by.
-        shown_fields: what `hsdraft info` shows of its config.json.
+        config_class: its configuration, with the family's `model_type`.
+        shown_fields: fields of config.json that `hsdraft info` shows.
     """
 
     config_class: Any
@@ -157,35 +134,21 @@ class WeightlessDrafter(SavedDrafter):
     def of_document(
         cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
     ) -> Any:
-        """Makes a drafter of what its files say.
+        """Builds a drafter from its config.json and saved options; raises a ValueError if one is invalid.
 
         Args:
-            document: what its config.json holds.
-            stored: drafting options that were saved.
-            given: options of the call that loads it, which go before those.
-            where: path of the config.json, for messages.
-
-        Raises:
-            ValueError: the document is damaged, or an option is wrong.
+            given: options from the caller; they override the saved ones.
+            where: path of config.json, for messages.
         """
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """Returns what its config.json holds, beside the type and the version."""
+        """Returns its config.json, except type and version."""
         raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads what `save_pretrained` wrote.
-
-        Args:
-            pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: As `AutoDrafter.from_pretrained` takes them. Dtype and device mean nothing here.
-
-        Raises:
-            OSError: There is no such folder or repository.
-            ValueError: It holds something else, or an option is wrong.
-        """
+        """Loads what `save_pretrained` wrote; as in `AutoDrafter.from_pretrained`, but dtype and device are ignored."""
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         Placement.taken_from(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):

@@ -1,6 +1,6 @@
-"""What the rows of a drafter's layers may look at, and the masks of it: of many rows, a block of one text at a time.
+"""Attention masks of packed sequences, computed in blocks of rows of one sequence.
 
-A mask over all the tokens of a batch grows with their square, while a token sees those of its own text alone.
+A mask over all tokens of a batch grows with their square, while a token sees its own sequence only.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 from ...core.tuning import TUNING
 
-SEEN_BY_ALL = -1  # in place of a text's number
+SEEN_BY_ALL = -1  # instead of a sequence number
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What each row sees: earlier positions of its own text, and its own, through a window.
+    """What each row sees: earlier positions of its sequence and its own, within a window.
 
-    The columns are the positions that were held, and after them the pairs of this forward.
+    Columns are the cached positions, followed by the pairs of this forward.
 
     Attributes:
-        rows: `[R]`, int64, the column of each row's own pair; it sees none beyond.
-        own, texts: `[R]` and `[P]`, the text that a row or a column belongs to; columns may be `SEEN_BY_ALL`.
-        at, places: `[R]` and `[P]`, the same for positions in the texts.
-        window: positions that a row sees, its own included; `None` for all.
+        rows: `[R]`, int64, column of each row's pair, the last one that it sees.
+        own, texts: `[R]` and `[P]`, sequence of each row and column; columns may be `SEEN_BY_ALL`.
+        at, places: `[R]` and `[P]`, position of each row and column.
+        window: visible positions including the row's; None for all.
     """
 
     rows: torch.Tensor
@@ -40,22 +40,21 @@ class Sight:
         return len(self.rows) * len(self.texts) > TUNING.large_mask
 
     def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """`[R, P]`, True where a row may look, or of some `columns` of it, `[C]`."""
+        """`[R, P]`, True where a row may look; with `columns` `[C]`, `[R, C]`."""
         columns = torch.arange(len(self.texts), device=self.rows.device) if columns is None else columns
         texts, own = self.texts[columns], self.own[:, None]
         mask = (columns <= self.rows[:, None]) & ((texts == own) | (texts == SEEN_BY_ALL))
         return mask if self.window is None else mask & (self.at[:, None] - self.places[columns] < self.window)
 
     def of(self, rows: slice | torch.Tensor) -> Sight:
-        """That of some rows alone."""
         return replace(self, rows=self.rows[rows], own=self.own[rows], at=self.at[rows])
 
     def ahead(self, steps: int) -> Sight:
-        """That of what is drafted so many positions after the rows, which sees the same through a window farther on."""
+        """The sight of drafts `steps` positions after the rows: the same columns, with the window moved on."""
         return replace(self, at=self.at + steps)
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Rows `[r]`, columns `[c]` with all that any of them sees, and the mask `[r, c]`; each row is in one block."""
+        """Yields rows `[r]`, the columns `[c]` that any of them sees, and the mask `[r, c]`; no row comes twice."""
         for text in self.own.unique():
             columns = ((self.texts == text) | (self.texts == SEEN_BY_ALL)).nonzero().flatten()
             for block in (self.own == text).nonzero().flatten().split(TUNING.mask_rows):

@@ -1,4 +1,4 @@
-"""Whether a target has the sizes that a drafter was made for."""
+"""Checks that a target has the sizes that a drafter was made for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 
 
 def check_sizes(wanted: Any, target: Any) -> None:
-    """Raises a DraftingRefused for a target of other sizes.
-
-    Args:
-        wanted: configuration of a drafter, with the sizes of its target.
-        target: the target.
-    """
+    """Raises DraftingRefused if the target's sizes differ from those in the drafter's configuration `wanted`."""
     config = text_config(target)
     made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
     for name, found, expected in (

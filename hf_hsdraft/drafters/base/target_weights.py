@@ -1,4 +1,4 @@
-"""What a drafter borrows of its target, and what networks share that read the target's hidden states.
+"""What a drafter borrows from its target, and the base of networks that read the target's hidden states.
 
 Letters in the shapes: T positions, D hidden size, V' draft vocabulary.
 """
@@ -21,13 +21,13 @@ from ...core.tensors import RMSNorm, device_of, is_unhooked
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a drafter borrows of its target, so that no checkpoint has to store it.
+    """What a drafter borrows from its target instead of storing it.
 
     Attributes:
         embed: maps token ids `[...]` to the target's input embeddings `[..., D]`.
-        head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own, or if
-            they were left out.
-        vocab_ids: `[V']`, int64, the token id of each row.
+        head: `[V', D]`, the target's output rows of the draft vocabulary; None if the drafter has its own, or if they
+            were left out.
+        vocab_ids: `[V']`, int64, token id of each row.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
@@ -43,16 +43,10 @@ def borrow(
     dtype: torch.dtype,
     scaled: bool = True,
 ) -> TargetWeights:
-    """Collects what a drafter uses of a target: its embedding, and the output rows of the draft vocabulary.
+    """Collects the target's embedding and its output rows of `vocab_ids` `[V']`, int64.
 
-    The rows of a whole vocabulary are not copied, unless the drafter is on another device or of another dtype.
-
-    Args:
-        embedding: the target's input embedding.
-        output_head: the target's output layer; `None` leaves its rows out.
-        vocab_ids: `[V']`, int64, the token id of each row.
-        device, dtype: of the drafter.
-        scaled: whether embeddings are what the target makes of its rows; if not, they are the rows themselves.
+    With the full vocabulary, rows are only copied to another `device` or `dtype`, those of the drafter. No
+    `output_head` leaves its rows out. Embeddings include the target's scaling unless `scaled` is False.
     """
     vocab_ids = vocab_ids.to(device)
     head = None
@@ -64,7 +58,7 @@ def borrow(
     if is_table and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
-            if is_accelerate_available() and place.type == "meta":  # it has offloaded the table
+            if is_accelerate_available() and place.type == "meta":  # offloaded by accelerate
                 from accelerate.utils import align_module_device
 
                 with align_module_device(embedding):
@@ -78,14 +72,14 @@ def borrow(
             return embedding(tokens).detach() / factor
 
     def embed(tokens: torch.Tensor) -> torch.Tensor:
-        tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
+        tokens = tokens if place.type == "meta" else tokens.to(place)  # accelerate's hook moves them
         return look_up(tokens).to(device, dtype)
 
     return TargetWeights(embed, head, vocab_ids)
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
+    """Returns the rows `[V', D]`, also of offloaded or quantised layers."""
     weight = getattr(output_head, "weight", None)
     if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
         from accelerate.utils import align_module_device
@@ -96,7 +90,7 @@ def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: tor
         if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
             return weight.detach()
         return weight.detach()[vocab_ids.to(weight.device)]
-    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
+    # Packed weights have an unknown layout, so recover rows by multiplying, and cache them: it is slow.
     kept = _rows_of_packed.get(output_head)
     if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
         size, dtype, place = embedding.weight.shape[1], embedding.weight.dtype, device_of(embedding)
@@ -112,22 +106,15 @@ _rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.
 
 
 class StateNetwork(PreTrainedModel):
-    """Joins hidden states of a target, and predicts tokens by the target's output rows or by rows of its own.
+    """Fuses hidden states of a target, and predicts tokens by the target's output rows or its own.
 
-    A network that is derived from it adds its parts in the order of their computation, and calls `post_init` last.
-
-    Attributes:
-        norm: the norm before the head, which the derived network adds.
+    Subclasses add their parts, including `norm` before the head, in order of computation, and call `post_init` last.
     """
 
     norm: RMSNorm
 
     def add_fusion(self, reads_tokens: bool) -> None:
-        """Adds the parts that join the hidden states of a position.
-
-        Args:
-            reads_tokens: whether the embedding of the token after the position is joined too.
-        """
+        """Adds the modules that fuse a position's hidden states; `reads_tokens` includes the next token's embedding."""
         config = self.config
         size, taps = config.target_hidden_size, len(config.target_tap_layers)
         self.tap_norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(taps))
@@ -135,7 +122,7 @@ class StateNetwork(PreTrainedModel):
         self.fuse = nn.Linear((taps + int(reads_tokens)) * size, config.hidden_size, bias=False)
 
     def add_head(self) -> None:
-        """Adds output rows, unless those of the target are used."""
+        """Adds output rows, unless the target's are used."""
         config = self.config
         trained = config.head == "trained"
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if trained else None
@@ -150,11 +137,9 @@ class StateNetwork(PreTrainedModel):
                 nn.init.zeros_(module.bias)
 
     def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
-        """Returns what is made of positions i, `[T, D]`.
+        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and embeddings of x_{i+1} `[T, D]`.
 
-        Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i, side by side.
-            embeds: `[T, D]`, embeddings of the tokens x_{i+1}; not looked at where these are not read.
+        Networks that do not read tokens ignore the embeddings.
         """
         parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
         if self.token_norm is not None:
@@ -162,24 +147,18 @@ class StateNetwork(PreTrainedModel):
         return self.fuse(torch.cat(parts, dim=-1))
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
-        """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
+        """Returns draft logits `[..., V']` of drafted states `[..., D]`, before any token information."""
         if self.lm_head is not None:
             return self.lm_head(self.norm(hidden))
         assert weights.head is not None
         return F.linear(self.norm(hidden), weights.head)
 
     def draft_vocab_ids(self) -> torch.Tensor:
-        """`[V']`, int64: the token id behind each row of the head."""
+        """`[V']`, int64, token id of each row of the head."""
         ids = self.config.draft_vocab_ids
         return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
 
     def borrow(self, embedding: Any, output_head: Any, with_head: bool = True) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary.
-
-        Args:
-            embedding: the target's input embedding.
-            output_head: the target's output layer.
-            with_head: `False` leaves the rows out, which are copied.
-        """
+        """Collects the target's embedding and output rows; `with_head=False` leaves out the rows, which are copied."""
         head = output_head if self.lm_head is None and with_head else None
         return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)

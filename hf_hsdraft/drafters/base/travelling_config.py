@@ -1,4 +1,4 @@
-"""Configuration of a drafter that travels with its code: what its target must be, and the files it is stored in."""
+"""Configuration of a drafter that travels with its code."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from ...core.checks import (
 logger = logging.get_logger(__name__)
 
 _MOST_TAPS, _MOST_CODE_FILES = 64, 1024
-# What transformers may hand over; all else in a file is left out.
+# Fields that transformers may pass; others in a file are ignored.
 _OF_TRANSFORMERS = {
     "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
     "experts_implementation", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id",
     "return_dict", "torch_dtype", "transformers_version",
 }  # fmt: skip
 _MEANINGLESS = {"model_type", "use_cache", "is_encoder_decoder", "_commit_hash", "tie_word_embeddings"}
-# By these a file would make transformers load, replace or run something else than the drafter beside it.
+# With these a file could make transformers load or run something other than the drafter beside it.
 _FORBIDDEN = {"distributed_config", "fusion_config", "kernel_config", "quantization_config", "transformers_weights"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def as_list(value: Any) -> Any:
-    """A list that checks can look into, whatever a file holds instead of one; `None` stays."""
+    """A list for checks to inspect, whatever the file holds; None stays."""
     if value is None:
         return None
     return list(value) if isinstance(value, list | tuple | range) else [value]
 
 
 def as_dict(value: Any) -> Any:
-    """A copy of a mapping as a dict; anything else as it is, for checks to refuse."""
+    """Copies a mapping to a dict; other values pass unchanged, for checks to refuse."""
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def default_tap_layers(num_hidden_layers: int) -> list[int]:
-    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    """A low, a middle and a high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
     wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
     return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
 
@@ -69,10 +69,9 @@ _CODE = Limit(
 
 
 class TravellingConfig(PreTrainedConfig):
-    """What configurations of transformers share that describe drafters. Each field is declared once, by `setting`.
+    """Base of drafter configurations. Each field is declared once, by `setting`.
 
-    Every field is checked when a configuration is built, so a drafter that loads is one that fits together. A
-    ValueError names field, value and remedy.
+    Fields are checked on construction; a ValueError names field, value and remedy.
     """
 
     vocab_size: int = setting("Size of the target's vocabulary, which `generate()` compares", 32000, integer(2**22))
@@ -108,34 +107,34 @@ class TravellingConfig(PreTrainedConfig):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         own = vars(cls).get("__init__")
-        super().__init_subclass__(**kwargs)  # makes a dataclass of it
+        super().__init_subclass__(**kwargs)  # makes it a dataclass
         if own is None:
             cls.__init__ = lambda self, **kwargs: self._set(**kwargs)  # type: ignore[method-assign]
 
     def _set(self, **kwargs: Any) -> None:
         self.format_version = kwargs.get("format_version", FORMAT_VERSION)
-        self._check_format()  # before anything that a newer format may have changed
+        self._check_format()  # first, since a newer format may change anything
         for each in settings(self):
             value, derived = kwargs.pop(each.name, each.default), each.metadata["derived"]
             value = derived(self) if value is None and derived is not None else value
             value = value if each.metadata["convert"] is None else each.metadata["convert"](value)
-            check_field(each, value)  # others are derived from it
+            check_field(each, value)  # later fields derive from it
             setattr(self, each.name, value)
         self.check()
         PreTrainedConfig.__init__(self, **_with_auto_model(_allowed(kwargs)))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> Any:
-        """Derives the configuration of a drafter from a loaded target; of an encoder-decoder, the decoder is meant.
+        """Derives the configuration from a loaded target (of an encoder-decoder, the decoder); `overrides` set fields.
 
-        `overrides` are fields to set otherwise. An invalid one raises a ValueError.
+        Raises a ValueError if an override is invalid.
         """
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
 
     @classmethod
     def for_target_config(cls, target_config: Any, **overrides: Any) -> Any:
-        """As [`for_target`], from the target's configuration alone."""
+        """As [`for_target`], from the target's configuration."""
         config = target_config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None) or {}
         heads = own_integer(config, "num_attention_heads") or 1
@@ -151,7 +150,7 @@ class TravellingConfig(PreTrainedConfig):
             "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
             "rope_theta": rope.get("rope_theta") or 10000.0,
             "draft_vocab_size": max(1, config.vocab_size // 4),
-            # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
+            # Pipelines accept an assistant without a tokenizer only if these equal the target's.
             **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         }
         own = {each.name for each in settings(cls)} | set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
@@ -164,19 +163,19 @@ class TravellingConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """Registers nothing: the code of a configuration always travels with a drafter that is saved."""
+        """Does nothing: a saved drafter always includes the configuration's code."""
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
+        """This configuration; without arguments, as pipelines compare it, one that equals any special tokens."""
         return self if decoder or encoder else any_special_tokens(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As every configuration; a file that does not name its format is of the first one."""
+        """Files that do not name their format have the first one."""
         return super().from_dict({"format_version": 1, **config_dict}, **kwargs)
 
     def check(self) -> None:
-        """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
+        """Raises a ValueError for the first invalid field, with its value and the allowed ones."""
         self._check_format()
         check_fields(self)
         self._check_taps()
@@ -221,7 +220,7 @@ class TravellingConfig(PreTrainedConfig):
 
 
 class AttendingConfig(TravellingConfig):
-    """What configurations share of drafters that attend to the text by layers of their own."""
+    """Base of configurations of drafters with attention layers."""
 
     target_tap_layers: Sequence[int] = setting(
         "Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of layer i). `None` "
@@ -263,7 +262,7 @@ class AttendingConfig(TravellingConfig):
 
 
 def _with_auto_model(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same fields, with the class of transformers that a pipeline loads a drafter by among the architectures."""
+    """Adds to the architectures the class by which a pipeline loads a drafter."""
     names = kwargs.get("architectures")
     if isinstance(names, list) and names and "AutoModel" not in names:
         return {**kwargs, "architectures": [*names, "AutoModel"]}
@@ -271,7 +270,7 @@ def _with_auto_model(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Of fields that are not the drafter's own, those that may be given to transformers."""
+    """Selects the fields that transformers may get; raises a ValueError for forbidden or invalid ones."""
     if forbidden := sorted(name for name in _FORBIDDEN if kwargs.get(name) is not None):
         raise ValueError(
             f"a drafter's configuration must not hold {', '.join(forbidden)}: remove it, it has no use here"
@@ -281,7 +280,7 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
         valid = value is None or str(value).removeprefix("torch.") in _DTYPES
         demand(valid, name, value, f"expected one of {', '.join(_DTYPES)}")
     for name in ("attn_implementation", "experts_implementation"):
-        value = kwargs.get(name)  # not the name of a repository
+        value = kwargs.get(name)
         valid = value is None or (isinstance(value, str) and value.replace("_", "").isalnum())
         demand(valid, name, value, "a drafter brings no kernels")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -299,14 +298,11 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_integer(config: Any, name: str) -> int | None:
-    """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
 
 
 class _Any:
-    """Equal to everything."""
-
     def __eq__(self, other: object) -> bool:
         return True
 
@@ -321,12 +317,12 @@ ANY = _Any()
 
 
 def any_special_tokens(config: Any, *further: str) -> Any:
-    """A copy of a drafter's configuration that a pipeline finds equal to a target's in special tokens and `further`.
+    """A copy of a configuration that equals any target's in special tokens and in `further` fields.
 
-    A pipeline takes an assistant without a tokenizer only if both configurations have the same special tokens. A
-    drafter writes no such tokens, and the target alone decides what ends a text.
+    Pipelines accept an assistant without a tokenizer only if both configurations have the same special tokens. A
+    drafter generates none, and the target alone decides what ends a sequence.
     """
     twin = copy.copy(config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", *further):
-        object.__setattr__(twin, name, ANY)  # it may be frozen
+        object.__setattr__(twin, name, ANY)  # may be frozen
     return twin

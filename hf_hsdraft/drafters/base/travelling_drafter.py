@@ -1,7 +1,7 @@
-"""A drafter as it runs by the code that its repository brings, where `hf_hsdraft` is not installed.
+"""A drafter run by the code of its repository, where `hf_hsdraft` is not installed.
 
-It drafts chains in transformers' own assisted decoding. Calls that this loop could decode differently are decoded
-plainly, with one warning. The text is that of plain decoding in any case, also sampled with a seed.
+It drafts chains in transformers' assisted decoding. Calls whose output could differ are decoded plainly, with one
+warning. So the output is always that of plain decoding, also when sampling with a seed.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from ...core.checks import public_name
 
 logger = logging.get_logger(__name__)
 
-_CACHES = ("cache", "past_key_values")  # names of the cache, since transformers 5.24 and before
+_CACHES = ("cache", "past_key_values")  # the cache's name since transformers 5.24, and before
 _INPUTS = {*_CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
-_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of caches that take back what was rejected
+_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that can drop rejected tokens
 _STATEFUL = {"SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
 _OF_A_PUSH = ("repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
 class TravellingDrafter(PreTrainedModel):
-    """What such drafters share.
+    """Base of drafters that travel with their code.
 
     Attributes:
-        loaded_from: name and commit of the repository that it was loaded from; `None` if it was not loaded.
-        has_network: whether its network has travelled with it.
+        loaded_from: name and commit of its repository; None if it was not loaded.
+        has_network: whether its network's code is included.
     """
 
     loaded_from: tuple[str, str | None] | None = None
     has_network: ClassVar[bool] = True
-    adjust_generation_fn = GenerationMixin.adjust_generation_fn  # which loads the drafting options
+    adjust_generation_fn = GenerationMixin.adjust_generation_fn  # loads the drafting options
 
     @classmethod
     def can_generate(cls) -> bool:
-        """True, so that the drafting options in `generation_config` are loaded and saved."""
+        """True, so that transformers loads and saves the drafting options in `generation_config`."""
         return True
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Registers nothing: the code of a drafter is copied whole when it is saved."""
+        """Does nothing: saving copies all code."""
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a drafter as every model of transformers, from safetensors only."""
+        """As in transformers, from safetensors only."""
         loaded = super().from_pretrained(name, *args, **{**kwargs, "use_safetensors": True})
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
         drafter.loaded_from = os.fspath(name), getattr(drafter.config, "_commit_hash", None)
         return loaded
 
     def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """Writes the whole repository again: weights, configuration, and the files that it was loaded with."""
+        """Writes the complete repository: weights, configuration, and the files that it was loaded with."""
         hub = {key: kwargs.pop(key) for key in _OF_A_PUSH if key in kwargs}
         folder, config, names = Path(save_directory), self.config, self.config.architectures
         with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
@@ -86,7 +86,7 @@ class TravellingDrafter(PreTrainedModel):
             return self._send(Path(stage), name, **hub) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub, in one commit; `hf_hsdraft` also checks what is there."""
+        """Uploads what `save_pretrained` writes in one commit; unlike `hf_hsdraft`, does not check what is there."""
         with tempfile.TemporaryDirectory() as place:
             return self.save_pretrained(place, push_to_hub=True, repo_id=repo_id, **kwargs)
 
@@ -113,7 +113,7 @@ class TravellingDrafter(PreTrainedModel):
         return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
 
     def _add_files(self, folder: Path) -> None:
-        """Copies the other files of the repository; documents stay behind if they are about other weights."""
+        """Copies the repository's other files, except documents about other weights."""
         assert self.loaded_from is not None
         (name, commit), config = self.loaded_from, self.config
         weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
@@ -127,18 +127,18 @@ class TravellingDrafter(PreTrainedModel):
             if same or path.suffix == ".py" or len(place.parts) > 1:
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, folder / place)
-        # Of a repository that was loaded from the Hub, the entry would be named with the repository.
+        # After loading from the Hub, the entry would include the repository's name.
         config.auto_map = {auto: entry.split("--")[-1] for auto, entry in getattr(config, "auto_map", {}).items()}
         if self.has_network:
             config.weights_digest = weights
             config.save_pretrained(folder)
 
     def candidates(self, target: Any, generation_config: Any) -> Any:
-        """Returns the `CandidateGenerator` of one call; `None` if it is decoded plainly."""
+        """Returns the `CandidateGenerator` of a call; None to decode plainly."""
         return None
 
     def check_target(self, target: Any) -> None:
-        """Raises a ValueError if this drafter was made for a target of other sizes."""
+        """Raises a ValueError if the target's sizes differ from the configured ones."""
         has, wanted = target.config.get_text_config(decoder=True), self.config
         layers = getattr(has, "num_decoder_layers", None) or has.num_hidden_layers
         for name, found, expected in (
@@ -154,15 +154,10 @@ class TravellingDrafter(PreTrainedModel):
 
 
 class PlainDraws(LogitsProcessor):
-    """Draws tokens as plain decoding does, for transformers' loop, which draws for all candidates at once.
+    """Draws tokens in plain decoding's order in transformers' loop, which draws for all candidates at once.
 
-    As the last processor of a call it draws the token of one position after another, until one is not the candidate or
-    ends the text. It leaves the drawn token alone possible, so that the loop draws it too. What the loop takes from
-    the random numbers beyond that is given back.
-
-    Args:
-        device: of the scores.
-        ends: token ids that end a text.
+    As the last processor it draws the tokens position by position, until one is not the candidate or ends the sequence.
+    It masks all other tokens, so the loop draws the same, and then restores the RNG from the loop's extra draws.
     """
 
     def __init__(self, device: torch.device, ends: Any) -> None:
@@ -172,12 +167,12 @@ class PlainDraws(LogitsProcessor):
         self._state: torch.Tensor | None = None
 
     def begin(self, candidates: torch.Tensor, length: int) -> None:
-        """Before the tokens after a text of so many are drawn; `candidates` `[1, n]` is the text and its draft."""
+        """Starts a round after `length` tokens; `candidates` `[1, n]` are the sequence and its draft."""
         self.end()
         self._next, self._candidates = length, candidates
 
     def end(self) -> None:
-        """Gives back what was drawn in vain."""
+        """Restores the RNG from superfluous draws."""
         if self._state is not None:
             if self._cuda is None:
                 torch.set_rng_state(self._state)
@@ -187,7 +182,7 @@ class PlainDraws(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         place = input_ids.shape[1]
-        if place != self._next:  # after a token that was rejected, or the last one
+        if place != self._next:  # after a rejected token, or the last one
             return scores
         token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
         drawn, drafted = int(token), self._candidates[0, place:].tolist()
@@ -198,14 +193,7 @@ class PlainDraws(LogitsProcessor):
 
 
 def why_plain(target: Any, rows: int, config: Any, processors: Any, criteria: Any, given: dict[str, Any]) -> str:
-    """Returns why a call is decoded plainly; empty if transformers' assisted decoding gives the text of plain decoding.
-
-    Args:
-        rows: number of texts.
-        config: generation configuration of the call.
-        processors, criteria: of the call.
-        given: inputs of the target.
-    """
+    """Returns why a call must be decoded plainly; "" if transformers' assisted decoding gives the same output."""
     cache: Any = next((given[name] for name in _CACHES if given.get(name) is not None), None)
     own = {type(each).__name__ for each in processors if type(each).__module__ != logits_process.__name__}
     stateful = own | ({type(each).__name__ for each in processors} & _STATEFUL)
@@ -228,7 +216,7 @@ def why_plain(target: Any, rows: int, config: Any, processors: Any, criteria: An
 
 
 def decode(original: Any, drafter: TravellingDrafter, target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-    """Decodes a call with a drafter, by `original`, which is transformers' assisted decoding, or plainly."""
+    """Decodes a call by `original`, transformers' assisted decoding, or plainly."""
     names = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
     call = {name: kwargs.pop(name) for name in names if name in kwargs}
     for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
@@ -261,8 +249,7 @@ def _warn(reason: str) -> None:
 def install() -> None:
     """Makes `generate(assistant_model=drafter)` work. Idempotent; other assistants pass straight through.
 
-    Each copy of this module wraps what it finds and answers for its own drafters only, so that copies of any versions
-    get along in one process.
+    Each copy of this module wraps what it finds and handles only its drafters, so several versions can coexist.
     """
     if TravellingDrafter in getattr(GenerationMixin._assisted_decoding, "_hsdraft_travelling", ()):
         return
@@ -298,7 +285,7 @@ def _generator(original: Any) -> Any:
 
 
 def _validation(original: Any) -> Any:
-    """Checks the target first. Several texts and stateful models are no matter of the mode: `decode` looks at them."""
+    """Checks the target first. Batches and stateful models do not depend on the mode: `decode` handles them."""
 
     def _validate_generation_mode(self: Any, mode: Any, config: Any, kwargs: Any) -> Any:
         drafter = kwargs.get("assistant_model")
@@ -316,7 +303,7 @@ def _validation(original: Any) -> Any:
 
 
 def _preparation(original: Any) -> Any:
-    """Takes the drafter away from a target with a `generate` of its own (Whisper), which hands it to this method."""
+    """Removes the drafter for targets that override `generate` (Whisper) and pass it to this method."""
 
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, others = original(self, *args, **kwargs)

@@ -1,8 +1,4 @@
-"""Sessions that grow trees: the lines of a draft that are the same for all of them.
-
-`TreeSession` is for every family that grows trees. `ReadingSession` is for those that read hidden states of accepted
-positions, and keep keys and values of them.
-"""
+"""Base sessions that grow trees: `TreeSession`, and `ReadingSession` for drafters that read hidden states."""
 
 from __future__ import annotations
 
@@ -25,16 +21,13 @@ from .protocol import Accepted, Ask, Session
 from .row_context import RowContext, Slots
 from .target_weights import TargetWeights
 
-Columns = tuple[torch.Tensor, ...]  # what waits to be read of some positions, each `[n, ...]`; the positions are last
+Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
 
 
 class TreeSession(Session):
-    """Drafts trees (or chains) for the texts of a batch. A family says by `expansion` which children nodes have.
+    """Drafts trees (or chains) of the tokens `vocab_ids` `[V']`, int64; families implement `expansion`.
 
-    Args:
-        options: of the call.
-        vocab_ids: `[V']`, int64, the token ids that can be drafted.
-        foresight: of the target's draws. The best trees go by it; drawn ones do not.
+    `foresight` is of the target's draws, and ignored if nodes are drawn.
     """
 
     def __init__(self, options: DraftOptions, vocab_ids: torch.Tensor, foresight: Foresight | None = None) -> None:
@@ -52,34 +45,26 @@ class TreeSession(Session):
         return list(trees.values())
 
     def options_for(self, ask: Ask, trees: bool = True) -> DraftOptions:
-        """Returns the options of a draft, with the sizes of an ask; of a chain where no tree can be drafted."""
+        """Returns the options with the ask's sizes; without `trees`, for a chain."""
         return replace(self._options, tree_size=ask.size, beam_width=ask.width if trees else 1)
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        """Returns a tree for each ask.
-
-        Args:
-            asks: of texts for which something is to be drafted.
-            depth: greatest depth of all trees.
-            options: of the draft.
-        """
         return self.grown(asks, self.expansion(asks, depth, options), options)
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        """Returns the children of the nodes of some trees; the arguments are those of `trees`."""
         raise NotImplementedError
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
-        """Returns an expansion that can be asked again after the call; it need not be another one."""
+        """Returns an expansion that can be evaluated again after the call; may be the same one."""
         made: Expansion = expansion
         return made
 
     def race(self, rows: Sequence[int], depth: int) -> Race | None:
-        """Returns the race that decides the draws to come, where these are foreseen."""
+        """Returns the race that decides the coming draws, if they are foreseen."""
         return None if self._foresight is None else self._foresight.race(rows, depth, self._vocab_ids)
 
     def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
-        """Returns the trees of some texts. Where no node knows its path, the best tree is found exactly."""
+        """Builds the trees. If nodes have no state, the best tree is found exactly."""
         if self.on_expansion is not None:
             self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
         ids = self._vocab_ids
@@ -94,31 +79,17 @@ class TreeSession(Session):
 
 @dataclass
 class _Row:
-    """What is known of one text.
-
-    Attributes:
-        pending: what waits to be read.
-        anchor: `[1]`, int64, position of the last accepted token.
-    """
+    """State of one row: pending inputs, and `[1]`, int64, the position of the last accepted token."""
 
     pending: list[Columns] = field(default_factory=list)
     anchor: torch.Tensor | None = None
 
 
 class ReadingSession(TreeSession):
-    """What is accepted waits until the next draft, and is then read in one forward for all texts of a batch.
+    """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
-    A family says by `columns` what it keeps of news until they are read, and by `read` what is kept of them then. Only
-    accepted positions are kept.
-
-    Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target.
-        options: of the call.
-        rows: number of texts.
-        layers: number of layers that attend to accepted positions.
-        sizes: of these layers.
-        foresight: see `TreeSession`.
+    Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
+    number of layers that attend to accepted positions, `sizes` theirs.
     """
 
     def __init__(
@@ -138,17 +109,11 @@ class ReadingSession(TreeSession):
         self._rows = [_Row() for _ in range(rows)]
 
     def columns(self, news: Accepted) -> Columns:
-        """Returns what is kept of news until they are read, where the drafter is."""
+        """Returns the inputs to queue, on the drafter's device."""
         raise NotImplementedError
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        """Keeps the keys and values of some positions.
-
-        Args:
-            slots: where they are kept.
-            counts: number of positions of each text. They stand one text after the other.
-            columns: what was waiting of these positions.
-        """
+        """Stores keys and values of queued inputs in `slots`; `counts` are each row's positions, row by row."""
         raise NotImplementedError
 
     def observe(self, news: Sequence[Accepted]) -> None:
@@ -156,11 +121,10 @@ class ReadingSession(TreeSession):
             row, columns = self._rows[each.row], self.columns(each)
             row.pending.append(columns)
             row.anchor = columns[-1][-1:] + 1
-            if len(row.pending) > TUNING.most_pending:  # nothing was drafted for long
+            if len(row.pending) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
 
     def read_pending(self, rows: Sequence[int]) -> None:
-        """Reads what is pending of some texts."""
         rows = [row for row in rows if self._rows[row].pending]
         if not rows:
             return
@@ -172,7 +136,7 @@ class ReadingSession(TreeSession):
             self._rows[row].pending.clear()
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
-        """Returns the positions `[B, 1]` of the last accepted tokens of some texts."""
+        """Returns the positions `[B, 1]` of the last accepted tokens."""
         found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
         assert len(found) == len(rows), "a text is observed before it is drafted for"
         return torch.stack(found)
@@ -188,7 +152,7 @@ class ReadingSession(TreeSession):
         return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
+        """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._context = memory.context.copy_of(0)
             self._rows[0].pending.extend(memory.pending)

@@ -1,4 +1,4 @@
-"""The maps between a draft vocabulary and the target's, as published drafters hold them: `d2t` and `t2d`."""
+"""The maps `d2t` and `t2d` of published drafters, between draft vocabulary and the target's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from ...hub.checkpoint import Checkpoint
 
 
 def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
-    """Returns `[V']`, int64: the token id behind each row of the head, which is the row's number plus `d2t`.
+    """Returns `[V']`, int64, the token id of each row of the head: the row's number plus `d2t` `[V']`.
 
-    Args:
-        checkpoint: files with `d2t` `[V']`, and maybe with `t2d` `[vocab_size]`, which marks the drafted tokens.
-        vocab_size: of the target.
-
-    Raises:
-        ValueError: a map is of no integers, an id is twice there or beyond the vocabulary, or the maps contradict each
-            other.
+    `t2d` `[vocab_size]`, if there, marks the drafted tokens. Raises a ValueError if maps are not integers or contradict
+    each other, or ids repeat or exceed the vocabulary.
     """
     name, maps = printable(checkpoint.name), dict(checkpoint.tensors(("d2t", "t2d")))
     for title, tensor in maps.items():

@@ -1,4 +1,4 @@
-"""A drafter around another drafter, to measure or check a call."""
+"""A wrapper around a drafter, to measure or check a call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from .protocol import Call, Drafter, Session
 
 
 class WrappedDrafter(Drafter):
-    """Drafts as another drafter does, with trees of fixed size and without n-grams, so that every run drafts the same.
+    """Drafts like another drafter, with trees of fixed size and without n-grams, so that every run drafts the same.
 
-    Derived classes change what is drafted (`session`) or what is accepted (`verifier`).
-
-    Args:
-        drafter: the other drafter. It is not changed: the options here are a copy of its own.
+    Subclasses override `session` or `verifier`. The wrapped drafter is not changed: options are copied.
     """
 
     def __init__(self, drafter: Any) -> None:

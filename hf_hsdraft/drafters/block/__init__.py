@@ -1,4 +1,4 @@
-"""Drafters of whole blocks of tokens in one forward: DFlash, DFlash2 and DSpark, as several projects publish them."""
+"""Drafters of whole blocks of tokens in one forward (DFlash, DFlash2, DSpark) in several published formats."""
 
 from ..base.formats import register_format
 from .loading import FORMATS

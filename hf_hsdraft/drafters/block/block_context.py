@@ -1,4 +1,4 @@
-"""What the slots of a block see: context positions before the anchor, and each other."""
+"""Attention of a block's slots to context positions before the anchor and to each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .configuration import Sight
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
-_BLOCKS_AT_ONCE = 64  # of training: what they multiply for nothing, as they do not see each other, stays small
+_BLOCKS_AT_ONCE = 64  # in training; limits the work on masked pairs of blocks
 
 
 def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor | None:
-    """Returns `[slots, slots]`, True where the row's slot sees the column's; `None` for everywhere."""
+    """Returns `[slots, slots]`, True where the row's slot sees the column's; None for everywhere."""
     place = torch.arange(slots, device=device)
     ahead = place[None, :] - place[:, None]
     mask = torch.ones(slots, slots, dtype=torch.bool, device=device)
@@ -30,7 +30,7 @@ def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor | N
 
 
 def farthest(sight: Sight, positions: torch.Tensor) -> torch.Tensor:
-    """Returns `[B, slots]`, the position from which each slot counts its reach, of slots at `positions`."""
+    """Returns `[B, slots]`, the position from which each slot counts its reach."""
     return positions[:, :1].expand_as(positions) if sight.of_anchor else positions
 
 
@@ -45,11 +45,10 @@ def training_attention(
     """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`.
 
     Args:
-        context: for each layer keys and values `[T, kv_heads, head_dim]` of the context.
-        sights: of the layers.
+        context: keys and values `[T, kv_heads, head_dim]` of each layer.
         position_ids, document_ids: `[T]`, of the context.
-        starts: `[S]`, the last context position that each block sees, as an index of the context.
-        positions: `[S, slots]`, positions of the slots.
+        starts: `[S]`, index of the last context position that each block sees.
+        positions: `[S, slots]`, of the slots.
     """
     blocks, slots = positions.shape
     indices = torch.arange(len(position_ids), device=positions.device)
@@ -57,7 +56,7 @@ def training_attention(
     if document_ids is not None:
         before = before & (document_ids[None] == document_ids[starts, None])
 
-    masks: dict[tuple[Sight, int], torch.Tensor] = {}  # layers share them
+    masks: dict[tuple[Sight, int], torch.Tensor] = {}
 
     def seen(sight: Sight, begin: int) -> torch.Tensor:
         if (sight, begin) not in masks:

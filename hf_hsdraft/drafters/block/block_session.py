@@ -1,4 +1,4 @@
-"""The session of a block drafter: what it has read of the texts of a call, and what it drafts next."""
+"""Session of a block drafter."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ from .network import BlockNetwork
 
 @dataclass(frozen=True)
 class BlockBias(TokenBias):
-    """The bias that a head makes of the tokens of a path.
+    """The bias that a head computes from the tokens of a path.
 
-    Attributes:
-        head: the head.
-        hidden: `[B, slots, D]`, all slots of the blocks.
-        projected: `[B, slots, P]`, what the head makes of them.
-        first_slot: the slot of the first draft.
+    hidden is `[B, slots, D]`, projected `[B, slots, P]` the head's `project` of it, `first_slot` that of the first
+    draft.
     """
 
     head: TokenHead
@@ -42,7 +39,7 @@ class BlockBias(TokenBias):
     first_slot: int
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        slot = self.first_slot + level - 2  # that drafted these nodes; before the first draft it is the anchor's own
+        slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
         states = self.head.advance(tokens, None, None) if level == 1 else states
         if level == 1 and (slot < 0 or not self.head.needs_hidden):
             assert states is not None
@@ -62,15 +59,7 @@ class BlockBias(TokenBias):
 
 
 class BlockSession(ParallelSession):
-    """Drafts trees (or chains) for the texts of a batch, a block of each in one forward.
-
-    Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target, see `BlockNetwork.borrow`.
-        options: of the call.
-        batch_size: number of texts.
-        foresight: of the target's draws. The best trees go by it; drawn ones do not.
-    """
+    """Drafts trees (or chains) for a batch, a block of each row in one forward; arguments as in `ReadingSession`."""
 
     def __init__(
         self,
@@ -113,19 +102,15 @@ class BlockSession(ParallelSession):
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
     def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
-        """Reads what is pending of some texts, and returns the slots of a block after each: `[B, slots, D]`.
+        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each root.
 
-        The whole block is computed, however few drafts are asked for: its slots see each other.
-
-        Args:
-            rows: the texts.
-            roots: their last accepted tokens, the anchors.
+        The whole block is computed whatever the depth: its slots see each other.
         """
         self.read_pending(rows)
         drafter, context = self.drafter, self._context
         positions = self.anchors(rows) + self._slots
         anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
-        masks: dict[Sight, torch.Tensor | None] = {}  # layers share them
+        masks: dict[Sight, torch.Tensor | None] = {}
 
         def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
             sight = drafter.config.sights[index]
@@ -138,7 +123,7 @@ class BlockSession(ParallelSession):
         return drafter.run(drafter.block_embeds(anchors, self._mask), positions, attend)
 
     def _seen(self, sight: Sight, rows: Sequence[int], positions: torch.Tensor) -> torch.Tensor | None:
-        """`[B, slots, P]`, True where a slot may look, P the context positions and then the slots."""
+        """`[B, slots, P]`, True where a slot may look; P counts the context positions, then the slots."""
         window = None if sight.reach is None else sight.reach + 1
         context = self._context.seen(rows, farthest(sight, positions), window)
         own = own_mask(sight, len(self._slots), positions.device)

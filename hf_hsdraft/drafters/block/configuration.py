@@ -1,4 +1,4 @@
-"""Configuration of a block drafter: what it reads of its target, the layout of its blocks, and its heads."""
+"""Configuration of a block drafter: taps, block layout and heads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOST_TAPS, MOST_RANK = 64, 2**16
 
 @dataclass(frozen=True)
 class Sight:
-    """How far the slots of a block see in one layer.
+    """How far slots of a block see in one layer.
 
     Attributes:
-        reach: greatest distance at which a context position is seen; `None` for any.
-        of_anchor: whether the distance is counted from the anchor, for all slots alike. Otherwise each slot counts from
-            its own position, and sees the other slots within the same distance only.
-        causal: whether a slot sees no slot after it.
+        reach: greatest distance to a visible context position; None for no limit.
+        of_anchor: count the distance from the anchor for all slots. Otherwise each slot counts from its position, and
+            sees other slots within the same distance only.
+        causal: whether a slot sees no later slot.
     """
 
     reach: int | None = None
@@ -38,11 +38,11 @@ class Sight:
 @described
 @dataclass(frozen=True)
 class BlockConfig(PlainConfig):
-    """Configuration of a [`BlockDrafter`]. Every field is checked when it is built.
+    """Configuration of a [`BlockDrafter`]. Fields are checked on construction.
 
     A block has `block_size` slots: the anchor, which is the last accepted token, and masks. In the *anchor-first*
-    layout slot k drafts the token after it, so there are as many drafts as slots. In the *fill-in* layout slot k drafts
-    the token in its own place, and the anchor's slot drafts nothing.
+    layout slot k drafts the token after it, so every slot drafts. In the *fill-in* layout slot k drafts the token at
+    its place, and the anchor's slot drafts nothing.
     """
 
     vocab_size: int | None = setting(
@@ -107,7 +107,6 @@ class BlockConfig(PlainConfig):
 
     @property
     def num_draft_steps(self) -> int:
-        """Number of drafts of a block."""
         return self.block_size - self.first_slot
 
     @property
@@ -117,16 +116,16 @@ class BlockConfig(PlainConfig):
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the drafter keeps output rows of its own: those of a part of the vocabulary."""
+        """Whether the drafter stores output rows: it does for a reduced vocabulary."""
         return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Returns this configuration as transformers compares it with that of a target."""
+        """Returns this configuration in a form that transformers finds equal to the target's."""
         return any_special_tokens(self, *() if self.vocab_size is not None else ("vocab_size",))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> BlockConfig:
-        """Derives the configuration of a fresh drafter from a loaded target; see `for_target_config`."""
+        """Derives the configuration of a new drafter from a loaded target; see `for_target_config`."""
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
 
@@ -142,19 +141,14 @@ class BlockConfig(PlainConfig):
         target_tap_layers: Sequence[int] | None = None,
         **overrides: Any,
     ) -> BlockConfig:
-        """Derives the configuration of a fresh drafter in DSpark's layout: anchor first, with a vanilla head.
+        """Derives the configuration of a new drafter in DSpark's layout: anchor-first with a vanilla head.
 
         Args:
-            target_config: configuration of the target.
-            num_draft_steps: number of slots of a block, each of which drafts a token.
-            num_hidden_layers: number of layers.
-            markov_rank: of the head for token information; 0 for none.
-            draft_vocab_size: number of tokens that can be drafted; all by default.
-            target_tap_layers: hidden states to read; spread evenly over the target by default.
-            overrides: further fields of a configuration, and those of `LayerSizes`, by name.
-
-        Raises:
-            ValueError: an override is unknown or invalid.
+            num_draft_steps: slots of a block, each of which drafts a token.
+            markov_rank: rank of the token head; 0 for none.
+            draft_vocab_size: number of draftable tokens; all by default.
+            target_tap_layers: hidden states to read; by default spread evenly over the target.
+            overrides: further fields of the configuration and of `LayerSizes`. An invalid one raises a ValueError.
         """
         config = target_config.get_text_config(decoder=True)
         layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})
@@ -175,7 +169,7 @@ class BlockConfig(PlainConfig):
             "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
             "rope": {"rope_parameters": rope, "max_position_embeddings": longest},
             "markov_rank": markov_rank,
-            "last_tap_is_normed": False,  # so that other engines, which take it without the norm, can read the drafter
+            "last_tap_is_normed": False,  # other engines take it without the norm
             "target_num_hidden_layers": layers,
             "target_architectures": tuple(getattr(target_config, "architectures", None) or ()),
         }
@@ -228,12 +222,7 @@ class BlockConfig(PlainConfig):
 
 
 def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
-    """Returns hidden states spread evenly over a target, as DFlash and DSpark choose them by default.
-
-    Args:
-        num_target_layers: number L of layers of the target.
-        count: number of hidden states; of small targets there are fewer.
-    """
+    """Returns `count` hidden states spread evenly, as DFlash and DSpark do; fewer for small targets."""
     if count == 1:
         return [num_target_layers // 2 + 1]
     spread = [round(1 + index * (num_target_layers - 4) / (count - 1)) + 1 for index in range(count)]

@@ -1,4 +1,4 @@
-"""Convolutions within a block, with kernels that depend on the slot (DFlash2)."""
+"""Convolutions over the slots of a block, with slot-dependent kernels (DFlash2)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from torch import nn
 
 
 class BlockConvolution(nn.Module):
-    """Two convolutions around a part of a layer, over the slots of a block.
+    """Two convolutions over a block's slots, before and after a part of a layer.
 
-    Slot i becomes the sum over tau of (base[tau] + delta[i, tau]) * x[i - tau], and nothing stands before a block. The
-    channels of a group share one delta. Both deltas are made of what goes into the first convolution.
-
-    Args:
-        hidden_size: D.
-        kernel_size: number K of slots that a slot is made of.
-        group_size: number of channels of a group.
+    Slot i becomes the sum over tau of (base[tau] + delta[i, tau]) * x[i - tau], with zeros before the block. Channels
+    of a group share one delta. Both deltas are computed from the input of the first convolution. Kernels span
+    `kernel_size` slots, groups `group_size` channels.
     """
 
     def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
@@ -34,19 +30,19 @@ class BlockConvolution(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns convolved inputs `[..., slots, D]` of the part, and the kernels for its outputs."""
+        """Returns the convolved input `[..., slots, D]` of the part, and the kernels for `after`."""
         size = self.base_kernel.shape[1]
         deltas = self.kernel_projection(x).unflatten(-1, (2, size, -1)).repeat_interleave(self.group_size, dim=-1)
         kernels = self.base_kernel + deltas
         return _convolved(x, kernels[..., 0, :, :]), kernels[..., 1, :, :]
 
     def after(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        """Returns convolved outputs `[..., slots, D]` of the part, by the kernels that `before` made."""
+        """Returns the convolved output `[..., slots, D]` of the part."""
         return _convolved(x, kernels)
 
 
 def _convolved(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-    """Returns blocks `[..., slots, D]` convolved by kernels `[..., slots, K, D]`."""
+    """Convolves blocks `[..., slots, D]` by kernels `[..., slots, K, D]`."""
     slots = x.shape[-2]
     parts = (F.pad(x, (0, 0, back, 0))[..., :slots, :] * kernels[..., back, :] for back in range(kernels.shape[-2]))
     return torch.stack(list(parts)).sum(dim=0)

@@ -1,4 +1,4 @@
-"""The block drafter as users know it: loaded, saved, and handed to `generate()`."""
+"""The block drafter: loading, saving, and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,13 @@ logger = logging.get_logger(__name__)
 
 
 class BlockDrafter(BlockNetwork, PublishedDrafter):
-    """A drafter that drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark).
+    """Drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark).
 
-    It reads hidden states of the target and borrows its embedding. If it drafts the whole vocabulary, it borrows the
-    output layer too. Drafting options are in `generation_config`, as for every drafter.
+    Reads hidden states of the target and borrows its embedding, and its output layer if it drafts the whole vocabulary.
+    Drafting options are in `generation_config`, as for every drafter.
 
-    Published drafters are loaded unchanged, see `AutoDrafter`. A fresh one is made by [`BlockDrafter.for_target`].
-    Drafters are saved in the format of the package speculators, which vLLM reads too.
-
-    Args:
-        config: its configuration.
+    `AutoDrafter` loads published drafters unchanged; [`BlockDrafter.for_target`] makes a new one. Saved in the
+    speculators format, which vLLM reads too.
     """
 
     takes_tree_builders = True
@@ -54,15 +51,11 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     @classmethod
     def for_target(cls, target: Any, draft_vocab_ids: Sequence[int] | None = None, **overrides: Any) -> BlockDrafter:
-        """Makes an untrained drafter for a target, on the CPU and in float32.
+        """Makes an untrained drafter for a text-generating transformers model, in float32 on the CPU.
 
-        Args:
-            target: a model of transformers that generates text.
-            draft_vocab_ids: ids of the tokens that can be drafted, ascending; all by default.
-            overrides: as `BlockConfig.for_target_config` takes them.
-
-        Raises:
-            ValueError: an override is invalid, or ids are not ascending or beyond the vocabulary.
+        `draft_vocab_ids` are the draftable token ids, all by default; `overrides` as for
+        `BlockConfig.for_target_config`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
+        vocabulary.
         """
         if draft_vocab_ids is not None:
             overrides["draft_vocab_size"] = len(draft_vocab_ids)
@@ -76,15 +69,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     @torch.no_grad()
     def take_head(self, output_head: Any, ids: Sequence[int]) -> None:
-        """Copies the output rows of the draft vocabulary from a target.
-
-        Args:
-            output_head: the target's output layer.
-            ids: `[V']`, their token ids, ascending.
-
-        Raises:
-            ValueError: ids are not ascending or beyond the vocabulary.
-        """
+        """Copies the target's output rows of `ids` `[V']`; raises a ValueError unless they are ascending and known."""
         size = self.config.vocab_size or 0
         found = torch.tensor(list(ids))
         if len(found) != self.config.draft_vocab_size or bool((found.diff() <= 0).any()) or found[0] < 0:
@@ -129,7 +114,6 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         return self.config.num_draft_steps
 
     def default_generation_config(self) -> GenerationConfig:
-        """Returns the drafting options of a drafter that was saved without any."""
         steps = self.config.num_draft_steps
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
 
@@ -169,7 +153,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         rank = config.markov_rank or config.selector_rank
         if not rank:
             return found
-        likely = min(columns, TUNING.likely_columns)  # a tree looks at these only
+        likely = min(columns, TUNING.likely_columns)  # trees only consider these
         return (*found, Read("token bias", likely * rank, depth, width))
 
     def session(self, call: Call) -> BlockSession:

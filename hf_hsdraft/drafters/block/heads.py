@@ -1,8 +1,7 @@
-"""Heads that tell the slots of a block which tokens stand before them.
+"""Heads that give the slots of a block the token before each.
 
-All slots of a block are drafted at once, so none knows the token that will stand before it. These heads add what that
-token says, as a bias of the logits (DSpark, DFlash2). The formulas hold for any nodes: "the token before" is a node's
-own token, and the biased logits are those of its children.
+All slots are drafted at once, so none knows the token before it. These heads add a logit bias for that token (DSpark,
+DFlash2). For trees, "the token before" is a node's token, and the biased logits are those of its children.
 
 Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V' draft vocabulary.
 """
@@ -19,60 +18,47 @@ from ...core.tensors import best_of
 
 
 class TokenHead(nn.Module):
-    """What these heads share. Parameters are named as in the package speculators.
+    """Base of token heads; parameters have the names of the speculators package.
 
-    Attributes:
-        needs_hidden: whether a node's state depends on the slot that drafted its token.
+    `needs_hidden` says whether a node's state depends on the slot that drafted it.
     """
 
     needs_hidden = False
 
     def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[..., S]` of nodes.
+        """Returns the states `[..., S]` of nodes with `tokens` `[...]`, int64.
 
-        Args:
-            tokens: `[...]`, int64, their tokens.
-            hidden: `[..., D]`, the slot that drafted each; `None` at the anchor.
-            states: `[..., S]`, states of their parents; `None` at the anchor.
+        `hidden` `[..., D]` are the slots that drafted them, `states` those of their parents; both None at the anchor.
         """
         raise NotImplementedError
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what is needed of slots `[..., D]` whatever the path, so that it is computed once for all nodes."""
+        """Returns what depends on slots `[..., D]` only; computed once for all nodes."""
         raise NotImplementedError
 
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the bias before its last product, `[..., r]`, of nodes in `states`, for the slot of their children.
+        """Returns the bias before its last product, `[..., r]`, of nodes with states `[..., S]`.
 
-        Args:
-            projected: `[..., P]`, what `project` made of that slot.
-            states: `[..., S]`.
+        `projected` `[..., P]` is `project` of the slot of their children.
         """
         raise NotImplementedError
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[V', r]`, rows of the last product."""
+        """`[V', r]`, weight of the last product."""
         raise NotImplementedError
 
     def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits `[..., V']` with those of tokens that this head never chooses at minus infinity."""
+        """Sets the logits `[..., V']` of tokens that this head never chooses to minus infinity."""
         return logits
 
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the bias `[..., V']` of the slots `hidden` `[..., D]` after nodes in `states` `[..., S]`."""
+        """Returns the bias `[..., V']` of slots `[..., D]` after nodes with states `[..., S]`."""
         return F.linear(self.code(self.project(hidden), states), self.rows)
 
 
 class MarkovHead(TokenHead):
-    """The bias W2 w(x) of the token before ("vanilla"); w(x) is a row of W1.
-
-    Args:
-        vocab_size: number V of tokens that may stand before a slot.
-        draft_vocab_size: number V' of tokens that can be drafted.
-        hidden_size: D.
-        rank: r.
-    """
+    """The bias W2 w(x) of the previous token ("vanilla"); w(x) is a row of W1, `[V, r]`."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -111,8 +97,8 @@ class GatedMarkovHead(MarkovHead):
 class RecurrentMarkovHead(MarkovHead):
     """The bias W2 tanh(out) of a recurrence over the path ("rnn").
 
-    With [gate ; candidate ; out] = W [s ; w(x) ; h] + b, the next s is a mixture of s and tanh(candidate) by
-    sigmoid(gate). `out` is made with the s before. A node's state holds s and w(x).
+    With [gate ; candidate ; out] = W [s ; w(x) ; h] + b, the next s mixes s and tanh(candidate) by sigmoid(gate). `out`
+    uses the previous s. A node's state holds s and w(x).
     """
 
     needs_hidden = True
@@ -126,7 +112,7 @@ class RecurrentMarkovHead(MarkovHead):
         if states is None or hidden is None:
             return torch.cat([torch.zeros_like(row), row], dim=-1)
         gate, candidate, _ = self._joined(self.project(hidden), states)
-        before = states.chunk(2, dim=-1)[0].to(candidate.dtype)  # in mixed precision it has been kept in float32
+        before = states.chunk(2, dim=-1)[0].to(candidate.dtype)  # float32 in mixed precision
         return torch.cat([torch.lerp(candidate.tanh(), before, gate.sigmoid()), row], dim=-1)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -141,16 +127,10 @@ class RecurrentMarkovHead(MarkovHead):
 
 
 class CandidateSelector(TokenHead):
-    """The choice among the best tokens of a slot, by the token before it (DFlash2).
+    """The choice among a slot's best tokens by the previous token (DFlash2).
 
-    The bias of token c is the sum of A[x] * (P h) * B[c] over the rank, x the token before and h the slot. Only the
-    `top_k` best tokens of a slot by its own logits can be chosen.
-
-    Args:
-        vocab_size: V.
-        hidden_size: D.
-        rank: r.
-        top_k: number of tokens of a slot that can be chosen.
+    The bias of token c is the sum over the rank of A[x] * (P h) * B[c], x the previous token and h the slot. Only the
+    `top_k` best tokens of a slot by its logits can be chosen.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, rank: int, top_k: int) -> None:
@@ -178,10 +158,9 @@ class CandidateSelector(TokenHead):
 
 
 class ConfidenceHead(nn.Module):
-    """Weights that tell the chance of each draft to be accepted. They are kept as they came: drafts do not go by them.
+    """Predicts the acceptance probability of drafts from D inputs, or D + r with the previous token's row of W1.
 
-    Args:
-        input_size: D, or D + r with the row of the token before.
+    Only kept for saving: drafting does not use it.
     """
 
     def __init__(self, input_size: int) -> None:

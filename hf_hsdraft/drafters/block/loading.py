@@ -1,4 +1,4 @@
-"""Block drafters made of published files: checked first, then built, and filled without a second copy."""
+"""Loads block drafters from published files: checks first, then builds, and fills without a second copy."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ from .reading import (
 
 Reader = Callable[[Checkpoint], BlockConfig]
 
-# Names of tensors in files, by the drafter's own names, where they differ.
+# Names of tensors in files by the drafter's names, where they differ.
 _OF_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwargs: Any) -> BlockDrafter:
-    """Makes a drafter of a checkpoint.
+    """Loads a drafter from a checkpoint.
 
-    Copies of the target's embedding and output rows are left out: the target has them. Everything is checked by the
-    headers of the files before any weight is read.
+    Skips copies of the target's embedding and output rows. Checks everything by file headers before reading weights.
 
     Args:
-        checkpoint: the files.
         read: reads the configuration.
-        names: names of tensors in the files, by the drafter's own names, where they differ.
-        kwargs: as `Placement` takes them; drafting options by name.
+        names: names of tensors in the files by the drafter's names, where they differ.
+        kwargs: as for `Placement`; drafting options by name.
 
     Raises:
         ValueError: configuration and weights do not match, or one is invalid.
@@ -77,7 +75,7 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
 
 
 def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that files may hold although they are the target's own."""
+    """Shapes of the target's tensors that files may include."""
     width, size, drafted = config.target_hidden_size, config.vocab_size, config.draft_vocab_size
     found: dict[str, tuple[int, ...]] = {"verifier_norm.weight": (width,)}
     if size is not None and drafted is not None:
@@ -88,7 +86,7 @@ def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
-    """Returns the embedding `[D]` of masks that lies beside the weights."""
+    """Returns the mask embedding `[D]` from its separate file."""
     tensor, width = checkpoint.loose_tensor(LOOSE_MASK), config.target_hidden_size
     if tensor.numel() != width or not tensor.is_floating_point():
         found = f"{list(tensor.shape)} of {tensor.dtype}"

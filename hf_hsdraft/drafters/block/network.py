@@ -1,6 +1,6 @@
-"""The network of a block drafter: a trunk that drafts all slots of a block in one forward, and its heads.
+"""The network of a block drafter: a trunk that computes all slots of a block in one forward, and its heads.
 
-Parameters are named as in the package speculators. Letters in the shapes: B texts or blocks, T context positions, D
+Parameters have the names of the speculators package. Letters in the shapes: B rows or blocks, T context positions, D
 hidden size, K drafts of a block, V' draft vocabulary.
 """
 
@@ -24,15 +24,11 @@ from .configuration import BlockConfig
 from .convolution import BlockConvolution
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
 
-AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
+AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 
 
 class BlockLayer(DecoderLayer):
-    """A decoder layer whose slots also see the context: with convolutions (DFlash2), or with the norms of Gemma 4.
-
-    Args:
-        config: of the drafter.
-    """
+    """A decoder layer whose slots also see the context; optionally with convolutions (DFlash2) or Gemma 4's norms."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config.sizes)
@@ -50,7 +46,7 @@ class BlockLayer(DecoderLayer):
         )
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
-        """Returns the slots after this layer, `[B, slots, D]`."""
+        """Returns the slots `[B, slots, D]` after this layer."""
 
         def attention(x: torch.Tensor) -> torch.Tensor:
             return self.self_attn(x, rope, attend)
@@ -64,7 +60,7 @@ class BlockLayer(DecoderLayer):
 
 
 def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    """Returns what a part of a layer makes of its inputs, between convolutions if there are any."""
+    """Applies a part of a layer, between its convolutions if there are any."""
     if convolution is None:
         return part(x)
     convolution = cast(BlockConvolution, convolution)
@@ -73,12 +69,6 @@ def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[tor
 
 
 class BlockNetwork(nn.Module):
-    """The network of a block drafter (DFlash, DFlash2, DSpark): parameters, forward, and what it borrows of its target.
-
-    Args:
-        config: its configuration.
-    """
-
     loss_function: Any = None
 
     def __init__(self, config: BlockConfig) -> None:
@@ -102,7 +92,7 @@ class BlockNetwork(nn.Module):
             self.confidence_head = ConfidenceHead(width + extra)
         if config.has_own_head:
             self.lm_head = nn.Linear(width, draft_size, bias=False)
-            self.lm_head.weight.requires_grad = False  # rows of the target
+            self.lm_head.weight.requires_grad = False  # the target's rows
             self.register_buffer("d2t", torch.zeros(draft_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
         if config.learned_mask:
@@ -110,7 +100,7 @@ class BlockNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws all weights anew, but for the rows of the target."""
+        """Initialises all weights, except the target's rows."""
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
@@ -127,21 +117,18 @@ class BlockNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.fc.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         return self.fc.weight.dtype
 
     @property
     def token_head(self) -> TokenHead | None:
-        """The head for token information, if there is one."""
         return cast("TokenHead | None", self.markov_head or self.candidate_selector)
 
     def read(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns context states `[T, D]` of the target's hidden states `[T, taps * D]`. All layers share them."""
+        """Returns context states `[T, D]`, shared by all layers, from the target's hidden states `[T, taps * D]`."""
         return self.hidden_norm(self.fc(taps))
 
     def context_keys(self, index: int, states: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,24 +137,17 @@ class BlockNetwork(nn.Module):
         return attention.keys(states, rope), attention.values(states)
 
     def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
-        """Returns the slots of blocks after the last norm, `[B, slots, D]`.
-
-        Args:
-            embeds: `[B, slots, D]`, embeddings of the anchor and of the masks.
-            positions: `[B, slots]`, int64, positions of the slots.
-            attend: what slots see.
-        """
+        """Returns the slots `[B, slots, D]` after the final norm, from their embeddings and positions `[B, slots]`."""
         x, rope = embeds, self.rotary(positions, embeds.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, partial(attend, index))
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings `[B, slots, D]` of blocks.
+        """Returns block embeddings `[B, slots, D]` from embeddings of the anchors, `[B, D]`, and of `mask_token_id`,
+        `[D]`.
 
-        Args:
-            anchors: `[B, D]`, embeddings of the anchors.
-            mask: `[D]`, the target's embedding of `mask_token_id`. Not used where masks have an embedding of their own.
+        A learned mask embedding replaces the latter.
         """
         mask = self.mask_embedding.to(anchors.dtype) if self.config.learned_mask else mask
         masks = mask.expand(len(anchors), self.config.block_size - 1, -1)
@@ -184,21 +164,21 @@ class BlockNetwork(nn.Module):
         labels: Any = None,
         mask_embeds: torch.Tensor | None = None,
     ) -> DrafterOutput:
-        """Drafts blocks after many positions of packed texts at once (DFlash, training).
+        """Drafts blocks after many positions of packed sequences at once (DFlash, training).
 
         The block that starts at pair i has its anchor x_{i+1} at position i + 1, and sees the context up to i. Blocks
-        do not see each other. Every block is computed whole, as its slots see each other. Of the blocks after the first
-        `num_rolled`, only the first draft is returned.
+        do not see each other. Each is computed whole, as its slots see each other; after the first `num_rolled` blocks,
+        only the first draft of each is returned.
 
         Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
-            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}, as `borrow(...).embed` makes them.
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, concatenated.
+            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}, by `borrow(...).embed`.
             position_ids: `[T]`, int64, position i of each pair.
-            starts: `[S]`, int64, the pairs at which a block starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
-            num_rolled: number of blocks of which all drafts are returned, the first ones of `starts`; `None` for all.
-            labels: what `loss_function(drafter, hidden_states, labels)` compares with.
-            mask_embeds: `[D]`, what `embed` makes of `mask_token_id`. Not needed if masks have an own embedding.
+            starts: `[S]`, int64, pairs at which blocks start; None for the last one only.
+            document_ids: `[T]`, int64; attention stays within a document. None for a single document.
+            num_rolled: number of blocks, the first of `starts`, with all drafts returned; None for all.
+            labels: for `loss_function(drafter, hidden_states, labels)`.
+            mask_embeds: `[D]`, `embed` of `mask_token_id`; unused with a learned mask embedding.
 
         Raises:
             ValueError: `mask_embeds` is missing.
@@ -232,17 +212,11 @@ class BlockNetwork(nn.Module):
     def advance(
         self, tokens: torch.Tensor, hidden: torch.Tensor | None = None, states: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Returns what the head for token information knows after tokens; `None` without such a head.
+        """Returns the token head's states after tokens of the text, in training; None without such a head.
 
-        For training, with the tokens of the text. At depth 0 the tokens are the anchors.
-
-        Args:
-            tokens: `[N]`, int64.
-            hidden: `[N, D]`, the slots that predict these tokens; `None` for anchors.
-            states: `[N, S]`, states before these tokens; `None` for anchors.
-
-        Raises:
-            ValueError: an "rnn" head of the fill-in layout would need the anchors' own slots.
+        `tokens` `[N]` are int64, at depth 0 the anchors. `hidden` `[N, D]` are the slots that predict them, `states`
+        `[N, S]` those before them; both None for anchors. Raises a ValueError for an "rnn" head of the fill-in layout,
+        which would need the anchors' slots.
         """
         if self.token_head is None:
             return None
@@ -251,35 +225,26 @@ class BlockNetwork(nn.Module):
         return self.token_head.advance(tokens, hidden, states)
 
     def token_bias(self, depth: int, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the logit bias `[N, V']` of slots `[N, D]` at `depth`, after paths in `states` `[N, S]`.
+        """Returns the bias `[N, V']` of slots `[N, D]` after paths in `states` `[N, S]`; None without a token head.
 
-        `None` without a head for token information. All depths have the same formula.
+        The formula is the same at all depths.
         """
         return None if self.token_head is None or states is None else self.token_head(hidden, states)
 
     def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
-        """Returns `[V']`, int64: the token id behind each row of the head.
-
-        Args:
-            vocab_size: of the target, for drafters of any vocabulary.
-        """
+        """Returns `[V']`, int64, the token id of each row of the head; drafters of any vocabulary need `vocab_size`."""
         ids = torch.arange(self.config.draft_vocab_size or vocab_size or 0, device=self.device)
         return ids + cast(torch.Tensor, self.d2t) if self.config.has_own_head else ids
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding, and its output rows if it has none of its own.
+        """Collects the target's embedding, and unless `with_head` is False its output rows if the drafter has none.
 
-        Nothing is copied where dtype and device are the same.
-
-        Args:
-            embedding: the target's input embedding.
-            output_head: the target's output layer.
-            with_head: False leaves the rows out.
+        Nothing is copied if dtype and device agree.
         """
         scale = self.config.embedding_scale
         is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)
         as_made = scale is None and not is_normed
-        if scale is None:  # but for the norm
+        if scale is None:  # except the norm
             scale = float(getattr(embedding, "embed_scale", 1.0)) if is_normed else 1.0
         head = output_head if self.lm_head is None and with_head else None
         ids = self.draft_vocab_ids(len(cast(torch.Tensor, embedding.weight)))
@@ -290,6 +255,6 @@ class BlockNetwork(nn.Module):
 
 
 def frozen_rows(output_head: nn.Linear, ids: Sequence[int]) -> torch.Tensor:
-    """Returns a copy of some output rows of a target, `[V', D]`."""
+    """Returns a copy of the target's output rows, `[V', D]`."""
     rows = output_head.weight.detach()
     return rows[torch.tensor(list(ids), device=rows.device)].clone()

@@ -1,7 +1,7 @@
-"""Configurations of published block drafters, read from the formats that others write.
+"""Reads configurations of published block drafters.
 
-The formats number the target's layers differently. Here tap k is `hidden_states[k]` of transformers: 0 are the
-embeddings, k is the output of layer k. A list of layers that counts from 0 gives tap i + 1 for layer i.
+Formats number the target's layers differently. Here tap k is `hidden_states[k]` of transformers: 0 is the embeddings, k
+the output of layer k. In a list of layers from 0, layer i is tap i + 1.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..base.plain_config import most_of
 from .configuration import MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
 _SPECULATORS = ("dflash", "dflash2", "dspark")
-# Fields of transformers that say nothing about what a drafter computes.
+# Fields of transformers that do not affect what a drafter computes.
 _MEANINGLESS = ("is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window")
-# DeepSpec begins with a copy of the target's configuration, whatever its type, and builds layers of Qwen3 by it.
+# DeepSpec starts from a copy of the target's configuration, of any type, and builds Qwen3 layers from it.
 _COPIED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text")
 _OF_COPIES = ("attn_output_gate", "norm_topk_prob")
 
 
 def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a drafter as the package speculators writes it: DFlash, DFlash2 or DSpark."""
+    """Reads DFlash, DFlash2 or DSpark in the format of the speculators package."""
     kind = speculators_type(checkpoint)
     config = Fields(checkpoint.config, CONFIG)
     check_proposals(config)
@@ -49,7 +49,7 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
         "mask_token_id": config.integer("mask_token_id", least=0),
         "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=most_of(BlockConfig, "draft_vocab_size")),
         "sights": tuple(sights),
-        # Written here alone, for drafters that came in z-lab's format.
+        # Only this package writes it, for drafters in z-lab's format.
         "embedding_scale": None if config.flag("target_scales_embeddings", False) else 1.0,
         "last_tap_is_normed": False,
         "target_name": target_name,
@@ -63,9 +63,9 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a DFlash or DFlash2 drafter as z-lab publishes it, or a DSpark one of SpecForge, which is laid out alike.
+    """Reads DFlash or DFlash2 in z-lab's format, or SpecForge's DSpark, which has the same layout.
 
-    The embeddings of a block are those that the target makes of its rows, by a factor where it has one.
+    Block embeddings include the target's scaling factor, if any.
     """
     config = Fields(checkpoint.config, CONFIG)
     own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
@@ -99,14 +99,14 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
         **(_dflash2_heads(both) if is_second else {}),
         **(_dspark_of(both, checkpoint) if dspark else {}),
     }
-    own.ignore("enable_confidence_head", "confidence_head_with_markov")  # seen by the tensors
+    own.ignore("enable_confidence_head", "confidence_head_with_markov")  # the tensors decide
     own.refuse_unread()
     config.refuse_unread()
     return _with_loose_mask(BlockConfig(**fields), checkpoint)
 
 
 def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a DSpark drafter as DeepSeek's trainer DeepSpec writes it; `markov_rank` 0 is DFlash with anchor first."""
+    """Reads DSpark in the format of DeepSpec, DeepSeek's trainer; `markov_rank` 0 is anchor-first DFlash."""
     config = Fields(checkpoint.config, CONFIG)
     config.choice("model_type", _COPIED, "qwen3")
     config.ignore(*_MEANINGLESS, *_OF_COPIES, "num_anchors")
@@ -128,13 +128,13 @@ def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a DSpark drafter of DeepSpec for Gemma 4: layers as its full ones are, by a copy of its configuration."""
+    """Reads DeepSpec's DSpark for Gemma 4: layers like the target's full ones, from a copy of its configuration."""
     config, shapes = Fields(checkpoint.config, CONFIG), checkpoint.shapes
     config.choice("model_type", ("gemma4_text", "gemma4_unified_text"), "gemma4_text")
     config.ignore(*_MEANINGLESS, "num_anchors", "attention_k_eq_v", "tie_word_embeddings", "attention_bias")
     for name in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"):
         config.expect(name, False, 0)
-    # Where the heads of layers differ, a copy says it in several ways. The tensors are those of full layers.
+    # If heads differ by layer type, the copied fields are ambiguous; the tensors are those of full layers.
     first = "layers.0.self_attn."
     [head_dim], [keys, _] = shapes.get(first + "q_norm.weight", (0,)), shapes.get(first + "k_proj.weight", (0, 0))
     own = {**config.values, "head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
@@ -164,7 +164,7 @@ def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a DFlash drafter as transformers has it: a Muse Glimmer assistant."""
+    """Reads transformers' DFlash drafter, a Muse Glimmer assistant."""
     config = _with_defaults(checkpoint.config, CONFIG, "muse_glimmer_assistant")
     config.ignore(*_MEANINGLESS)
     fields = {
@@ -182,7 +182,7 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False) -> dict[str, Any]:
-    """Reads the sizes of the layers, which have the names of Qwen3, and that of the vocabulary if there is one."""
+    """Reads sizes of layers in Qwen3's names, and of the vocabulary if there is one."""
     bias = layer.flag("attention_bias", False)
     size = layer.integer("vocab_size", most=most_of(BlockConfig, "vocab_size")) if has_vocabulary else None
     return {
@@ -190,13 +190,13 @@ def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False
         "draft_vocab_size": size,
         "sizes": read_sizes(layer, attention_bias=bias, output_bias=bias, qk_norm=True),
         "num_hidden_layers": layer.integer("num_hidden_layers", most=MOST_LAYERS),
-        # Where kinds of layers rotate differently, it is as sliding ones do, for all.
+        # If rope differs by layer type, all layers use that of sliding ones.
         "rope": read_rope(layer, "sliding_attention", whole_heads),
     }
 
 
 def _windows(layer: Fields) -> tuple[int | None, ...]:
-    """Reads the sliding window of each layer. Without `layer_types` it is as Qwen3's configuration derives them."""
+    """Reads the sliding window of each layer; without `layer_types`, derives it as Qwen3's configuration does."""
     count, kinds = layer.integer("num_hidden_layers", most=MOST_LAYERS), layer.values.get("layer_types")
     if kinds is None:
         slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
@@ -206,19 +206,19 @@ def _windows(layer: Fields) -> tuple[int | None, ...]:
 
 
 def _sight(window: int | None, of_anchor: bool = False, causal: bool = False) -> Sight:
-    """Returns what a layer sees; a layer without a window sees all of a block, unless its format says otherwise."""
+    """Without a window, a layer sees all of a block, unless its format says otherwise."""
     return Sight(None, False, causal and not of_anchor) if window is None else Sight(window, of_anchor, causal)
 
 
 def _taps_of(layers: list[int], least: int) -> tuple[int, ...]:
-    """Returns the taps of layers that count from 0; with `least` -1, layer -1 are the embeddings."""
+    """Returns the taps of layers counted from 0; with `least` -1, layer -1 is the embeddings."""
     if min(layers) < least:
         raise ValueError(f"target_layer_ids={short(layers)} in {CONFIG} is invalid: expected numbers from {least}")
     return tuple(layer + 1 for layer in layers)
 
 
 def _dspark_heads(config: Fields, enabled: bool) -> dict[str, Any]:
-    """Reads the heads of DSpark; `enabled` is what missing switches of the confidence head mean."""
+    """Reads DSpark's heads; `enabled` is the default of the confidence head's switches."""
     rank = config.integer("markov_rank", 256 if enabled else REQUIRED, least=0, most=MOST_RANK)
     confidence = "none"
     with_markov = config.flag("confidence_head_with_markov", enabled)
@@ -229,7 +229,7 @@ def _dspark_heads(config: Fields, enabled: bool) -> dict[str, Any]:
 
 
 def _dspark_of(config: Fields, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Reads the heads of DSpark where the tensors tell whether there is a confidence head, and what it reads."""
+    """Reads DSpark's heads; the tensors show whether there is a confidence head, and its input."""
     rank, confidence = config.integer("markov_rank", 0, least=0, most=MOST_RANK), "none"
     if (shape := checkpoint.shapes.get("confidence_head.proj.weight")) is not None:
         confidence = "hidden" if shape[-1] == config.integer("hidden_size") else "markov"
@@ -238,7 +238,7 @@ def _dspark_of(config: Fields, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
-    """Reads convolutions and selector of DFlash2; `least_known` where missing sizes have the usual values."""
+    """Reads convolutions and selector of DFlash2; `least_known` gives missing sizes the usual values."""
     usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
     return {
         name: config.integer(name, value if least_known else REQUIRED, most=most_of(BlockConfig, name))
@@ -247,9 +247,9 @@ def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
 
 
 def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwen3") -> Fields:
-    """Returns fields with the defaults of their configuration class: files leave out what does not differ from it.
+    """Fills in the defaults of the configuration class, which files leave out.
 
-    A switch that is as the class has it was not switched on by the drafter, and needs no reader.
+    Switches at their default were not set by the drafter, and need no reader.
     """
     kind = values.get("model_type", model_type)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -270,19 +270,19 @@ def _default_rope(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(one: Any, other: Any, name: str, other_name: str) -> Any:
-    """Returns what two fields say, of which either may be missing."""
+    """Returns the value of two fields, either of which may be missing."""
     if one is not None and other is not None and one != other:
         raise ValueError(f"{name}={one} and {other_name}={other} in {CONFIG} contradict each other")
     return other if one is None else one
 
 
 def _with_loose_mask(config: BlockConfig, checkpoint: Checkpoint) -> BlockConfig:
-    """Returns the configuration with an own embedding of masks, if there is a file with one."""
+    """Returns the configuration with a learned mask embedding if there is a file with one."""
     return replace(config, learned_mask=True) if (checkpoint.folder / LOOSE_MASK).is_file() else config
 
 
 def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-    """Raises a ValueError that says why a drafter of a neighbouring format cannot be loaded."""
+    """Raises a ValueError that says why a drafter of a related format cannot be loaded."""
     names = checkpoint.shapes
     laguna = [name for name in names if "aux_hidden_norms" in name or ".g_proj." in name]
     if any(name.startswith("mtp.") for name in names):
@@ -295,7 +295,7 @@ def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
 
 
 def is_refused(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of a neighbouring format that is not known here."""
+    """Whether a checkpoint has a related, unsupported format."""
     own = checkpoint.config.get("dflash_config")
     domino = checkpoint.config.get("projector_type") == "domino"
     domino = domino or (isinstance(own, dict) and own.get("projector_type") == "domino")
@@ -306,12 +306,11 @@ def is_refused(checkpoint: Checkpoint) -> bool:
 
 
 def is_speculators(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is a block drafter in the format of speculators."""
     return speculators_type(checkpoint) in _SPECULATORS
 
 
 def is_deepspec(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's is that of DFlash."""
+    """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's matches DFlash."""
     names = checkpoint.config.get("architectures")
     by_name = isinstance(names, list) and any("DSpark" in str(name) for name in names)
     others = speculators_type(checkpoint) or "dflash_config" in checkpoint.config
@@ -319,22 +318,18 @@ def is_deepspec(checkpoint: Checkpoint) -> bool:
 
 
 def is_gemma_dspark(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is DSpark of DeepSpec with layers of Gemma 4."""
     return is_deepspec(checkpoint) and "Gemma4DSparkModel" in str(checkpoint.config.get("architectures"))
 
 
 def is_transformers(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is transformers' own DFlash drafter."""
     return names_transformers(checkpoint.config)
 
 
 def names_transformers(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of transformers' own DFlash drafter."""
     return config.get("model_type") == "muse_glimmer_assistant"
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is DFlash or DFlash2 as z-lab publishes it."""
     if speculators_type(checkpoint):
         return False
     known = {"fc.weight", "hidden_norm.weight"} <= checkpoint.shapes.keys()

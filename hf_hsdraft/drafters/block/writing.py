@@ -1,4 +1,4 @@
-"""The configuration of a block drafter in the format of the package speculators, which vLLM reads too."""
+"""Writes a block drafter's configuration in the speculators format, which vLLM reads too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...core.checks import public_name
 from ...hub.speculators_format import speculators_fields
 from .configuration import BlockConfig
 
-# Class names that engines know these drafters by.
+# Class names that engines use.
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 
 
 def kind_of(config: BlockConfig) -> str:
-    """Returns the kind of drafter that a configuration describes: `"dflash"`, `"dflash2"` or `"dspark"`."""
+    """Returns the type of drafter: `"dflash"`, `"dflash2"` or `"dspark"`."""
     if config.selector_rank:
         return "dflash2"
     heads = config.markov_rank > 0 or config.confidence_head != "none"
@@ -23,10 +23,9 @@ def kind_of(config: BlockConfig) -> str:
 
 
 def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the config.json of a drafter. Switches are always written: readers do not agree on their defaults.
+    """Returns a drafter's config.json, with all switches, since readers have different defaults.
 
-    Raises:
-        ValueError: the format cannot say what the drafter computes.
+    Raises a ValueError if the format cannot express what the drafter computes.
     """
     _check_can_be_written(config)
     kind, sizes, sights = kind_of(config), config.sizes, config.sights
@@ -80,7 +79,7 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_can_be_written(config: BlockConfig) -> None:
-    """Raises a ValueError for what the format has no field for."""
+    """Raises a ValueError for anything the format has no field for."""
     sights = [sight for sight in config.sights if sight.reach is not None or sight.causal]
     one_rule = len({(sight.reach, sight.causal) for sight in sights}) <= 1
     told = {

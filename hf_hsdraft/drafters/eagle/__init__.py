@@ -1,4 +1,4 @@
-"""Drafters that go on from the target's hidden states by their own ones ("EAGLE-3"), and parallel ones (P-EAGLE)."""
+"""Drafters that extrapolate the target's hidden states autoregressively (EAGLE-3) or in parallel (P-EAGLE)."""
 
 from ..base.formats import Format, register_format, with_fields
 from .eagle_formats import describe, is_eagle, is_speculators

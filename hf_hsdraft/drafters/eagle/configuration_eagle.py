@@ -1,4 +1,4 @@
-"""Configuration of an EAGLE-3 drafter: what its target must be, and which of the published variants it is."""
+"""Configuration of an EAGLE-3 drafter, in all published variants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig, described
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
-DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees
+DRAFT_STEPS = 7  # if the files do not say: the depth of the authors' trees
 
 
 @described
@@ -22,10 +22,7 @@ DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the de
 class EagleConfig(PlainConfig):
     """Configuration of an [`EagleDrafter`] (EAGLE-3, "Scaling up Inference Acceleration via Training-Time Test").
 
-    Every field is checked when the configuration is built.
-
-    Raises:
-        ValueError: a field is out of range or contradicts another one.
+    Fields are checked on construction; a ValueError names one that is out of range or contradicts another.
     """
 
     model_type: ClassVar[str] = "eagle3"
@@ -122,15 +119,11 @@ class EagleConfig(PlainConfig):
         """Derives the configuration of a new drafter from a loaded target: one layer like the target's.
 
         Args:
-            target: a model of transformers that generates text.
             num_draft_steps: K.
-            draft_vocab_size: V'; the number of `draft_vocab_ids`, or the whole vocabulary, by default.
-            draft_vocab_ids: token ids that the drafter can propose; the first V' by default.
-            target_tap_layers: hidden states to read; one low, one middle and one high one by default.
-            fields: other fields, as the constructor takes them.
-
-        Raises:
-            ValueError: a field is invalid.
+            draft_vocab_size: V'; by default the number of `draft_vocab_ids`, or the whole vocabulary.
+            draft_vocab_ids: draftable token ids; the first V' by default.
+            target_tap_layers: hidden states to read; by default a low, a middle and a high one.
+            fields: other fields of the constructor. An invalid one raises a ValueError.
         """
         config = text_config(target)
         rope = getattr(config, "rope_parameters", None) or {}
@@ -160,28 +153,23 @@ class EagleConfig(PlainConfig):
 
     @property
     def num_taps(self) -> int:
-        """Number of hidden states that the drafter reads."""
         return 3 if self.target_tap_layers is None else len(self.target_tap_layers)
 
     def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
-        """Returns the hidden states that the drafter reads of a target with so many layers."""
+        """Returns the hidden states that it reads of a target with so many layers."""
         if self.target_tap_layers is not None:
             return tuple(self.target_tap_layers)
         return 2, num_hidden_layers // 2, num_hidden_layers - 3
 
     @property
     def window(self) -> int | None:
-        """The window of all layers.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """The common window of all layers; raises a ValueError if they differ."""
         if len(set(self.windows)) > 1:
             raise ValueError(f"windows={self.windows} is invalid in training: expected the same of each layer")
         return self.windows[0]
 
 
 def default_taps(num_hidden_layers: int) -> tuple[int, ...]:
-    """Returns 2, L // 2 and L - 3 as the authors read them; of a small target the next numbers below its last layer."""
+    """Returns the authors' 2, L // 2 and L - 3; for a small target, clipped below its last layer."""
     wanted = (2, num_hidden_layers // 2, num_hidden_layers - 3)
     return tuple(sorted({max(min(tap, num_hidden_layers - 1), 0) for tap in wanted}))

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 drafter drafts after the accepted positions: rows of drafted tokens, and what they predict."""
+"""Drafted rows of an EAGLE-3 drafter and the tokens that they predict."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from .eagle_network import EagleNetwork
 
 
 class DraftedRows:
-    """The rows of what is drafted in one round: keys and values by node, and who sees whom.
+    """Rows drafted in one round: keys and values by node, and ancestor masks.
 
-    Rows have numbers: 0 is a text's last accepted pair, 1 and following the drafted rows in the order of `extend`.
+    Row 0 is the last accepted pair; drafted rows follow in the order of `extend`.
 
     Args:
-        network: of the drafter.
-        context: what was read. What is drafted is written behind it, and counts no longer when more is read.
-        rows: the texts that are drafted for; each has been read.
+        context: accepted positions. Drafted ones are written after them, and overwritten when more are read.
+        rows: rows of the batch to draft for; each has been read.
         states: `[B, D]`, y of their last pairs.
-        last: `[B, 1]`, int64, the positions of these.
+        last: `[B, 1]`, int64, positions of these pairs.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class DraftedRows:
 
     @property
     def states(self) -> torch.Tensor:
-        """y of all rows, `[B, 1 + m, D]`, by their numbers."""
+        """y of all rows by number, `[B, 1 + m, D]`."""
         return self._states
 
     def extend(
@@ -51,17 +50,14 @@ class DraftedRows:
         depths: torch.Tensor,
         causal: bool = False,
     ) -> torch.Tensor:
-        """Drafts further rows; each sees the accepted text, its ancestors and itself.
+        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`.
 
         Args:
-            states: `[B, n, D]`, the states that the rows read.
+            states: `[B, n, D]`, input states.
             embeds: `[B, n, D]`, embeddings of their tokens.
-            parents: `[B, n]`, int64, numbers of their parents.
-            depths: `[n]`, int64, by how many positions they are after the last accepted pair.
-            causal: whether each row sees those before it in this call too.
-
-        Returns:
-            their numbers, `[B, n]`, int64.
+            parents: `[B, n]`, int64, row numbers.
+            depths: `[n]`, int64, distance from the last accepted pair.
+            causal: whether each row also sees the earlier rows of this call.
         """
         (batch, count), before = parents.shape, self._above.shape[2]
         self._states = torch.cat([self._states, self._run(states, embeds, parents, depths, causal)], dim=1)
@@ -81,7 +77,7 @@ class DraftedRows:
         slots = context.drafted(rows, before, count)
         places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
 
-        @cache  # layers of the same window share a mask
+        @cache  # layers with the same window share a mask
         def seen(window: int | None) -> torch.Tensor:
             near = None if window is None else (window - depths).expand(batch, -1)
             accepted = context.seen(rows, self._last.expand(-1, count), near, drafted)
@@ -97,15 +93,13 @@ class DraftedRows:
 
 
 class EagleExpansion(Expansion):
-    """Runs the drafter on the nodes that a builder expands, level by level. A node's state is the number of its row.
+    """Expands nodes level by level. A node's state is the number of its row.
 
     Args:
-        network: of the drafter.
-        weights: what it borrows of the target.
         drafted: the rows of this round.
         depth: greatest depth of a child.
-        temperature: of the distributions given.
-        race: where the target's draws are foreseen; probabilities are those of winning it then.
+        temperature: of the returned distributions.
+        race: with foreseen target draws; probabilities are then those of winning the race.
     """
 
     def __init__(
@@ -129,7 +123,7 @@ class EagleExpansion(Expansion):
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As every `Expansion`; a race is run among the likely tokens of each text alone, as it sorts them."""
+        """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
         logits, numbers = self.logits(level, tokens, states)
         race, columns = self._race, None
         if race is not None and logits.shape[-1] >= 2 * TUNING.likely_columns:
@@ -144,11 +138,7 @@ class EagleExpansion(Expansion):
     def logits(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits `[B, n, V']` of all children and the numbers `[B, n, 1]` of the nodes' rows.
-
-        Args:
-            level, tokens, states: see `Expansion`. The root's row is that of the last accepted pair.
-        """
+        """Returns logits `[B, n, V']` of all children and row numbers `[B, n, 1]` of the nodes; the root's row is 0."""
         network, drafted = self._network, self._drafted
         if states is None:
             return network.logits(drafted.states[:, :1]), torch.zeros_like(tokens)[..., None]
@@ -170,10 +160,7 @@ def parallel_logits(
 ) -> torch.Tensor:
     """Returns the logits `[B, depth, V']` of all depths by one forward over rows of the mask token (P-EAGLE).
 
-    Args:
-        network, weights, drafted: see `EagleExpansion`.
-        mask: the mask token.
-        depth: number of depths. The last accepted pair gives the first one.
+    The last accepted pair gives the first depth.
     """
     root = drafted.states
     if depth > 1:

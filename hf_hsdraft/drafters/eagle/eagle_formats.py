@@ -1,4 +1,4 @@
-"""The formats in which EAGLE-3 drafters are published, each read into one configuration.
+"""Reads published EAGLE-3 formats into one configuration.
 
 | format | written by | hidden states it names |
 |---|---|---|
@@ -8,7 +8,7 @@
 | EAGLE-3, P-EAGLE | NeMo AutoModel | none, as its authors |
 | EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
 
-Tensors have the names of the network's parameters, but that the first layer may be called `midlayer`.
+Tensors have the network's parameter names, except that the first layer may be called `midlayer`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from ..base.vocabulary_maps import drafted_ids
 from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
-KINDS = ("eagle3", "peagle")  # of speculators
+KINDS = ("eagle3", "peagle")  # in speculators
 _LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _IDS = "eagle_aux_hidden_state_layer_ids"
-# Switches that change nothing here: about training, caches, and which class of transformers saved the file.
+# Switches without effect here: on training, caches, and the class that saved the file.
 _HARMLESS = ("use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "has_no_defaults_at_init")
-# Of copies of a Hunyuan target's configuration. AngelSlim's class always rotates, and norms of queries are tensors.
+# From copies of a Hunyuan target's configuration. AngelSlim's class always rotates; tensors show the query norms.
 _OF_HUNYUAN = ("use_qk_norm", "use_rotary_pos_emb")
-_PARALLEL_STEPS = 8  # depths that SpecForge and NeMo train a parallel drafter for, where its files do not say
+_PARALLEL_STEPS = 8  # SpecForge's and NeMo's training depth of parallel drafters, if the files lack it
 _OF_NEMO = "LlamaEagle3DraftModel"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a drafter's configuration, and where its tensors are.
+    """A drafter's configuration, and the names of its tensors.
 
     Attributes:
-        checkpoint: the files.
-        config: without the ids of the draft vocabulary, which are a tensor.
-        first_layer: how the files call the first layer.
+        config: lacks the ids of the draft vocabulary, which are a tensor.
+        first_layer: the files' name of the first layer.
     """
 
     checkpoint: Checkpoint
@@ -58,14 +57,7 @@ class Reading:
     first_layer: str = "layers.0"
 
     def check(self, drafter: nn.Module) -> None:
-        """Compares the tensors with the configuration.
-
-        Args:
-            drafter: made of the configuration; on the meta device, so that nothing is allocated before.
-
-        Raises:
-            ValueError: names or shapes are not those of the configuration.
-        """
+        """Raises a ValueError if names or shapes of tensors do not match `drafter`, which may be on the meta device."""
         wanted = {self._in_files(name): tuple(each.shape) for name, each in drafter.named_parameters()}
         if self.tied_head:
             del wanted["lm_head.weight"]
@@ -75,12 +67,7 @@ class Reading:
         self.checkpoint.check_shapes({**wanted, **needed}, maps)
 
     def state(self, drafter: nn.Module, kind: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """Returns the parameters of a drafter by name, out of the files.
-
-        Args:
-            drafter: made of the configuration.
-            kind: dtype of the parameters; that of the files for `None`.
-        """
+        """Returns the parameters by name from the files, as dtype `kind`; None for the dtype of the files."""
         names = {self._in_files(name): name for name, _ in drafter.named_parameters()}
         state = {names[name]: tensor for name, tensor in self.checkpoint.tensors(names.keys())}
         if self.tied_head:
@@ -90,7 +77,7 @@ class Reading:
 
     @property
     def tied_head(self) -> bool:
-        """Whether the head is the drafter's own embedding, as SGLang reads files without a head of its own."""
+        """Whether the head is the drafter's embedding, as SGLang reads files without a head."""
         fields, config = self.checkpoint.config, self.config
         told = fields.get("tie_word_embeddings") is True and config.own_embedding
         return told and "lm_head.weight" not in self.checkpoint.shapes and config.draft_vocab_size == config.vocab_size
@@ -98,11 +85,10 @@ class Reading:
     def complete_config(self) -> EagleConfig:
         """Returns the configuration with the ids of the draft vocabulary.
 
-        Raises:
-            ValueError: they are no distinct tokens of the target, or the files contradict themselves.
+        Raises a ValueError if they are not distinct tokens of the target, or the files contradict each other.
         """
         config = self.config
-        if config.draft_vocab_size == config.vocab_size:  # maps say nothing then
+        if config.draft_vocab_size == config.vocab_size:  # maps mean nothing then
             return config
         ids = drafted_ids(self.checkpoint, config.vocab_size)
         return replace(config, draft_vocab_ids=tuple(ids.tolist()))
@@ -112,25 +98,20 @@ class Reading:
 
 
 def is_speculators(checkpoint: Checkpoint) -> bool:
-    """Whether these are files of speculators' EAGLE family; those that cannot be read are refused by name."""
+    """Whether these are files of speculators' EAGLE family; unreadable members are refused by name later."""
     return speculators_type(checkpoint) in (*KINDS, "eagle", "mtp")
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
-    """Whether these are files of an EAGLE drafter of another project, or of a prediction head inside a target."""
+    """Whether these are files of another project's EAGLE drafter, or of a prediction head inside a target."""
     names = checkpoint.shapes
     return _has_eagle3_layer(names) or _is_older(names) or _is_inside_target(names)
 
 
 def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
-    """Reads the configuration of a drafter in any format of the family.
+    """Reads a drafter's configuration in any of the formats; `mask_token_id` is for files that lack it.
 
-    Args:
-        checkpoint: the files.
-        mask_token_id: the mask of a parallel drafter whose files do not name it.
-
-    Raises:
-        ValueError: a field is missing, wrong or unknown, or the drafter is of a kind that is refused.
+    Raises a ValueError if a field is missing, invalid or unknown, or the drafter is of an unsupported type.
     """
     if speculators_type(checkpoint):
         return _read_speculators(checkpoint)
@@ -138,7 +119,6 @@ def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns what `hsdraft info` tells of a drafter by its files."""
     told = fields_told(checkpoint)
     try:
         config = read(checkpoint, mask_token_id=0).config
@@ -222,13 +202,13 @@ def _read_eagle(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Rea
         mask_token_id=_mask_token(fields, mask_token_id) if parallel else None,
         num_draft_steps=fields.integer("num_depths", _PARALLEL_STEPS, most=64) if parallel else DRAFT_STEPS,
     )
-    fields.ignore(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting")  # seen by the tensors
+    fields.ignore(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting")  # the tensors decide
     fields.refuse_unread()
     return Reading(checkpoint, config, first)
 
 
 def _mask_token(fields: Fields, given: int | None) -> int:
-    """The token whose embedding a parallel drafter's deeper rows read."""
+    """The token whose embedding the deeper rows of a parallel drafter read."""
     place = fields.table("eagle_config", None) or fields
     own = fields.integer("mask_token_id", place.integer("mask_token_id", given, least=0), least=0)
     if own is None:
@@ -280,7 +260,7 @@ def _is_of_layer(name: str) -> bool:
 
 
 def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSizes:
-    """Sizes of the layers. Whether they have biases and norms of queries and keys is seen by the tensors."""
+    """Sizes of the layers. The tensors show biases and norms of queries and keys."""
     names = checkpoint.shapes
     fields.ignore("attention_bias", "qkv_bias")
     return read_sizes(
@@ -292,19 +272,19 @@ def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSiz
 
 
 def _with_defaults(layer: Fields) -> dict[str, Any]:
-    """All fields of a layer's configuration: speculators leaves out what is as transformers' class has it."""
+    """The layer fields with the defaults of transformers' class, which speculators leaves out."""
     kind = _LAYER_CONFIGS[layer.choice("model_type", tuple(_LAYER_CONFIGS), "qwen3")]
-    rope = read_rope(layer)  # before transformers puts its own values in the place of some wrong ones
+    rope = read_rope(layer)  # before transformers replaces some invalid values
     given = {name: value for name, value in layer.values.items() if name != "model_type"} | rope
     try:
         return kind(**given).to_dict()
-    except Exception as error:  # transformers raises what it likes for a wrong value
+    except Exception as error:  # transformers raises various types for wrong values
         expected = f"expected fields of a {kind.__name__}"
         raise ValueError(f"{layer.place} is invalid ({printable(error)}): {expected}") from error
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; only layers that are called sliding have one."""
+    """The window of each layer; only sliding layers have one."""
     kinds = fields.values.get("layer_types")
     fields.ignore("use_sliding_window")
     if kinds is None or (isinstance(kinds, list) and "sliding_attention" not in kinds):
@@ -313,7 +293,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _named_taps(fields: Fields) -> tuple[int, ...] | None:
-    """The hidden states that files name in one of three ways; `None` if in none."""
+    """The hidden states that the files name in one of three ways; None if they do not."""
     of_authors = _ascending(fields, _IDS, 0)
     of_specforge = _ascending(fields.table("eagle_config", Fields({}, "config.json, eagle_config")), _IDS, 1)
     of_deepspec = _ascending(fields, "target_layer_ids", 1, least=-1)
@@ -327,8 +307,8 @@ def _named_taps(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[int, ...] | None:
-    """Numbers of hidden states, by numbers of layers that differ from them by `offset`."""
-    if fields.values.get(name) == []:  # as a missing one, for all projects that write it
+    """Hidden states of numbered layers; they differ by `offset`."""
+    if fields.values.get(name) == []:  # all projects that write it mean a missing one
         return None
     ids: Sequence[int] | None = fields.integers(name, None, least=least, most=4096)
     if ids is None:
@@ -342,10 +322,10 @@ def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[
 
 
 def _steps(fields: Fields, parallel: bool) -> int:
-    """The greatest depth of a draft. Only files that were written here name it.
+    """The greatest draft depth; only files written by this package name it.
 
-    What others propose at once is how far a parallel drafter was trained. One that goes on from its own states may go
-    further: they name what they serve with.
+    Other files name the number of tokens proposed at once. For a parallel drafter this is its training depth; an
+    autoregressive one may go deeper than that serving default.
     """
     proposals = fields.table("speculators_config", Fields({}, "")).values.get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else {}

@@ -1,8 +1,8 @@
-"""The network of an EAGLE-3 drafter: parameters by the names of published files, and what they compute.
+"""The network of an EAGLE-3 drafter, with the parameter names of published files.
 
-With i a position of the text, e the embedding and h_i the target's hidden states: a row of an accepted position reads
-e(x_{i+1}) and the fused h_i, and gives y_i, by which x_{i+2} is drafted. A row of a drafted token reads its embedding
-and the y of the row that drafted it, one position later ("EAGLE-3", section 3.1).
+At position i, with embedding e and the target's hidden state h_i: the row of an accepted position reads e(x_{i+1}) and
+the fused h_i, and gives y_i, which predicts x_{i+2}. The row of a drafted token reads its embedding and the y of the
+row that drafted it, one position later ("EAGLE-3", section 3.1).
 
 Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size, V' draft vocabulary.
 """
@@ -25,16 +25,11 @@ from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 
-AttendRows = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
+AttendRows = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 
 
 class EagleLayer(DecoderLayer):
-    """A decoder layer. The first one reads an embedding beside each state: `input_layernorm` norms that.
-
-    Args:
-        config: of the drafter.
-        first: whether it is the first layer.
-    """
+    """A decoder layer. The first one also reads an embedding, which `input_layernorm` norms."""
 
     def __init__(self, config: EagleConfig, first: bool) -> None:
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
@@ -45,7 +40,7 @@ class EagleLayer(DecoderLayer):
     def forward(
         self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None, embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As every layer; `embeds` are the embeddings `[..., n, D]` of the tokens."""
+        """As in `DecoderLayer`, with embeddings `[..., n, D]` of the tokens."""
         if self.hidden_norm is None:
             return super().forward(x, rope, attend, rows)
         normed = self.hidden_norm(x)
@@ -54,14 +49,7 @@ class EagleLayer(DecoderLayer):
 
 
 class EagleNetwork(nn.Module):
-    """Parameters and forward of an EAGLE-3 drafter, or of a parallel one (P-EAGLE).
-
-    Args:
-        config: of the drafter.
-
-    Raises:
-        ValueError: the rotary embedding is of no kind that transformers has.
-    """
+    """Network of an EAGLE-3 drafter, or of a parallel one (P-EAGLE); raises a ValueError for an unknown rope type."""
 
     loss_function: Callable[..., Any] | None = None
 
@@ -80,22 +68,20 @@ class EagleNetwork(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
         self.rotary = rotary_of(dict(config.rope), config.layer)
-        # Of `FeedbackTrial`: how many tokens each reading of `norm_output` had right, and after how many pairs.
+        # `FeedbackTrial`'s counts: right tokens by each reading of `norm_output`, and number of pairs.
         self.feedback_counts: dict[bool, int] = {}
         self.feedback_tried = 0
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.fc.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
         return self.fc.weight.dtype
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., D]` that the first layer reads in place of taps `[..., taps * target's D]`."""
+        """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm is not None:
@@ -109,11 +95,11 @@ class EagleNetwork(nn.Module):
         """Returns y of rows `[..., n, D]`.
 
         Args:
-            states: `[..., n, D]`, fused hidden states of the target, or what `fed_back` gives.
+            states: `[..., n, D]`, fused hidden states of the target, or from `fed_back`.
             embeds: `[..., n, D]`, embeddings of the tokens.
             positions: `[..., n]`, int64.
-            attend: keeps keys and values, and mixes what the rows see.
-            rows: the rows whose y is wanted; `None` for all.
+            attend: stores keys and values, and computes attention.
+            rows: rows to return; None for all.
         """
         rope = self.rotary(positions, states.dtype)
         last, x = len(self.layers) - 1, states
@@ -122,15 +108,15 @@ class EagleNetwork(nn.Module):
         return x
 
     def fed_back(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns the state that the row of a drafted token reads, of the y `[..., D]` that drafted it."""
+        """Maps y `[..., D]` to the input state of the token that it drafted."""
         return self.norm(y) if self.config.norm_output else y
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights | None = None) -> torch.Tensor:
-        """Returns draft logits `[..., V']` of states y `[..., D]`. Nothing of the target is needed for it."""
+        """Returns draft logits `[..., V']` of states y `[..., D]`; `weights` is not used."""
         return self.lm_head(self.norm(hidden))
 
     def draft_vocab_ids(self) -> torch.Tensor:
-        """Returns `[V']`, int64: the token id behind each row of the head. It is not to be changed."""
+        """Returns `[V']`, int64, the token id of each row of the head. Cached; do not modify."""
         ids = self.config.draft_vocab_ids
         if ids is None:
             return torch.arange(self.config.draft_vocab_size, device=self.device)
@@ -140,7 +126,7 @@ class EagleNetwork(nn.Module):
         return known[1]
 
     def mask_states(self) -> torch.Tensor:
-        """Returns the state `[D]` of the deeper rows of a parallel drafter."""
+        """Returns the input state `[D]` of the deeper rows of a parallel drafter."""
         return self.fuse(cast(torch.Tensor, self.mask_hidden)).flatten()
 
     def forward(
@@ -155,22 +141,21 @@ class EagleNetwork(nn.Module):
         path_embeds: torch.Tensor | None = None,
         labels: Any = None,
     ) -> DrafterOutput:
-        """Reads texts, then unrolls drafts from some of their positions (EAGLE-3's training-time test).
+        """Reads sequences, then unrolls drafts from some positions (EAGLE-3's training-time test).
 
-        A row of step s at start i has read the text up to i by the target's hidden states, and the s steps of its own
-        chain by its own.
+        The row of step s at start i sees the target's states up to i, and the s steps of its chain as drafted states.
 
         Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i, side by side.
+            taps: `[T, taps * D]`, the target's hidden states h_i, concatenated.
             embeds: `[T, D]`, embeddings of the next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
-            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
-            num_draft_steps: K of this call, the configuration's by default.
-            num_rolled: number of chains that go beyond the first depth, the first ones of `starts`; `None` for all.
-            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth of a chain; for a
-                parallel drafter, of the mask token. The first depth has them from `embeds`, and looks at none here.
-            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with.
+            position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
+            starts: `[S]`, int64, pairs at which chains start; None for the last one only.
+            document_ids: `[T]`, int64; attention stays within a document. None for a single document.
+            num_draft_steps: K, the configuration's by default.
+            num_rolled: unroll only the first so many of `starts` beyond depth 1; None for all.
+            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth, or of the mask
+                token for a parallel drafter. The first depth is not read here but from `embeds`.
+            labels: for `loss_function(drafter, hidden_states, labels)`.
 
         Raises:
             ValueError: `path_embeds` is missing, or the layers have different windows.
@@ -195,7 +180,7 @@ class EagleNetwork(nn.Module):
 
 
 def _of_packed(attend: PackedAttend) -> AttendRows:
-    """The attention of packed texts, for keys and values that stand row by row."""
+    """Packed attention, with keys and values row by row."""
 
     def attend_rows(
         layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
@@ -205,13 +190,13 @@ def _of_packed(attend: PackedAttend) -> AttendRows:
     return attend_rows
 
 
-# By drafter, with the ids of its configuration that they were made of: to make them takes long for every call.
+# Cached by drafter, with the configured ids: slow to build for every call.
 _vocabularies: weakref.WeakKeyDictionary[EagleNetwork, tuple[Sequence[int], torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def initialise(network: EagleNetwork, std: float = 0.02) -> None:
-    """Draws the weights of a new drafter: products and embeddings from a normal distribution, norms as ones."""
+    """Initialises a new drafter: products and embeddings normally distributed, norms 1."""
     for module in network.modules():
         if isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)

@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE-3 drafter in the format of the package speculators, which vLLM reads too."""
+"""Writes an EAGLE-3 drafter's configuration in the speculators format, which vLLM reads too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 def vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:
-    """Returns `d2t` `[V']`, int64, from a row to its token, and `t2d` `[V]`, bool, the tokens with rows.
-
-    They are not written for a whole vocabulary.
-    """
+    """Returns `d2t` `[V']`, int64, from row to token, and `t2d` `[V]`, bool; nothing for a whole vocabulary."""
     if config.draft_vocab_size == config.vocab_size:
         return {}
     size = config.draft_vocab_size
@@ -28,7 +25,7 @@ def vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:
 
 
 def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns config.json of a drafter. Every switch is written: readers differ in what a missing one means."""
+    """Returns a drafter's config.json, with all switches, since readers have different defaults."""
     kind, layer = "eagle3" if config.mask_token_id is None else "peagle", config.layer
     described = {
         "model_type": "qwen3" if layer.qk_norm else "llama",
@@ -69,6 +66,6 @@ def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if not config.norm_output_told:  # so that the loading code continues the trial
+    if not config.norm_output_told:  # the next load continues the trial
         fields["norm_output_told"] = False
     return fields if config.mask_token_id is None else {**fields, "mask_token_id": config.mask_token_id}

@@ -1,4 +1,4 @@
-"""The session of an EAGLE-3 drafter: what it has read of the texts of a call, and the trees that it drafts next."""
+"""Session of an EAGLE-3 drafter."""
 
 from __future__ import annotations
 
@@ -25,17 +25,12 @@ from .feedback_trial import FeedbackTrial, can_be_tried
 
 
 class EagleSession(ReadingSession):
-    """Drafts trees (or chains) for the texts of a batch, a depth of all of them in one forward.
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward; arguments as in `ReadingSession`.
 
-    Args:
-        network: weights and configuration; not changed.
-        weights: what the drafter borrows of the target.
-        options: of the call.
-        count: number of texts.
-        foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
+    Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
 
     Attributes:
-        expansion_class: what runs the drafter on nodes.
+        expansion_class: runs the drafter on nodes.
     """
 
     expansion_class: type[EagleExpansion] = EagleExpansion
@@ -53,7 +48,7 @@ class EagleSession(ReadingSession):
         parallel = config.mask_token_id is not None
         sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
-        self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of the last pair of each text that was read
+        self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of each row's last pair read
         self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)
 
     def columns(self, news: Accepted) -> Columns:
@@ -63,7 +58,7 @@ class EagleSession(ReadingSession):
             embeds, count = self.weights.embed(news.following), len(news.positions)
         elif news.embeds.shape[-1] == last.shape[-1]:
             embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
-        else:  # the drafter's embedding has another width, and which tokens these are is not known
+        else:  # the drafter's embedding has another width, and the token ids are unknown
             embeds, count = last, 1
         taps, positions = news.taps[-count:], news.positions[-count:]
         if self._trial is not None and news.row == 0 and len(news.following) >= count:
@@ -78,21 +73,21 @@ class EagleSession(ReadingSession):
         self._last.update(zip(counts, states, strict=True))
 
     def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendRows:
-        """The attention of accepted pairs, which stand text by text: each sees its text up to itself."""
+        """Attention of accepted pairs, row by row: each sees its sequence up to itself."""
         context, rows, windows = self._context, list(counts), self.drafter.config.windows
 
         def attend(
             layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: Any
         ) -> torch.Tensor:
             context.write(layer, slots, keys, values)
-            if ends is not None:  # of each text the last pair alone
+            if ends is not None:  # only the last pair of each row
                 seen = context.seen(rows, positions[ends][:, None], windows[layer])
                 return batched_attention(queries[:, None], *context.view(layer, rows), seen)[:, 0]
             mixed = []
             texts = zip(rows, queries.split(list(counts.values())), positions.split(list(counts.values())), strict=True)
             for row, own, at in texts:
                 view = context.view(layer, [row])
-                # A mask of a whole prompt would grow with its square.
+                # A mask of a whole prompt would grow quadratically.
                 for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
                     seen = context.seen([row], last[None], windows[layer])
                     mixed.append(batched_attention(block[None], *view, seen)[0])
@@ -102,7 +97,7 @@ class EagleSession(ReadingSession):
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         read = self._context
-        self._context = copy.deepcopy(read)  # what is drafted is written over by later rounds
+        self._context = copy.deepcopy(read)  # later rounds overwrite drafted positions
         made = self.expansion(asks, expansion.depth, options)
         self._context = read
         return made
@@ -121,6 +116,6 @@ class EagleSession(ReadingSession):
         return ParallelExpansion(logits, temperature=temperature, race=race)
 
     def rows_after(self, rows: Sequence[int]) -> DraftedRows:
-        """Returns the rows of what is drafted after some texts, of which nothing is pending."""
+        """Returns the drafted rows of sequences without pending pairs."""
         states = torch.stack([self._last[row] for row in rows])
         return DraftedRows(self.drafter, self._context, rows, states, self.anchors(rows) - 1)

@@ -1,7 +1,7 @@
-"""Which state the rows of drafted tokens read, where a drafter's files do not tell: tried on the texts of its calls.
+"""Decides by trial which state drafted rows read, if a drafter's files do not tell.
 
 Until September 2026 SpecForge wrote `norm_output: true` into files of plain EAGLE-3. Elsewhere, and there since then,
-it says that the normed state is fed back (EAGLE-3.1). Both readings draft the same first token.
+it means that the normed state is fed back (EAGLE-3.1). Both readings draft the same first token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .eagle_network import EagleNetwork
 
 logger = logging.get_logger(__name__)
 
-_DEPTH = 4  # of the chains that are compared
-_CONTEXT = 96  # accepted pairs that a chain sees
-_ENOUGH = 64  # pairs after the prompt, by which the readings have been told apart
-_STEP = 16  # pairs between two comparisons
+_DEPTH = 4  # of compared chains
+_CONTEXT = 96  # accepted pairs visible to a chain
+_ENOUGH = 64  # pairs after the prompt that suffice for a decision
+_STEP = 16  # pairs between comparisons
 
 _PROMPTS = (
     "How does a bicycle stay upright? Explain it step by step.",
@@ -34,30 +34,26 @@ Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def can_be_tried(config: EagleConfig) -> bool:
-    """Whether a drafter's files leave its reading open and its chains can be compared: all layers have one window."""
+    """Whether the files leave the reading open, and chains can be compared: all layers share one window."""
     return not config.norm_output_told and len(set(config.windows)) == 1
 
 
 class FeedbackTrial:
-    """Compares both readings on one text while it is decoded, and makes the drafter go by the better one.
+    """Compares both readings on one sequence during decoding, and sets the network's `norm_output` to the better one.
 
-    From each accepted pair both draft a chain along the text, which is the target's own after the prompt. Counted are
-    the tokens up to the first wrong one. The counts are the drafter's, so that the next call continues a short one.
-
-    Args:
-        network: of the drafter; its `norm_output` is changed.
-        weights: what the drafter borrows of the target.
+    From each accepted pair both draft a chain; after the prompt, the text is the target's output. It counts tokens up
+    to the first wrong one. Counts are stored on the drafter, so that the next call continues a short trial.
     """
 
     def __init__(self, network: EagleNetwork, weights: TargetWeights) -> None:
         self._network, self._ids = network, weights.vocab_ids
         self._pairs: list[Pairs] = []
-        self._done = self._waiting = 0  # pairs that chains have started from, and those since the last comparison
-        self._tried = -1  # pairs after the prompt, -1 before it
+        self._done = self._waiting = 0  # pairs compared, and pairs since the last comparison
+        self._tried = -1  # pairs after the prompt; -1 before it
         self._depth = min(_DEPTH, network.config.num_draft_steps)
 
     def add(self, taps: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, following: torch.Tensor) -> None:
-        """Takes accepted pairs: taps `[n, ...]`, embeddings `[n, D]`, positions `[n]`, and the tokens after them."""
+        """Takes accepted pairs: taps `[n, ...]`, embeddings `[n, D]`, positions `[n]`, and the following tokens."""
         network = self._network
         self._pairs.append((
             taps[-_CONTEXT:].to(network.device, network.dtype),
@@ -70,7 +66,7 @@ class FeedbackTrial:
 
     @torch.no_grad()
     def decide(self) -> None:
-        """Compares the readings where enough has been accepted, and takes the better one; 3.1 while they are equal."""
+        """Compares the readings once enough was accepted, and takes the better one; 3.1 in a tie."""
         network = self._network
         if network.config.norm_output_told or self._waiting < (_STEP if self._done else self._depth + 2):
             return
@@ -102,7 +98,7 @@ class FeedbackTrial:
 
 
 def told(network: EagleNetwork) -> str:
-    """Says which reading a drafter goes by, and why."""
+    """Says which reading a drafter uses, and why."""
     counts, config = network.feedback_counts, network.config
     taken = "the normed state (EAGLE-3.1)" if config.norm_output else "the state before the norm (EAGLE-3)"
     if counts:
@@ -115,7 +111,7 @@ def told(network: EagleNetwork) -> str:
 
 
 def try_on(drafter: Any, target: Any, tokenizer: Any) -> str:
-    """Lets a target write a few lines with a drafter, and says which reading is taken."""
+    """Generates a few lines with the target and the drafter, and says which reading was chosen."""
     for prompt in _PROMPTS:
         if can_be_tried(drafter.config):
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)

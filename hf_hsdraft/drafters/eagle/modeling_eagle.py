@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter as users know it: loaded, saved, and handed to `generate()`."""
+"""The EAGLE-3 drafter: loading, saving, and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ from .eagle_session import EagleSession
 
 
 class EagleDrafter(EagleNetwork, PublishedDrafter):
-    """An EAGLE-3 drafter, or a parallel one (P-EAGLE), of any project that publishes them.
+    """An EAGLE-3 drafter, or a parallel one (P-EAGLE), in any published format.
 
-    Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
-    drafter may serve several threads. The options are those that all drafters have. A new drafter is untrained.
+    Holds weights, configuration and, in `generation_config`, the drafting options common to all drafters, but no state
+    of a call, so several threads may share it. The constructor makes an untrained drafter; an unknown rope type raises
+    a ValueError.
 
         drafter = AutoDrafter.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
         out = model.generate(**inputs, assistant_model=drafter)
-
-    Args:
-        config: what it is made of.
-
-    Raises:
-        ValueError: the rotary embedding is of no kind that transformers has.
     """
 
     takes_tree_builders = True
@@ -55,11 +50,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, mask_token_id: int | None = None, **options: Any) -> Any:
-        """Loads a drafter out of files that were found; see `from_pretrained`.
-
-        Args:
-            mask_token_id: the mask of a parallel drafter whose files do not name it.
-        """
+        """As `from_pretrained`; `mask_token_id` is for a parallel drafter whose files lack it."""
         placement, reading = Placement.taken_from(options), read(checkpoint, mask_token_id)
         with torch.device("meta"):
             drafter = cls(reading.config)
@@ -77,11 +68,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
-        """The hidden states that it reads.
-
-        Raises:
-            ValueError: they depend on the target; `taps_of` tells them.
-        """
+        """The hidden states that it reads; raises a ValueError if only `taps_of` a target can tell."""
         if self.config.target_tap_layers is None:
             raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
         return tuple(self.config.target_tap_layers)
@@ -95,7 +82,6 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return self.config.num_draft_steps
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter that was saved without any."""
         return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
 
     def check(self, target: Any) -> None:
@@ -121,10 +107,9 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
             check_last_state(target)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding, unless the drafter has its own.
+        """Borrows the target's embedding, unless the drafter has one.
 
-        The rows are taken as they are: drafters of this kind are trained on a copy of the table, even where the target
-        multiplies them by a factor.
+        Rows are used unscaled: these drafters are trained on a copy of the table, even if the target scales it.
         """
         ids = self.draft_vocab_ids()
         if self.embed_tokens is None:
@@ -139,19 +124,15 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         layers, head = weights_of(self.layers), weights_of(self.lm_head)
         fusion = Read("fusion", weights_of(self.fc), 1, 1)
-        if self.mask_hidden is not None:  # all depths at once
+        if self.mask_hidden is not None:  # P-EAGLE
             return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth)
         return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width)
 
     @torch.no_grad()
     def limit_vocabulary(self, ids: Sequence[int]) -> None:
-        """Keeps the head's rows of some tokens only: drafts are quicker, and hold no other tokens.
+        """Limits the head to the distinct token ids `ids`, for faster drafts of these tokens only.
 
-        Args:
-            ids: token ids that the drafter can propose, distinct.
-
-        Raises:
-            ValueError: the drafter cannot propose some of them now.
+        Raises a ValueError if the drafter cannot propose some of them.
         """
         places = {token: place for place, token in enumerate(self.draft_vocab_ids().tolist())}
         wanted = [int(token) for token in ids]

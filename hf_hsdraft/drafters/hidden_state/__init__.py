@@ -1,1 +1,1 @@
-"""Drafters that read hidden states of the target ("Make Every Draft Count", system Lyanna)."""
+"""Drafters that read the target's hidden states ("Make Every Draft Count", system Lyanna)."""

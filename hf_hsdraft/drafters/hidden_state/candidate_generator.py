@@ -1,4 +1,4 @@
-"""Chains of a hidden-state drafter for transformers' own assisted decoding, and the drafter that brings them along."""
+"""Drafts chains of a hidden-state drafter in transformers' assisted decoding."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from .trunk import GrowingText, read, roll
 
 
 class HSCandidateGenerator(CandidateGenerator):
-    """Drafts chains for one text from the target's hidden states.
+    """Drafts chains for one sequence from the target's hidden states.
 
-    The target's own choices are compared with a chain, which is exact both greedily and sampling.
+    A chain is verified by the target's choices, which is exact for greedy decoding and sampling.
 
     Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target, see `HSDraftNetwork.borrow`.
-        options: object with the drafting options as attributes; `drafter.generation_config` by default. Read are
-            `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight`.
-        max_length: of the text, which no draft goes beyond.
+        options: has `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight` as attributes;
+            `drafter.generation_config` by default.
+        max_length: limit of the sequence, drafts included.
 
     Attributes:
-        draws: what draws the tokens of the call, if they are drawn as in plain decoding.
+        draws: draws the call's tokens as plain decoding does, if set.
     """
 
     requires_model_outputs = True
@@ -59,7 +57,7 @@ class HSCandidateGenerator(CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns ids `[1, length + drafted]`, `input_ids` `[1, length]` and a chain after it; and no logits."""
+        """Returns `input_ids` `[1, length]` extended by a chain, and no logits."""
         states, length = getattr(model_outputs, "hidden_states", None), input_ids.shape[1]
         candidates = input_ids
         if not is_first_iteration and states is not None:
@@ -67,7 +65,7 @@ class HSCandidateGenerator(CandidateGenerator):
                 [states[layer][0].to(self.drafter.device) for layer in self.drafter.config.target_tap_layers], dim=-1
             )
             accepted = int(n_last_matches)
-            # The first forward read the prompt, or the part of it that was not cached; later ones a chain.
+            # The first forward read the uncached part of the prompt; later ones read a chain.
             rows = accepted + 1 if self._started else len(taps)
             mask = (model_kwargs or {}).get("attention_mask")
             attended = torch.ones(length - 1) if mask is None else mask[0, : length - 1].cpu()
@@ -87,20 +85,15 @@ class HSCandidateGenerator(CandidateGenerator):
         return candidates, None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to adapt: the depth of the draft is set by `num_assistant_tokens`."""
+        """Does nothing: `num_assistant_tokens` sets the depth."""
 
     @torch.no_grad()
     def _draft(
         self, taps: torch.Tensor, following: torch.Tensor, positions: torch.Tensor, accepted: list[int], length: int
     ) -> list[int]:
-        """Reads accepted pairs and drafts what follows them.
+        """Reads accepted pairs and drafts a chain; `accepted` are the accepted tokens of the last draft.
 
-        Args:
-            taps: `[n, taps * D]`, the target's hidden states at the accepted positions i.
-            following: `[n]`, the accepted tokens x_{i+1}.
-            positions: `[n]`, the positions i.
-            accepted: tokens of the last draft that were right.
-            length: of the text.
+        taps `[n, taps * D]` are h_i, following `[n]` x_{i+1}, positions `[n]` i.
         """
         leftover = Leftover.of(self._drafted, self._root, accepted)
         self._root = int(following[-1])
@@ -125,12 +118,10 @@ class HSCandidateGenerator(CandidateGenerator):
         return again if again_worth > worth else fresh
 
     def _chain(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None) -> tuple[list[int], float]:
-        """Returns the most probable tokens one after another, and how many of them are expected to be accepted.
+        """Returns the greedy chain and the number of its tokens expected to be accepted.
 
-        Args:
-            hidden: `[K, D]`, drafted states.
-            logits: `[K, V']`, what the head makes of them.
-            since: the injector's state before the root, for states that were drafted without it.
+        hidden `[K, D]` are drafted states, logits `[K, V']` the head's; `since` is the injector's state before the
+        root, for states drafted without the root.
         """
         injector, state, told = self._working.injector, since, since is not None
         chain, score, worth = [], 0.0, 0.0
@@ -148,7 +139,6 @@ class HSCandidateGenerator(CandidateGenerator):
         return chain, worth
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        """The injector's state `[1, S]` after a token."""
         embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
         return self._working.injector.advance(embeds, state)
 

@@ -1,4 +1,4 @@
-"""Configuration of a hidden-state drafter: what its target must be, and how large its own parts are."""
+"""Configuration of a hidden-state drafter."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _LONGEST_REFERENCE = 512
 
 
 class HSDraftConfig(AttendingConfig):
-    """Configuration of an [`HSDrafter`]. [`HSDraftConfig.for_target`] derives it from a loaded target.
+    """Configuration of an [`HSDrafter`]; [`HSDraftConfig.for_target`] derives it from a loaded target.
 
-    Every field is checked when the configuration is built, so a drafter that loads is one that fits together. A
-    ValueError names field, value and remedy.
+    Fields are checked on construction; a ValueError names field, value and remedy.
     """
 
     model_type = "hsdraft"

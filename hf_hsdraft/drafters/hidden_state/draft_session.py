@@ -1,4 +1,4 @@
-"""The session of a hidden-state drafter: what it has read of the texts of a call, and what it drafts next."""
+"""Session of a hidden-state drafter."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .reuse import reuse_of
 from .roll_out import RollOut
 from .target_match import warn_of_poor_guesses
 
-Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps h_i, embeddings of x_{i+1}, positions i
 
 
 @dataclass
 class _Row:
-    """Drafting state of one text.
+    """Drafting state of one row.
 
     Attributes:
-        pending: pairs that wait to be read by the trunk.
+        pending: pairs not yet read by the trunk.
+        supposed: pairs after these that may be taken back.
         root: the last accepted token.
         drafted: `[K, D]`, g_0 .. g_{K-1} of the last round.
-        leftover: what is left of them.
-        supposed: pairs after these that may be taken back.
+        leftover: their rest after the accepted ones.
     """
 
     pending: list[Pairs] = field(default_factory=list)
@@ -47,17 +47,14 @@ class _Row:
 
 
 class HSDraftSession(TreeSession):
-    """Drafts trees (or chains) for the texts of a batch from the target's hidden states.
+    """Drafts trees (or chains) for a batch from the target's hidden states.
 
     Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target, see `HSDraftNetwork.borrow`.
-        options: of the call; `drafter.generation_config`'s by default.
-        batch_size: number of texts.
-        working: what decoding multiplies by; made of drafter and weights by default.
-        foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
-        roll_out: what reads and rolls; one that grows by default.
-        target: whose hidden states these are; told of drafts that do poorly when the call ends.
+        options: `drafter.generation_config`'s by default.
+        working: weights for decoding; built from drafter and weights by default.
+        foresight: of the target's draws, used by beams only: rejection needs nodes drawn by independent random numbers.
+        roll_out: reads and rolls; by default a growing one.
+        target: warned about at the end of the call if drafts did poorly.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class HSDraftSession(TreeSession):
         config = drafter.config
         super().__init__(options or DraftOptions.of(drafter), weights.vocab_ids, foresight)
         self.drafter, self.weights, self._target = drafter, weights, target
-        self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
-        self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by text
+        self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
+        self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
@@ -113,7 +110,7 @@ class HSDraftSession(TreeSession):
             warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
-        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
+        """Takes tokens that hold only until the next news, as in a cascade."""
         device, dtype = self.drafter.device, self.drafter.dtype
         for each in news:
             state = self._rows[each.row]
@@ -133,7 +130,7 @@ class HSDraftSession(TreeSession):
         return DraftMemory.of(self.drafter, length, self._roll_out.context, self._rows[0].pending)
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
+        """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._roll_out.resume(memory.context)
             self._rows[0].pending.extend(memory.pending)
@@ -146,26 +143,25 @@ class HSDraftSession(TreeSession):
         row: int = 0,
         embeds: torch.Tensor | None = None,
     ) -> None:
-        """Queues accepted pairs for the trunk; they are read by the next `draft` in one forward.
+        """Queues accepted pairs; the next `draft` reads them in one forward.
 
         Args:
             taps: `[n, taps * D]`, h_i of the accepted positions i.
             next_tokens: `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last.
             position_ids: `[n]`, the positions i.
-            row: index of the text.
-            embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts that were given so.
+            embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings.
         """
         device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if len(self._rows) == 1 and len(pending) > TUNING.most_pending:  # nothing was drafted for long
+        if len(self._rows) == 1 and len(pending) > TUNING.most_pending:  # no draft for a long time
             self._roll_out.read(*_joined(pending[:-1]))
             del pending[:-1]
 
     def settle(self, accepted: Sequence[int], row: int = 0) -> None:
-        """Says which drafted tokens were accepted. Called before the bonus token is read."""
+        """Takes the accepted tokens of the last draft. Call it before the bonus token is read."""
         state = self._rows[row]
         state.leftover = None
         if self._reuse != "none":
@@ -173,7 +169,7 @@ class HSDraftSession(TreeSession):
         state.drafted = None
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-        """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
+        """Reads pending pairs and rolls from the last of each row: `[B, depth, D]`."""
         unsure = [row for row in rows if self._rows[row].supposed]
         if unsure:
             hidden = self._supposed(unsure, depth)
@@ -187,7 +183,7 @@ class HSDraftSession(TreeSession):
         return states
 
     def _supposed(self, rows: Sequence[int], depth: int) -> dict[int, torch.Tensor]:
-        """The same for rows of which something is supposed. That is read last, and taken back afterwards."""
+        """As `_rolled`, for rows with supposed pairs, which are read last and then taken back."""
         waiting = [row for row in rows if self._rows[row].pending]
         if waiting:
             self._roll_out.read(*self._pairs(waiting), rows=self._counts(waiting))
@@ -206,13 +202,12 @@ class HSDraftSession(TreeSession):
         return _joined([part for row in rows for part in self._rows[row].pending])
 
     def _counts(self, rows: Sequence[int]) -> dict[int, int] | None:
-        """Number of pending pairs of each row; `None` for a single text."""
+        """Pending pairs of each row; None for a single sequence."""
         if len(self._rows) == 1:
             return None
         return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        """As every session, with what is left of the last round."""
         hidden = self._rolled([ask.row for ask in asks], depth)
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
@@ -235,7 +230,6 @@ class HSDraftSession(TreeSession):
         return trees
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        """The injector's state `[1, S]` after a token."""
         embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
         return self._working.injector.advance(embeds, state)
 

@@ -1,4 +1,4 @@
-"""Token information for drafted hidden states: which tokens may follow the nodes of a tree, and how likely."""
+"""Token information for drafted states: probabilities of a node's children."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from .network import WorkingWeights
 
 @dataclass(frozen=True)
 class InjectedTokens(TokenBias):
-    """The bias that an injector makes of a path.
+    """The bias that an injector computes from a path.
 
     Attributes:
-        injector, weights: of the drafter and of its target.
-        projected: `[B, depth, ...]`, what the injector makes of the drafted states.
+        projected: `[B, depth, ...]`, `Injector.project` of the drafted states.
         since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
-            without the root's token, so it is injected at the first depth too.
+            without the root's token, so it is injected at depth 1 too.
     """
 
     injector: Injector
@@ -43,15 +42,12 @@ class InjectedTokens(TokenBias):
         return self.injector.up(code)
 
     def among(self, columns: torch.Tensor) -> Transform | None:
-        """As a product that can make some of its outputs alone does it: for a single text."""
         of_outputs = getattr(self.injector.up, "of", None)
         return None if of_outputs is None or len(columns) > 1 else of_outputs(columns[0])
 
 
 @dataclass(frozen=True)
 class Expansion(ParallelExpansion):
-    """Token information for the drafts of a batch: called by a tree builder, level by level."""
-
     @classmethod
     def of(
         cls,
@@ -64,7 +60,7 @@ class Expansion(ParallelExpansion):
         race: Race | None = None,
         refinement: Refinement | None = None,
     ) -> Expansion:
-        """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
+        """Of drafted states `[B, depth, D]`; `logits` if they differ from the head's."""
         bias = InjectedTokens(working.injector, weights, working.injector.project(hidden), since)
         logits = working.logits(hidden) if logits is None else logits
         return cls(logits, bias, temperature, race, working.injector.reach(logits), refinement)

@@ -1,10 +1,8 @@
-"""Token information: what the tokens of a path tell about the token that follows it, as a logit bias of low rank.
+"""Token information: a low-rank logit bias computed from the tokens of a path.
 
-An injector's *state* is what it knows of a path after reading its last token.
-
-So drafted states that were not used can be used again ("Make Every Draft Count", resampling). With a tokens accepted
-and the bonus token after them, g_d with d > a is still a prediction: of the token at depth index d - a - 1 of the next
-round. It was drafted without the tokens accepted since, so the injector is told them.
+An injector's *state* summarises a path up to its last token. Rejected states can be reused ("Make Every Draft Count",
+resampling). After a accepted tokens and the bonus token, g_d with d > a still predicts the token at depth index
+d - a - 1 of the next round. It was drafted without the tokens accepted since, so the injector supplies them.
 """
 
 from __future__ import annotations
@@ -22,36 +20,28 @@ from .configuration_hsdraft import HSDraftConfig
 
 
 class Injector(nn.Module):
-    """What all injectors share.
-
-    Attributes:
-        up: from a node's code `[..., rank]` to the logit bias `[..., V']`.
-    """
+    """Base of injectors; `up` maps a node's code `[..., rank]` to the logit bias `[..., V']`."""
 
     up: Any
 
     def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
+        """States `[N, ...]` after tokens with embeddings `[N, D]`; `states=None` starts a path."""
         raise NotImplementedError
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is needed of drafted states `[..., D]`, whatever the path; computed once for all nodes of a depth."""
+        """What depends on drafted states `[..., D]` only; computed once for all nodes of a depth."""
         raise NotImplementedError
 
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The bias before its last product, `[N, rank]`, of nodes in `states` `[N, ...]`."""
+        """The bias before its last product, `[N, rank]`, for nodes in `states` `[N, ...]`."""
         raise NotImplementedError
 
     def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Where the bias changes draft logits `[..., V']`: `[..., V']`, bool; `None` for everywhere.
-
-        Args:
-            logits: of some drafted states, as the head makes them.
-        """
+        """Where the bias changes draft logits `[..., V']`: bool of the same shape; None for everywhere."""
         return None
 
     def told(self, logits: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The logits `[N, V']` of drafted states `hidden` `[N, D]`, told of the paths in `states` `[N, ...]`."""
+        """Logits `[N, V']` of drafted states `[N, D]` plus the bias of the paths in `states` `[N, ...]`."""
         return biased(logits, self(hidden, states), self.reach(logits))
 
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -60,7 +50,7 @@ class Injector(nn.Module):
 
 
 class LowRankInjector(Injector):
-    """Token information as a low-rank logit bias, W2 W1 e(parent) ("Make Every Draft Count", token injection)."""
+    """The bias W2 W1 e(parent) ("Make Every Draft Count", token injection)."""
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
@@ -79,10 +69,10 @@ class LowRankInjector(Injector):
 
 
 class PathInjector(Injector):
-    """Token information through a gated network on hidden state, parent token and the path from the root.
+    """A gated network on hidden state, parent token and the path from the root.
 
-    A small recurrent state reads the path's tokens; a gated layer combines it with the drafted hidden state and the
-    parent's embedding. What comes out is a rank-r logit bias, so a node costs as little as in `LowRankInjector`.
+    A small recurrent state reads the path; a gated layer combines it with the drafted state and the parent's embedding
+    into a rank-r bias, so a node costs as little as in `LowRankInjector`.
     """
 
     def __init__(self, config: HSDraftConfig) -> None:
@@ -113,11 +103,11 @@ class PathInjector(Injector):
 
 
 class SelectorInjector(LowRankInjector):
-    """Token information for the best candidates of a depth alone, by pairs of tokens (DFlash2, candidate selector).
+    """Bias for the best candidates of a depth only, by pairs of tokens (DFlash2, candidate selector).
 
-    With A = W1 e(parent), the bias of candidate c is the sum of A * (P g) * B[c] over the rank, g the drafted state. In
-    DFlash2 A is a table of the vocabulary, and only candidates can be chosen. Here the embedding takes the place of the
-    table, and other tokens keep their own logits, so that any divergence from the target is finite.
+    With A = W1 e(parent), candidate c gets the sum over the rank of A * (P g) * B[c], g the drafted state. DFlash2
+    looks A up in a table over the vocabulary and only allows candidates. Here A comes from the embedding, and other
+    tokens keep their logits, so divergences from the target stay finite.
     """
 
     def __init__(self, config: HSDraftConfig) -> None:
@@ -143,17 +133,15 @@ INJECTORS: dict[str, type[Injector]] = {
 }
 
 
-# Maps a token and the injector's state before it (`None` at the start of a path) to the state after it.
+# Maps a token and the injector's state before it (None at the start of a path) to the state after it.
 Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Drafted states that still predict positions ahead, of one text.
+    """Drafted states g_{a+1} .. g_{K-1} of one row, `[K', D]`, that still predict future positions.
 
-    Attributes:
-        hidden: `[K', D]`, g_{a+1} .. g_{K-1}.
-        path: the tokens that were accepted since these states were drafted, from their root on.
+    `path` are the tokens accepted since they were drafted, beginning with their root.
     """
 
     hidden: torch.Tensor
@@ -161,7 +149,7 @@ class Leftover:
 
     @classmethod
     def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:
-        """What is left of states `[K, D]` drafted from `root`, of which `accepted` tokens were right."""
+        """What is left of states `[K, D]` drafted from `root`, after `accepted` tokens."""
         if drafted is None or len(drafted) <= len(accepted) + 1:
             return None
         return cls(drafted[len(accepted) + 1 :], (root, *accepted))
@@ -184,13 +172,10 @@ def ensemble(
     injector: Injector,
     advance: Advance,
 ) -> None:
-    """Form A: the old logits join the new ones `[depth, V']`, in place, each at its own position of the text.
+    """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position and weighted by `weight`.
 
-    Args:
-        root: the last accepted token. The new state at the first depth has read it; the old one is told it.
-        weight: of the old logits, the new ones weighing 1.
-        head: maps drafted states to draft logits.
-        injector: of the drafter.
+    The first new state has read the last accepted token `root`; the old one gets it from the injector. `head` maps
+    drafted states to logits.
     """
     hidden = leftover.hidden[: len(logits)]
     old = head(hidden)

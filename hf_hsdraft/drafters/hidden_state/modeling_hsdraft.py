@@ -1,4 +1,4 @@
-"""The hidden-state drafter as users know it: loaded, saved, and handed to `generate()`."""
+"""The hidden-state drafter: loading, saving, and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from .static_roll_out import static_roll_out
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
 
-_LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
+_LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 
 
 class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
 
-    Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
-    drafter may serve several threads. Options, by the library's names where those exist:
+    Holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call, so several
+    threads may share it. Options, with transformers' names where they exist:
 
     - `num_assistant_tokens`: depth of the draft, at most `num_draft_steps`;
-    - `tree_size`, `beam_width`: nodes in all and nodes expanded per depth; a width of 1 drafts a chain;
-    - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
-    - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
+    - `tree_size`, `beam_width`: total nodes, and nodes expanded per depth; a width of 1 drafts a chain;
+    - `assistant_confidence_threshold`: least probability of a node's path (0 keeps all);
+    - `reuse`: of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
-    - `refinement`: share of the refiner, if one was trained, in the logits of drafted tokens; 0 for none;
-    - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
-    - `ngram_continuation`: at most so many nodes of n-grams go on from the most probable drafted path; 0 for none;
-    - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;
-    - `node_cost`, `depth_cost`: what a verified node and a drafted depth cost, in forwards of one token; measured in
-      the first rounds if not given;
-    - `packed_weights`: whether rounds on a CPU multiply by copies of the target's weights that are laid out for it; by
-      default once a call has saved the time for that, if they take no more than 2 GiB;
-    - `tree_builder`: `"beam"`, `"p_best"` for the best whole paths, or `"gumbel"` and `"stochastic_beam"`, which draw
-      nodes instead of taking the best;
+    - `refinement`: share of the refiner, if one was trained, in the draft logits; 0 for none;
+    - `ngram_length`: longest n-gram leader, in tokens, by which nodes from the text itself join the tree; 0 for none;
+    - `ngram_continuation`: most n-gram nodes appended to the most probable drafted path; 0 for none;
+    - `tree_sizing`: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes;
+    - `node_cost`, `depth_cost`: of a verified node and a drafted depth, in forwards of one token; measured in the first
+      rounds by default;
+    - `packed_weights`: use copies of the target's weights laid out for small products on a CPU; by default once a call
+      has saved the time for that, if they take at most 2 GiB;
+    - `tree_builder`: `"beam"`, `"p_best"` (best whole paths), or `"gumbel"` and `"stochastic_beam"`, which draw nodes;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
@@ -84,17 +83,17 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
 
         Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, concatenated.
             embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
-            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
-                the context holds belongs to them too, unless it says to which.
-            context: what earlier calls read; `None` for nothing. Not changed.
-            num_draft_steps: K of this call, the configuration's by default.
-            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
-            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
-                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+            position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
+            starts: `[S]`, int64, pairs at which chains start; None for the last one only.
+            document_ids: `[T]`, int64; attention stays within a document. None for a single document. A context without
+                document ids belongs to all.
+            context: from earlier calls; not changed.
+            num_draft_steps: K, the configuration's by default.
+            num_rolled: roll only the first so many of `starts` beyond g_0; None for all.
+            labels: for `loss_function(drafter, hidden_states, labels)`, computed here so that wrappers of the forward
+                (data parallel, sharded, mixed precision) cover all trained weights.
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         past = DraftContext() if context is None else context
@@ -115,11 +114,10 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
     @property
     def supposes(self) -> bool:
-        """Whether its sessions can take back what they were told."""
+        """Whether its sessions can take tokens back."""
         return self.config.sliding_window is None or self.config.sliding_window > _LEAST_WINDOW
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter that was saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
@@ -136,7 +134,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):
-            warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
+            warn_of_mismatch(target, self, tokenizer)  # runs a forward: all processes must do so, or none
 
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
@@ -153,7 +151,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         )
 
     def _compiled_roll_out(self, call: Call, working: QuickWeights) -> RollOut | None:
-        """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
+        """A compiled roll-out, if the target's forwards are compiled and later calls can use it again."""
         if working.spare is None or call.compile_config is None or call.slots is None:
             return None
         if self.device.type != device_of(call.target).type or call.rows > 1 or call.options.depth == 0:
@@ -173,7 +171,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         )
 
     def _trunk_reads(self, depth: int) -> Iterator[Read]:
-        """The layers, each set of parameters as often as a draft runs it: `Trunk.step` says which step has which."""
+        """Reads of the layers; `Trunk.step` says which parameters each step uses."""
         config, layers = self.config, [*self.layers]
         context, modules = config.num_hidden_layers - config.num_roll_layers, [*self.step_modules]
         if context:

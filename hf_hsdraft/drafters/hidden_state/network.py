@@ -1,10 +1,10 @@
-"""The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
+"""Parameters of a hidden-state drafter; `trunk` has the computation.
 
-Here are the parameters; what is computed with them is in `trunk`. Nothing has a batch axis. Training packs several
-documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of the same parameters, to
-the same trunk. The package may round these to 8 bits; `hsdraft check` compares the two, but for that.
+There is no batch axis. Training packs documents into one row and rolls many chains at once. Decoding passes
+`WorkingWeights`, made of the same parameters, to the same trunk; the package may round these to 8 bits.
+`hsdraft check` compares training and decoding, apart from this rounding.
 
-Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
+Letters in the shapes: T pairs, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequ
 
 
 class HSDraftAttention(nn.Module):
-    """Parameters of grouped-query attention."""
-
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
         query_size = config.num_attention_heads * config.head_dim
@@ -38,7 +36,7 @@ class HSDraftAttention(nn.Module):
 
 
 class HSDraftLayer(nn.Module):
-    """Parameters of a trunk layer; what they compute is `LayerProducts`."""
+    """Parameters of a trunk layer, computed by `LayerProducts`."""
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
@@ -51,7 +49,7 @@ class HSDraftLayer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def products(self, made_of: Callable[..., Transform]) -> LayerProducts:
-        """The layer by what `made_of` makes of one or several modules that multiply the same."""
+        """Builds `LayerProducts`; `made_of` fuses modules that share an input."""
         attention = self.attention
         return LayerProducts(
             made_of(self.input_norm),
@@ -69,7 +67,7 @@ class HSDraftLayer(nn.Module):
 
 
 class HSDraftStep(nn.Module):
-    """Parameters of roll-out steps that do not share those of the trunk's layers (PRISM, a processing module)."""
+    """Parameters of roll-out steps with separate layers (PRISM, a processing module)."""
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
@@ -79,7 +77,7 @@ class HSDraftStep(nn.Module):
 
 
 class HSDraftNetwork(StateNetwork):
-    """The network of a hidden-state drafter: its parameters, and the trunk that is made of them."""
+    """The network of a hidden-state drafter."""
 
     config_class = HSDraftConfig
     config: HSDraftConfig
@@ -88,7 +86,7 @@ class HSDraftNetwork(StateNetwork):
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
     def __init__(self, config: HSDraftConfig) -> None:
-        config.check()  # fields may have been set since it was built
+        config.check()  # fields may have changed since construction
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.add_fusion(reads_tokens=True)
@@ -103,7 +101,7 @@ class HSDraftNetwork(StateNetwork):
         self.post_init()
 
     def steps(self) -> list[tuple[RMSNorm, nn.Linear, Sequence[HSDraftLayer]]]:
-        """The modules of roll-out steps, as `Trunk.steps`: norm, projection and layers of each set of parameters."""
+        """Norm, projection and layers of each parameter set, in the order of `Trunk.steps`."""
         if self.step_modules:
             return [(step.roll_norm, step.roll_proj, [*step.layers]) for step in self.step_modules]  # type: ignore
         assert self.roll_norm is not None and self.roll_proj is not None
@@ -115,12 +113,10 @@ class HSDraftNetwork(StateNetwork):
         of_layer: Callable[[HSDraftLayer], Layer] = lambda layer: layer,
         fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> Trunk:
-        """The trunk, by what is made of its modules.
+        """Builds the trunk; by default from the modules as they are.
 
-        Args:
-            made_of: of a norm or a projection; the module itself by default.
-            of_layer: of a layer; the module itself by default. What is made of a layer serves all that go through it.
-            fuse_inputs: in place of the drafter's own.
+        `made_of` converts norms and projections, `of_layer` layers; steps that share a layer share its conversion.
+        `fuse_inputs` replaces the method.
         """
         of_layer = cache(of_layer)
         steps = tuple(
@@ -131,18 +127,12 @@ class HSDraftNetwork(StateNetwork):
         return Trunk(fuse_inputs or self.fuse_inputs, layers, steps, self.frequencies())
 
     def frequencies(self) -> torch.Tensor:
-        """`[head_dim / 2]`, float32, of the rotary embedding."""
         return rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.device)
 
 
 @dataclass(frozen=True)
 class WorkingWeights(Trunk):
-    """All of a drafter that decoding multiplies by.
-
-    Attributes:
-        norm, head: from drafted states to draft logits.
-        injector: token information.
-    """
+    """All weights that decoding uses; `norm` and `head` map drafted states to draft logits."""
 
     norm: Transform
     head: Transform
@@ -150,12 +140,6 @@ class WorkingWeights(Trunk):
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> WorkingWeights:
-        """Returns the weights of a drafter as its modules have them.
-
-        Args:
-            drafter: the drafter.
-            head: `TargetWeights.head`.
-        """
         trunk = drafter.trunk(of_layer=lambda layer: layer.products(side_by_side))
         return cls(
             **vars(trunk),

@@ -1,7 +1,7 @@
-"""A drafter's weights laid out for products of a few rows, and how long they are kept; this module does not travel.
+"""A drafter's weights converted for fast products of a few rows, and their cache. This module does not travel.
 
-The network is that of [`HSDraftNetwork`], but rounded elsewhere: drafts may differ a little from what training
-computes, the text cannot.
+Computes the same network as [`HSDraftNetwork`] with different rounding: drafts may differ a little from training, the
+output cannot.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
 
 @dataclass(frozen=True)
 class QuickWeights(WorkingWeights):
-    """All of a drafter that decoding multiplies by, joined, packed and in 8 bits.
+    """Working weights, fused, packed and in 8 bits.
 
-    Attributes:
-        spare: what calls made for these weights and leave to the next one; `None` if they serve a single call.
+    `spare` has objects that calls leave for the next call with these weights; None if the weights serve one call.
     """
 
     spare: list[Any] | None = field(default=None, compare=False, repr=False)
@@ -45,7 +44,7 @@ class QuickWeights(WorkingWeights):
 
 
 def _by_products(injector: Injector) -> Injector:
-    """The same rules with products in place of the injector's modules. All else of it stays."""
+    """A copy of the injector that uses products instead of modules."""
     other = copy.copy(injector)
     vars(other)["_modules"] = {}
     for name, part in injector.named_children():
@@ -54,7 +53,7 @@ def _by_products(injector: Injector) -> Injector:
 
 
 def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`HSDraftNetwork.fuse_inputs` with one norm for all that stands side by side, their weights in the product's."""
+    """`HSDraftNetwork.fuse_inputs` with one norm over the concatenation and norm weights folded into the product."""
     norms = [*drafter.tap_norms, drafter.token_norm]
     if not are_weights([*norms, drafter.fuse]):
         return drafter.fuse_inputs
@@ -70,12 +69,10 @@ def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], t
 
 @dataclass(frozen=True)
 class _Seen:
-    """A tensor as it was when it was last looked at, by what tells of a change without reading its values.
+    """Fingerprint of a tensor that detects changes without reading values.
 
-    Attributes:
-        tensor: gone with the tensor itself, so that a new one at an old address is another one.
-        place: where its values lie.
-        version: how often it was written to; `None` of a tensor made in inference mode, which does not count.
+    A weak reference, since another tensor may get the same address; the address of the values; and the write counter,
+    None for inference tensors, which have none.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -87,20 +84,20 @@ class _Seen:
         return cls(weakref.ref(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
 
     def is_still(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is the one that was seen, and was not written to since, as far as it counts."""
+        """Whether this is the same tensor, without counted writes since."""
         now = _Seen.of(tensor)
         return self.tensor() is tensor and (now.place, now.version) == (self.place, self.version)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Working weights, and what they were made of.
+    """Cached working weights.
 
     Attributes:
-        form: shapes, types and devices of the tensors, and all else that decides what is made of them.
-        seen: the tensors.
-        values: a sample of their values, for writes that no tensor counts: those to `.data`, and in inference mode.
-        weights: what they became.
+        form: shapes, dtypes, devices and everything else that decides the conversion.
+        seen: fingerprints of the source tensors.
+        values: a sample of their values, to detect uncounted writes (to `.data`, in inference mode).
+        weights: the result.
     """
 
     form: tuple[Any, ...]
@@ -113,20 +110,19 @@ class _Made:
         return same and torch.equal(self.values, values)
 
 
-# Of each output layer and each drafter, so that it ends with either.
+# Keyed by output layer and drafter, so an entry ends with either.
 _Kept = weakref.WeakKeyDictionary[HSDraftNetwork, _Made]
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head: nn.Linear) -> QuickWeights:
-    """Returns the weights of a drafter with the head of a target. They are kept until either changes.
+    """Returns a drafter's weights with the target's head, cached until either changes.
 
-    A change is a write that a tensor counts, however small, or another tensor in its place. Writes to `.data` and in
-    inference mode are not counted. They are noticed only where they change practically all values.
-
-    Weights of drafters with adapters or hooks are not kept, and neither are those with packed or offloaded heads.
+    Counted writes and replaced tensors are always noticed. Writes to `.data` and in inference mode are noticed only if
+    they change practically all values. Nothing is cached for drafters with adapters or hooks, or heads that are packed
+    or offloaded.
     """
-    # What is made in here outlives the call, and may be read where gradients are wanted.
+    # The result outlives the call and may be used with gradients enabled, so no inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         head = drafter.lm_head if drafter.lm_head is not None else output_head
         tensors = [getattr(head, "weight", None), *drafter.parameters()]
@@ -145,7 +141,7 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
         return kept.weights
 
 
-# What a drafter is built of; anything else in its place may change without its parameters.
+# Modules of a plain drafter; others may change without a change of parameters.
 _PARTS = (
     nn.ModuleList,
     HSDraftLayer,
@@ -167,7 +163,7 @@ def _can_be_sampled(tensor: Any) -> bool:
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some values of each: training, merging and loading change practically all of them, where they write uncounted."""
+    """A few values of each tensor: training, merging and loading change practically all values."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part[:: len(part) // 32 + 1].to(tensors[0].device, torch.float32) for part in parts]
     return torch.cat(parts).cpu()

@@ -1,7 +1,4 @@
-"""Reuse of what was drafted and not accepted ("Make Every Draft Count", resampling).
-
-Its options. `injectors` has the states that are left, and what they still predict.
-"""
+"""Options for reusing rejected drafts ("Make Every Draft Count", resampling); `injectors` has the mechanism."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ...core.options import Option
 
 logger = logging.get_logger(__name__)
 
-_GONE = "skip"  # drafters of an earlier version may ask for it
+_GONE = "skip"  # may be saved in drafters of an earlier version
 REUSES = ("none", "ensemble", "resample")
 REUSE_OPTIONS = (
     Option("reuse", "none", lambda value: value in (*REUSES, _GONE), f"one of {', '.join(REUSES)}"),
@@ -24,7 +21,7 @@ REUSE_OPTIONS = (
 
 
 def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
-    """Returns what becomes of rejected drafts, and what old logits weigh in `"ensemble"`, the new ones weighing 1."""
+    """Returns the form of reuse, and the weight of old logits relative to new ones."""
     reuse, weight = options["reuse"], options["reuse_weight"]
     if reuse == _GONE:
         logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")

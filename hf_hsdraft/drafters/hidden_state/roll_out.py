@@ -1,4 +1,4 @@
-"""What a drafter has read in one call, and what it drafts after it: of a single text, and of a batch."""
+"""The state of a trunk in one call, for a single sequence or a batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from .trunk import Context, GrowingText, Rope, Trunk, read, roll
 
 
 class RollOut:
-    """The trunk's state in one call. It drafts for a single text unless it is told of rows.
-
-    Args:
-        trunk, config, device, dtype: of the drafter.
-    """
+    """A trunk's state in one call; for a single sequence unless `rows` are passed."""
 
     def __init__(self, trunk: Trunk, config: HSDraftConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._trunk, window = trunk, config.sliding_window
@@ -26,29 +22,28 @@ class RollOut:
         sizes = {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
         self._text = GrowingText.empty(len(trunk.layers), room, window, **sizes)
         self._batch, self._window = DraftContext(), window
-        # Positions that decide on the output at the last one, and on what is drafted after it.
+        # Number of positions that affect the output at the last one and the drafts after it.
         self._reach = None if window is None else len(trunk.layers) * (window - 1) + 1
 
     @property
     def context(self) -> DraftContext:
-        """A copy of what has been read of a single text, as far back as it matters."""
+        """A copy of the context of a single sequence, as far back as it matters."""
         text = self._text
         held = slice(max(text.length - (self._reach or text.length), 0), text.length)
         pairs = zip(text.keys, text.values, strict=True)
         return DraftContext([(keys[:, held].clone(), values[:, held].clone()) for keys, values in pairs])
 
     def resume(self, context: DraftContext) -> None:
-        """Goes on from what has been read of a single text before."""
         text, sides = self._text, zip(*context.layers, strict=True)
         text.keys, text.values = ([state.clone() for state in side] for side in sides)
         text.length = context.length
 
     def mark(self) -> tuple[int, DraftContext]:
-        """Returns where the texts end now, for `reset`."""
+        """Returns the current end of the sequences, for `reset`."""
         return self._text.length, self._batch
 
     def reset(self, mark: tuple[int, DraftContext]) -> None:
-        """Forgets what was read since `mark`, which must be less than a window holds."""
+        """Drops positions read since `mark`, which must be fewer than a window holds."""
         self._text.length, self._batch = mark
 
     def __call__(
@@ -59,12 +54,11 @@ class RollOut:
         num_draft_steps: int,
         rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        """Reads accepted positions, then rolls on from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
+        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
 
         Args:
-            taps, embeds, position_ids: `[T, ...]`, as [`HSDrafter.forward`] takes them, of each text in order.
-            num_draft_steps: K, at least 1.
-            rows: of a batch, for each row that is read how many of the pairs are its own; they come row by row.
+            taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`], row by row.
+            rows: for a batch, the number of pairs of each row, in order.
         """
         x, ropes, context = self.read(taps, embeds, position_ids, num_draft_steps - 1, rows)
         return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
@@ -77,13 +71,13 @@ class RollOut:
         ahead: int = 0,
         rows: Mapping[int, int] | None = None,
     ) -> tuple[torch.Tensor, list[Rope], Context]:
-        """Reads accepted positions without drafting; returns what rolling `ahead` steps from them takes."""
+        """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
         if rows is not None:
             packed = self._packed(position_ids, ahead + 1, rows)
             x, ropes = read(self._trunk, taps, embeds, position_ids, packed, ahead)
             self._batch = packed.context.within(self._window)
             return x, ropes, packed
-        if self._reach is not None and len(taps) >= self._reach:  # nothing before these matters any more
+        if self._reach is not None and len(taps) >= self._reach:  # earlier positions no longer matter
             taps, embeds, position_ids = (column[-self._reach :] for column in (taps, embeds, position_ids))
             self._text.length = 0
         self._text.extend(len(taps), ahead)

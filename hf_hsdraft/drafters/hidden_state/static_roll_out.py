@@ -1,7 +1,7 @@
-"""The roll-out in tensors that never change their size or place, so that it can be compiled into one graph.
+"""Roll-out in tensors of fixed size and address, so that it compiles into one graph.
 
-On a GPU a roll-out is a hundred kernels that take longer to start than to run. Here the accepted positions are padded
-to a fixed number; how many of them are real, and where the text ends, are values on the device.
+On a GPU a roll-out launches about a hundred kernels that take longer to launch than to run. Here the accepted positions
+are padded to a fixed number; the true number and the end of the sequence are values on the device.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from .trunk import Trunk, read, roll
 
 
 def room_for(slots: int, num_draft_steps: int) -> int:
-    """Positions to hold for a text of `slots` at most and what is drafted after it, padding included."""
+    """Positions to hold for a sequence of at most `slots` and its drafts, with padding."""
     needed = slots + num_draft_steps + 1
     return needed + -needed % TUNING.static_positions
 
 
 class StaticRollOut(RollOut):
-    """A [`RollOut`] of one shape, for a single text. Prompts are read as there, they have many.
+    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
 
     Args:
-        trunk, config, device, dtype: of the drafter.
-        room: positions that can be held, see `room_for`.
-        num_draft_steps: K, rolled out each time, whatever is asked for.
-        compile_config: of transformers; `None` compiles nothing.
+        room: capacity in positions, see `room_for`.
+        compile_config: of transformers; None compiles nothing.
 
     Attributes:
-        made_for: the last three.
+        made_for: room, K and compile configuration.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class StaticRollOut(RollOut):
         super().__init__(trunk, config, device, dtype)
         self.made_for = room, num_draft_steps, copy.copy(compile_config)
         self._steps = num_draft_steps
-        self._columns = num_draft_steps + 1  # what a round accepts, as a rule; more are read as a prompt is
+        self._columns = num_draft_steps + 1  # usual maximum per round; more are read like a prompt
         shape, text = (config.num_key_value_heads, room, config.head_dim), self._text
         text.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.keys]
         text.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.values]
@@ -69,9 +67,8 @@ class StaticRollOut(RollOut):
             keep_in_place(*used, text.keys, text.values)
 
     def forget(self) -> None:
-        """Begins another text."""
         self._text.length = 0
-        for states in (*self._text.keys, *self._text.values):  # what is masked is multiplied by 0: never infinite
+        for states in (*self._text.keys, *self._text.values):  # masked values must be finite
             states.zero_()
 
     def resume(self, context: DraftContext) -> None:
@@ -109,7 +106,7 @@ class StaticRollOut(RollOut):
             self._steps,
         )
         text.length += count
-        return states[None, :num_draft_steps].clone()  # the next run may write over them
+        return states[None, :num_draft_steps].clone()  # the next run may overwrite them
 
 
 def roll_out(
@@ -123,11 +120,9 @@ def roll_out(
     place: torch.Tensor,
     num_draft_steps: int,
 ) -> torch.Tensor:
-    """As [`RollOut`], of padded accepted positions: `[K, D]`, g_0 .. g_{K-1}. The same operations for any text.
+    """As [`RollOut`] with padded `[columns, ...]` inputs: `[K, D]`, g_0 .. g_{K-1}, always by the same operations.
 
-    Args:
-        keys, values, window, place: see `StaticText`.
-        taps, embeds, position_ids: `[columns, ...]`, more than are real.
+    For keys, values, window and place see `StaticText`.
     """
     text = StaticText(keys, values, window, len(taps), place)
     x, ropes = read(trunk, taps, embeds, position_ids, text, num_draft_steps - 1)
@@ -141,12 +136,9 @@ _lock = threading.Lock()
 def static_roll_out(
     drafter: HSDraftNetwork, weights: QuickWeights, slots: int, num_draft_steps: int, compile_config: Any
 ) -> Iterator[StaticRollOut]:
-    """A [`StaticRollOut`] that has read nothing, for one call. The next such call gets it again: a graph belongs to the
-    tensors it was recorded with.
+    """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors.
 
-    Args:
-        weights: of the drafter, such as have `spare` ones.
-        slots: positions that the text has at most.
+    `weights` must have `spare`; `slots` is the greatest length of the sequence.
     """
     sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), weights.spare
     assert spare is not None
@@ -155,7 +147,7 @@ def static_roll_out(
         if found is not None:
             spare.remove(found)
     if found is None:
-        with torch.inference_mode(False):  # it may serve calls within and without
+        with torch.inference_mode(False):  # calls in and outside inference mode may use it
             found = StaticRollOut(weights, drafter.config, drafter.device, drafter.dtype, *sizes)
     try:
         found.forget()

@@ -1,9 +1,9 @@
-"""Is this the target that a drafter was made for? Told by what it does, not by what it is called.
+"""Checks by behaviour, not by name, whether the target is the one that a drafter was made for.
 
-The emitted text never depends on it, only how much of it is drafted. So a drafter carries a short text that its target
-wrote greedily, and how many tokens of it the drafter guessed as that target chooses. On another target (trained
-further, quantised, with other tokens) the same count is made in one forward. That forward takes as long as some rounds.
-So it is run only once the drafts of calls have been right less often than the record lets expect.
+A mismatch cannot change the output, only the acceptance. A drafter carries a short text that its target wrote greedily,
+and the number of tokens for which its first choice was the target's. One forward counts this for another target
+(trained further, quantised, with other tokens). It takes as long as several rounds, so it runs only after drafts did
+worse than the record predicts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TargetMatch:
-    """How a target does on a text, of which tokens from some position on are looked at.
+    """Choices of a target and a drafter on a text.
 
     Attributes:
-        tokens: looked at.
-        agreed: that are this target's own greedy choice.
-        drafted: for which the drafter's first choice, one token ahead, is this target's greedy choice.
+        tokens: number of tokens compared.
+        agreed: tokens that are this target's greedy choice.
+        drafted: tokens for which the drafter's first choice, one token ahead, is this target's greedy choice.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class TargetMatch:
 
 
 def can_measure(target: Any, length: int) -> bool:
-    """Whether a forward over `length` tokens leaves the target as it is: not beyond where its positions change."""
+    """Whether a forward over `length` tokens leaves the target unchanged; longer ones may switch its rope."""
     return (
         not target.config.is_encoder_decoder
         and length <= furthest_position(target)
@@ -54,16 +54,16 @@ def can_measure(target: Any, length: int) -> bool:
 
 @torch.no_grad()
 def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int], start: int) -> TargetMatch:
-    """Reads a text once and counts the choices of target and drafter from position `start` on, which is 2 at least."""
+    """Reads a text once and compares the choices of target and drafter from position `start`, at least 2."""
     ids = torch.tensor([list(input_ids)], device=device_of(target))
     places = torch.arange(ids.shape[1], device=device_of(target))
-    # Models whose positions depend on images would otherwise note here what they are in a text without any.
+    # Models with image-dependent positions would otherwise cache those of this text.
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     positions = {"position_ids": places[None]} if takes_positions else {}
     taps = list(drafter.config.target_tap_layers)
     output = target(ids, **positions, output_hidden_states=taps, use_cache=False)
     choices = output.logits[0, start - 1 : -1].argmax(dim=-1).cpu()
-    # The layers of a target may lie on several devices.
+    # The target's layers may be on several devices.
     states = [output.hidden_states[layer][0, :-1].to(drafter.device, drafter.dtype) for layer in taps]
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     hidden = drafter(
@@ -82,7 +82,7 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """A digest of a tokenizer's tokens and their ids, 16 hexadecimal digits."""
+    """A digest of a tokenizer's vocabulary, 16 hexadecimal digits."""
     known = _hashes.get(tokenizer)
     if known is None:
         vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
@@ -91,12 +91,9 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:
-    """Why a drafter may draft little for a target, with what was measured; empty if it does as well as for its own.
+    """Why a drafter may draft little for a target, with measurements; empty if it does as well as for its own.
 
-    Measured once for a target and a drafter: what is trained or switched on later is not seen.
-
-    Args:
-        tokenizer: the target's, if it is at hand.
+    Measured once per target and drafter, so later training or switches are not seen. `tokenizer` is the target's.
     """
     config, reference = drafter.config, drafter.config.target_reference
     made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
@@ -109,7 +106,7 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
         match = measure_match(target, drafter, reference["input_ids"], reference["start"])
         _known[target][drafter] = reference, match
     if match.drafted + TUNING.fit_slack >= TUNING.fit_enough * reference["drafted"]:
-        return ""  # whatever it is called
+        return ""  # whatever the target's name
     cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
     return (
         f"{made_for}, and fits this target less ({cause}): in a text of {match.tokens} tokens its first guess is what "
@@ -121,28 +118,20 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
 
 @dataclass
 class _Guesses:
-    """First guesses of the drafts of calls.
-
-    Attributes:
-        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
-    """
+    """Number of drafts, and of drafts whose first guess was the next token."""
 
     drafts: int = 0
     right: int = 0
 
 
 def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
-    """Whether a tokenizer is known to be another one than that of the drafter's target."""
+    """Whether a tokenizer is known to differ from the drafter's target's."""
     recorded = drafter.config.target_tokenizer_hash
     return tokenizer is not None and bool(recorded) and tokenizer_hash(tokenizer) != recorded
 
 
 def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, right: int) -> None:
-    """Takes how the drafts of a call did; warns once of another target, if that is why they did poorly.
-
-    Args:
-        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
-    """
+    """Adds the counts of a call, see `_Guesses`; warns once if another target explains poor drafts."""
     reference = drafter.config.target_reference
     seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
     if reference is None or seen.drafts >= TUNING.fit_trusted:
@@ -154,13 +143,12 @@ def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, righ
 
 
 def warn_of_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> None:
-    """Warns of it, once for a target and a drafter."""
     warned = _warned.setdefault(target, weakref.WeakSet())
     if drafter in warned:
         return
     try:
         problem = explain_mismatch(target, drafter, tokenizer)
-    except Exception as error:  # a warning is no reason to fail where decoding works
+    except Exception as error:  # never fail a call because of a warning
         logger.info(f"whether this drafter was made for this target could not be measured: {error}")
         warned.add(drafter)
         return

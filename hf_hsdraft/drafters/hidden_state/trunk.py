@@ -1,10 +1,10 @@
-"""The trunk of a drafter: one network for training, single texts, batches and compiled roll-outs.
+"""The trunk of a drafter: the same code for training, single sequences, batches and compiled roll-outs.
 
-It holds neither parameters nor keys. What it multiplies by is handed in as *products*: modules in training, packed and
-8-bit weights in decoding. What it attends to is handed in as a *context*, which keeps keys and values.
+It holds neither parameters nor keys. The caller passes *products* (modules in training, packed and 8-bit weights in
+decoding) and a *context*, which keeps keys and values.
 
-Letters in the shapes: T pairs that are read, S chains that start at some of them, K draft steps, P positions that are
-held, D hidden size.
+Letters in the shapes: T pairs that are read, S chains that start at some of them, K draft steps, P positions held, D
+hidden size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_
 
 
 class Context(Protocol):
-    """Keys and values, and who may look at which.
-
-    Attributes:
-        starts: the pairs at which chains start, as an index: `[S]` or a slice.
-    """
+    """Keys and values, and attention masks; `starts`, an index `[S]` or a slice, are the pairs where chains start."""
 
     starts: Any
 
@@ -35,12 +31,12 @@ class Context(Protocol):
         """Attention of the pairs that are read."""
 
     def rolling(self, step: int, chains: int) -> Attend:
-        """Attention of the first chains, `step` positions after their starts."""
+        """Attention of the first `chains`, `step` positions after their starts."""
 
 
 @dataclass(frozen=True)
 class LayerProducts:
-    """A pre-norm transformer layer with SwiGLU, by what it multiplies by: q, k and v side by side, gate and up too."""
+    """A pre-norm transformer layer with SwiGLU; q, k and v are fused, and gate and up too."""
 
     input_norm: Transform
     qkv: Transform
@@ -52,7 +48,7 @@ class LayerProducts:
     kv_heads: int
 
     def __call__(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
-        """Of inputs `[n, D]` the outputs, or those at `rows` only, `[R, D]`."""
+        """Maps `[n, D]` to `[n, D]`; with `rows`, to these rows only, `[R, D]`."""
         rotated = self.heads + self.kv_heads
         states = self.qkv(self.input_norm(x)).view(len(x), rotated + self.kv_heads, -1)
         turned, values = rotate(states[:, :rotated], rope), states[:, rotated:]
@@ -64,16 +60,15 @@ class LayerProducts:
         return x + self.down(F.silu(gate) * value)
 
 
-Layer = Callable[..., torch.Tensor]  # a `LayerProducts`, or a module that calls like one
+Layer = Callable[..., torch.Tensor]  # a `LayerProducts`, or a module with the same call
 
 
 @dataclass(frozen=True)
 class StepProducts:
-    """What a roll-out step multiplies by (PRISM, a processing module).
+    """Products of a roll-out step (PRISM, a processing module).
 
-    Attributes:
-        norm, project: from the drafted state before to the input of the step.
-        layers: one for each of the trunk's last layers, whose cache of keys and values it reads and adds to.
+    `norm` and `project` map the previous drafted state to the input. Each layer reads and extends the keys and values
+    of one of the trunk's last layers.
     """
 
     norm: Transform
@@ -83,12 +78,12 @@ class StepProducts:
 
 @dataclass(frozen=True)
 class Trunk:
-    """What a trunk is made of.
+    """The parts of a trunk.
 
     Attributes:
         fuse_inputs: from taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`.
-        layers: the layers that read accepted positions.
-        steps: what roll-out steps multiply by: each its own, and all further ones the last.
+        layers: read accepted positions.
+        steps: products of the roll-out steps; the last one serves all further steps.
         frequencies: `[head_dim / 2]`, float32, of the rotary embedding.
     """
 
@@ -98,21 +93,16 @@ class Trunk:
     frequencies: torch.Tensor
 
     def step(self, number: int) -> StepProducts:
-        """What the step makes its state with that comes `number` steps after g_0, 1 or more."""
+        """The products of the step `number` (1 or more) after g_0."""
         return self.steps[min(number, len(self.steps)) - 1]
 
 
 def read(
     trunk: Trunk, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, context: Context, ahead: int
 ) -> tuple[torch.Tensor, list[Rope]]:
-    """Reads accepted positions into the context.
+    """Reads accepted positions `[T, ...]`, as in [`HSDrafter.forward`], into the context.
 
-    Args:
-        taps, embeds, position_ids: `[T, ...]`, as [`HSDrafter.forward`] takes them.
-        ahead: steps that will be rolled after these.
-
-    Returns:
-        g_0 of each chain, `[S, D]`, and the rotary embeddings of the steps ahead.
+    Returns g_0 of each chain, `[S, D]`, and the ropes of `ahead` steps.
     """
     count, x = len(position_ids), trunk.fuse_inputs(taps, embeds)
     starts = position_ids[context.starts]
@@ -126,11 +116,7 @@ def read(
 def roll(
     trunk: Trunk, x: torch.Tensor, ropes: Sequence[Rope], context: Context, chains: int | None = None
 ) -> list[torch.Tensor]:
-    """Rolls hidden states forward without tokens, from g_0 `[S, D]` on: g_0 .. g_{K-1}.
-
-    Args:
-        chains: how many are rolled, the first ones; `None` for all.
-    """
+    """Rolls the first `chains` (None for all) from g_0 `[S, D]` without tokens: g_0 .. g_{K-1}."""
     states = [x]
     if chains is not None:
         x, ropes = x[:chains], [(cos[:chains], sin[:chains]) for cos, sin in ropes]
@@ -145,11 +131,7 @@ def roll(
 def _through(
     layers: Sequence[Layer], x: torch.Tensor, rope: Rope, attend: Attend, first: int = 0, rows: Any = None
 ) -> torch.Tensor:
-    """Layers on inputs `[n, D]`; of the last one the outputs at `rows` only.
-
-    Args:
-        first: whose keys and values the first of these layers looks at; the next ones follow.
-    """
+    """Runs layers on `[n, D]`, the last one for `rows` only; `first` is the first layer's index of keys and values."""
     for index, layer in enumerate(layers, 1):
         x = layer(x, rope, partial(attend, first + index - 1), rows if index == len(layers) else None)
     return x
@@ -174,16 +156,16 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 class GrowingText:
-    """A single text in rooms that grow with it; what is rolled stands behind what was read, until more is read.
+    """A single sequence in growing buffers; rolled positions follow those read, until more are read.
 
     Args:
         keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
-        window: positions that are attended to, the own one included; `None` for all.
-        spare: positions that are made room for at once; with it goes a quarter of those that have been read.
-        mask_rows: rows that are masked at once.
+        window: attended positions including the position itself; None for all.
+        spare: positions by which buffers grow, plus a quarter of the positions read.
+        mask_rows: rows per mask.
 
     Attributes:
-        length: number of positions that have been read.
+        length: number of positions read.
     """
 
     starts = slice(-1, None)
@@ -201,11 +183,11 @@ class GrowingText:
 
     @classmethod
     def empty(cls, layers: int, like: torch.Tensor, window: int | None, **sizes: int) -> GrowingText:
-        """Rooms of so many layers without any position, each `like` an empty one `[kv_heads, 0, head_dim]`."""
+        """Empty buffers for so many layers, each `like` an empty one `[kv_heads, 0, head_dim]`."""
         return cls([like] * layers, [like] * layers, window, **sizes)
 
     def extend(self, count: int, ahead: int) -> None:
-        """Before `count` positions are read and `ahead` steps rolled after them."""
+        """Makes room for reading `count` positions and rolling `ahead` steps."""
         needed = self.length + count + ahead
         if self.keys[0].shape[1] < needed:
             capacity = needed + self._spare + self.length // 4
@@ -226,7 +208,7 @@ class GrowingText:
     def _attend(
         self, end: int, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
     ) -> torch.Tensor:
-        """Keeps keys and values of the last positions up to `end`; the queries are of the last ones too."""
+        """Stores keys and values of the last positions up to `end`, which the queries belong to."""
         begin = end - keys.shape[1]
         self.keys[layer][:, begin:end], self.values[layer][:, begin:end] = keys, values
         return self._mixed(layer, queries, end)
@@ -239,12 +221,12 @@ class GrowingText:
             ends = range(end - rows + most, end + most, most)
             blocks = zip(queries.split(most), ends, strict=True)
             return torch.cat([self._mixed(layer, block, min(block_end, end)) for block, block_end in blocks])
-        begin = max(end - rows + 1 - window, 0)  # of what the first row sees
+        begin = max(end - rows + 1 - window, 0)  # first column that the first row sees
         keys, values = self.keys[layer][:, begin:end], self.values[layer][:, begin:end]
         if rows == 1:
             return shared_attention(queries, keys, values)
         if masked:
-            first = end - begin - rows  # column of the first row's own position
+            first = end - begin - rows  # column of the first row's position
             seen = torch.ones(rows, end - begin, dtype=torch.bool, device=queries.device)
             return shared_attention(queries, keys, values, seen.tril(first).triu(first + 1 - window))
         mixed = F.scaled_dot_product_attention(

@@ -4,7 +4,7 @@ from ..base.formats import Format, register_format
 from .lm_drafter import CausalLMDrafter
 from .lm_files import DRAFTING_OPTIONS, describe, why_no_causal_lm, why_not_by_config
 
-# Asked last: it has no mark of its own, only that of no other format.
+# Matched last: it is recognised only by not being another format.
 register_format(
     Format(
         name="causal language model",
@@ -14,6 +14,6 @@ register_format(
         describe=describe,
         drafter=CausalLMDrafter,
         possible=lambda config: not why_not_by_config(config),
-        listed=lambda checkpoint: (checkpoint.folder / DRAFTING_OPTIONS).is_file(),  # most models are no drafters
+        listed=lambda checkpoint: (checkpoint.folder / DRAFTING_OPTIONS).is_file(),  # most models are not drafters
     )
 )

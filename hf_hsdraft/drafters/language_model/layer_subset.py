@@ -1,4 +1,4 @@
-"""Models made of some of a model's layers: to prune it, and to draft by a part of it."""
+"""Models made of a subset of a model's layers, for pruning and for drafting."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
-    """Returns the list of a model's layers, and the name of that list; see `decoder_list`.
-
-    Raises:
-        ValueError: it cannot be found, or the layers do not stand by themselves.
-    """
+    """Returns the name and list of the model's layers; raises a ValueError if layers depend on each other."""
     if getattr(text_config(model), "num_kv_shared_layers", 0):
         raise ValueError(
             f"{type(model).__name__} cannot do without some layers: later ones share the keys and values of others"
@@ -29,11 +25,7 @@ def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
-    """Returns numbers of layers that are to be kept, from 0 on.
-
-    Raises:
-        ValueError: they are not ascending numbers of layers that the model has, each once.
-    """
+    """Returns the indices of layers to keep; raises a ValueError unless they are ascending, distinct and in range."""
     count = decoder_layers(text_config(model))
     numbers = list(kept)
     if not numbers or not are_layers(numbers, count):
@@ -42,21 +34,15 @@ def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
 
 
 def are_layers(numbers: Sequence[Any], count: int) -> bool:
-    """Whether numbers are ascending ones of layers, from 0 to `count - 1`, each once."""
+    """Whether numbers are ascending, distinct indices of `count` layers."""
     right = all(is_integer(number) and 0 <= number < count for number in numbers)
     return right and list(numbers) == sorted(set(numbers))
 
 
 def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
-    """Returns the numbers of layers spread evenly over a model, the first and the last among them.
+    """Returns indices of layers spread evenly, including the first and the last; for one layer, the first.
 
-    Args:
-        num_layers: number of layers that there are.
-        num_kept: number of layers wanted; of a single one, the first is returned.
-        name: of that number, for the message.
-
-    Raises:
-        ValueError: there are fewer layers.
+    Raises a ValueError if there are fewer layers; `name` is that of `num_kept`, for the message.
     """
     if not 1 <= num_kept <= num_layers:
         raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
@@ -64,16 +50,10 @@ def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int
 
 
 def with_layers(model: Any, kept: Sequence[int]) -> Any:
-    """Returns a model of some of a model's layers. It shares the weights, and nothing else.
+    """Returns a model with the layers `kept` (ascending indices), which shares the weights but nothing else.
 
-    Its configuration says how many layers it has, and its layers count the slots of its cache anew.
-
-    Args:
-        model: a model of transformers that generates text; not changed.
-        kept: ascending numbers of layers, from 0 on.
-
-    Raises:
-        ValueError: there are no such layers, or the model's layers do not stand by themselves.
+    Its configuration has the new number of layers, and cache slots are renumbered. Raises a ValueError if there are no
+    such layers, or layers depend on each other.
     """
     numbers = checked_layers(model, kept)
     name, layers = layers_of(model)
@@ -91,7 +71,7 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
 
 
 def sharing_weights(model: Any) -> Any:
-    """Returns a model of the same parameters and buffers, whose modules can be changed; no hooks come along."""
+    """Returns a copy with the same parameters and buffers, but new modules without hooks."""
     offloaded = [hook.weights_map for hook in hooks_of(model) if getattr(hook, "weights_map", None) is not None]
     shared = {id(held): held for held in (*model.parameters(), *model.buffers(), *offloaded)}
     copied = copy.deepcopy(model, shared)
@@ -100,7 +80,7 @@ def sharing_weights(model: Any) -> Any:
 
 
 def _shorten(config: Any, kept: Sequence[int], count: int) -> None:
-    """Makes a configuration one of fewer layers: lists with an entry for each layer lose those of the others."""
+    """Removes dropped layers from a configuration, including from lists with an entry per layer."""
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == count:
             setattr(config, name, [value[number] for number in kept])

@@ -1,4 +1,4 @@
-"""A small language model as users know it as a drafter: made of a model, loaded, saved, and handed to `generate()`."""
+"""A small language model as drafter: loading, saving, and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from .lm_vocabulary import shared_tokens, what_differs
 
 @dataclass(frozen=True)
 class CausalLMDrafterConfig(PlainConfig):
-    """What transformers asks an assistant's configuration for."""
+    """The configuration that transformers expects of an assistant."""
 
-    vocab_size: Any = ANY  # only ids that both vocabularies have are drafted, so it fits that of any target
+    vocab_size: Any = ANY  # equal to any target's: only ids in both vocabularies are drafted
     is_encoder_decoder: bool = False
 
 
 class CausalLMDrafter(nn.Module, Drafter):
-    """Drafting by a smaller language model with the target's tokenizer ("Fast Inference from Transformers via
-    Speculative Decoding"), as trees ("SpecInfer").
+    """Drafts trees ("SpecInfer") with a smaller language model that has the target's tokenizer ("Fast Inference from
+    Transformers via Speculative Decoding").
 
         out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
 
-    The same model as a plain object, `assistant_model=small_model`, is transformers' own assisted decoding.
+    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
 
     Args:
-        model: a causal language model; it is used as it is. It may serve as a target too.
-        tokenizer: the model's tokenizer. Where a call knows the target's, both are compared.
+        model: a causal language model, used as it is. It may serve as a target too.
+        tokenizer: the model's; compared with the target's if a call has that.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
 
     num_draft_steps = 32
     takes_tree_builders = True
-    supposes = True  # its sessions can take back what they were told
+    supposes = True  # sessions can take tokens back
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
@@ -76,16 +76,16 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CausalLMDrafter:
-        """Loads a language model as a drafter; no code of its repository is run.
+        """Loads a language model as a drafter, without running code of its repository.
 
         Args:
-            pretrained_model_name_or_path: Folder or Hub name of the model.
-            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; all others
-                as `AutoModelForCausalLM.from_pretrained` takes them, such as `dtype`.
+            pretrained_model_name_or_path: folder or Hub name.
+            kwargs: drafting options; Hub arguments such as `revision` and `subfolder`; arguments of
+                `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
         Raises:
-            OSError: There is no such folder or repository, or it holds no model.
-            ValueError: It is no causal language model of transformers, or an option is wrong.
+            OSError: no such folder or repository, or it has no model.
+            ValueError: not a causal language model of transformers, or an option is invalid.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
@@ -97,9 +97,9 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
-        """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
+        """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
         known = option_names() | {option.name for option in cls.own_options}
-        for name in kwargs.keys() - known:  # all else is for transformers, which knows no drafting options
+        for name in kwargs.keys() - known:  # the rest goes to transformers, which knows no drafting options
             near = nearest_option(name, known)
             if is_misspelt(name, near):
                 raise TypeError(f"{cls.__name__} has no drafting option {printable(name)}: the nearest is {near}")
@@ -111,16 +111,9 @@ class CausalLMDrafter(nn.Module, Drafter):
         return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes the model as it saves itself, with its tokenizer, and the drafting options in a file of their own.
+        """Saves the model, its tokenizer, and the drafting options in a separate file.
 
-        The folder is one of the language model: `AutoModelForCausalLM` loads it too.
-
-        Args:
-            save_directory: Created if missing.
-            kwargs: As the model's own `save_pretrained` takes them.
-
-        Raises:
-            ValueError: A drafting option is wrong.
+        `AutoModelForCausalLM` can load the folder too. `kwargs` go to the model; an invalid option raises a ValueError.
         """
         self.check_options()
         self.model.save_pretrained(save_directory, **kwargs)
@@ -129,7 +122,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         self.generation_config.save_pretrained(save_directory, config_file_name=DRAFTING_OPTIONS)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        """Uploads what `save_pretrained` writes to the Hub in one commit; arguments and errors as `push_saved`."""
         return push_saved(self, repo_id, **kwargs)
 
     @property
@@ -141,7 +134,6 @@ class CausalLMDrafter(nn.Module, Drafter):
         return self.model.dtype
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a model that was saved without any."""
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4, own=self.own_options)
 
     def check(self, target: Any) -> None:
@@ -155,11 +147,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(f"this model cannot draft: {reason}")
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """Compares both tokenizers, where both are at hand.
-
-        Raises:
-            DraftingRefused: their ids stand for different tokens: what is drafted would mean something else.
-        """
+        """Raises DraftingRefused if both tokenizers are known and their ids stand for different tokens."""
         if self.tokenizer is None or tokenizer is None:
             return
         reason = what_differs(self.tokenizer, tokenizer)
@@ -172,11 +160,11 @@ class CausalLMDrafter(nn.Module, Drafter):
         table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
         untied = 0 if head is table else table.numel()
         body = weights_of(self.model) - head.numel() - untied
-        looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory; a few rows of it are read
+        looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory, but only a few rows are read
         return Read("layers", body, depth, width), Read("head", head.numel(), depth, width), *looked_up
 
     def numbers_kept(self, length: int) -> int:
-        """Returns how many numbers its model keeps of a text of so many tokens, keys and values."""
+        """Returns the number of cached values (keys and values) for a sequence of `length` tokens."""
         config = text_config(self.model)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -187,5 +175,5 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     @property
     def verifying_model(self) -> Any:
-        """The language model by which it can verify the drafts of another drafter."""
+        """The language model with which it can verify another drafter's drafts."""
         return self.model

@@ -1,4 +1,4 @@
-"""What a language model says about the nodes of draft trees."""
+"""Expansion of tree nodes by a language model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .lm_texts import LMTexts
 
 @dataclass(frozen=True)
 class LMExpansion(Expansion):
-    """The model's distribution after each node, one forward a depth. The state of a node is its path.
+    """The model's distribution after each node, one forward per depth. A node's state is its path.
 
     Attributes:
-        texts: the texts, whose accepted tokens were read, the roots included.
+        texts: have read the accepted tokens, including the roots.
         first: `[B, 1, V]`, logits after the roots.
         depth: greatest depth of a child.
-        vocab_size: number of tokens that may be drafted: the first columns of the logits.
-        temperature: of the distributions given.
-        race: where the target's draws are foreseen; probabilities are those of winning it then.
+        vocab_size: only this many first columns of the logits may be drafted.
+        temperature: of the returned distributions.
+        race: with foreseen target draws; probabilities are then those of winning the race.
     """
 
     texts: LMTexts
@@ -35,12 +35,9 @@ class LMExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities `[B, n, V']` of the children of nodes, and the nodes' paths `[B, n, level - 1]`.
+        """Log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level - 1]`.
 
-        Args:
-            level: depth of the children.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, level - 2]`, paths of the nodes' parents; `None` at level 1.
+        `states` `[B, n, level - 2]` are the paths of the nodes' parents; None at level 1.
         """
         if states is None:
             logits, paths = self.first, tokens[..., None][..., :0]
@@ -54,12 +51,7 @@ class LMExpansion(Expansion):
 
 @dataclass(frozen=True)
 class Repeatable(Expansion):
-    """An expansion that can be asked again: each time from the beginning, in texts of its own.
-
-    Attributes:
-        expansion: the expansion.
-        texts: the texts that it reads on from.
-    """
+    """An expansion that can be evaluated again: it starts over on a copy of `texts`."""
 
     expansion: LMExpansion
     texts: LMTexts

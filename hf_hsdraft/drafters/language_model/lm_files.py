@@ -1,4 +1,4 @@
-"""The folder of a language model that is to draft: whether it is one, and what is loaded of it."""
+"""Checks and loads the folder of a language model that is to draft."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...core.checks import few, printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.pretrained_drafter import stored_options
 
-# Beside the generation_config.json of the language model itself, which is left to it.
+# Separate from the language model's generation_config.json.
 DRAFTING_OPTIONS = "drafting_config.json"
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of them is there
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # any of these
 _OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 
-# What only drafters have that go with a certain target, whatever architecture they name: fields, and names of tensors.
+# Fields and tensor names that only drafters for a specific target have, whatever architecture they name.
 _FIELDS_OF_DRAFTERS = (
     "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
     "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
@@ -32,7 +32,7 @@ _TENSORS_OF_DRAFTERS = (
 
 
 def why_no_causal_lm(checkpoint: Checkpoint) -> str:
-    """Returns why a checkpoint is no causal language model; an empty string if it is one."""
+    """Returns why a checkpoint is not a causal language model; "" if it is."""
     reason = why_not_by_config(checkpoint.config)
     if reason:
         return reason
@@ -40,7 +40,7 @@ def why_no_causal_lm(checkpoint: Checkpoint) -> str:
 
 
 def why_not_by_config(config: Mapping[str, Any]) -> str:
-    """As `why_no_causal_lm`, as far as its config.json tells."""
+    """As `why_no_causal_lm`, from config.json only."""
     model_type, named = config.get("model_type"), config.get("architectures")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     architectures = [known] if isinstance(known, str) else list(known or ())
@@ -67,14 +67,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
-    """Makes the model of a checkpoint without weights, on the meta device, and compares what the files hold with it.
+    """Builds a checkpoint's model on the meta device, and compares the files' tensors with it.
 
-    Args:
-        kwargs: as `AutoModelForCausalLM.from_pretrained` takes them.
-
-    Raises:
-        ValueError: an argument asks for code of the repository, or for weights that differ from the files; or tensors
-            have other shapes than config.json says.
+    `kwargs` are those of `AutoModelForCausalLM.from_pretrained`. Raises a ValueError if they ask for code of the
+    repository or for weights that differ from the files, or if shapes of tensors contradict config.json.
     """
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         if kwargs.get(name):
@@ -84,7 +80,7 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # Where weights are converted or packed, the files hold others than the model.
+    # With converted or packed weights, files and model hold different tensors.
     packed = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
     if not packed and not get_model_conversion_mapping(model, kwargs.get("key_mapping"), add_legacy=False):
         wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -100,13 +96,9 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
 
 
 def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
-    """Loads the model of a checkpoint, without code of it.
+    """Loads a checkpoint's model, without its code; `kwargs` as for `empty_model`.
 
-    Args:
-        kwargs: as `AutoModelForCausalLM.from_pretrained` takes them, and `empty_model` allows them.
-
-    Raises:
-        ValueError: weights are missing or unknown, so that part of the model would be random or left out.
+    Raises a ValueError if weights are missing or unknown.
     """
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         kwargs.pop(name, None)
@@ -127,7 +119,7 @@ def _mismatch(checkpoint: Checkpoint, model: Any, told: str) -> ValueError:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Loads the tokenizer of a checkpoint; `None` if it has none."""
+    """Loads a checkpoint's tokenizer; None if it has none."""
     folder = checkpoint.also(*_OF_TOKENIZERS)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None

@@ -1,4 +1,4 @@
-"""What a language model can do as a drafter, as far as its class, its configuration and its cache tell."""
+"""A language model's abilities as a drafter, by its class, configuration and cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from ...trees.tree_masks import AttentionKind, attention_kinds
 
 
 def kind_of(model: Any) -> tuple[Any, ...]:
-    """Returns what the time of a model's forwards depends on: its type and size, its dtype and its device."""
+    """Returns what the time of a model's forwards depends on: type, size, dtype and device."""
     weights = sum(weight.numel() for weight in model.parameters())
     return text_config(model).model_type, weights, model.dtype, model.device
 
 
 def empty_cache(model: Any) -> DynamicCache:
-    """Returns the cache that a model's forwards write into."""
     return DynamicCache(config=text_config(model))
 
 
 def why_it_cannot_draft(model: Any) -> str:
-    """Returns why a model cannot draft at all; an empty string if it can."""
+    """Returns why a model cannot draft at all; "" if it can."""
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return f"{name} has no output layer: expected a causal language model"
@@ -40,11 +39,7 @@ def why_it_cannot_draft(model: Any) -> str:
 
 
 def kinds_for_trees(model: Any) -> list[AttentionKind]:
-    """Returns the kinds of attention that need masks of their own.
-
-    Raises:
-        ValueError: the model reads no trees; the message says why.
-    """
+    """Returns the attention types that need separate masks; raises a ValueError if the model cannot read trees."""
     cache = empty_cache(model)
     reason = why_no_trees(model, cache)
     if reason:
@@ -53,5 +48,5 @@ def kinds_for_trees(model: Any) -> list[AttentionKind]:
 
 
 def most_tokens(model: Any) -> int:
-    """Returns the number of tokens that a model has positions for."""
+    """Returns the number of positions that a model has."""
     return furthest_position(model)

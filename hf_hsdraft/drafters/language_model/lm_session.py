@@ -1,4 +1,4 @@
-"""The session of a language model that drafts: what it has read of the texts of a call, and what it drafts next."""
+"""Session of a language model that drafts."""
 
 from __future__ import annotations
 
@@ -22,33 +22,28 @@ from .lm_texts import LMTexts, groups_of_rows, shared_length
 
 @dataclass(frozen=True)
 class LMMemory:
-    """What a language model has read of one text; it lies on the target's cache.
-
-    Attributes:
-        tokens: the text, as far as it was read.
-        texts: the text in the model's cache. Whoever goes on from it takes a copy.
-    """
+    """Tokens that a language model has read, with its cache, stored on the target's cache. Copy `texts` before use."""
 
     tokens: tuple[int, ...] = ()
     texts: LMTexts | None = None
 
     def __reduce__(self) -> Any:
-        """A cache that is stored forgets what the drafter had read."""
+        """Pickling a cache drops the memory."""
         return LMMemory, ()
 
     def __deepcopy__(self, memo: Any) -> LMMemory:
-        return self  # nothing in it is ever changed
+        return self  # immutable
 
 
 @dataclass
 class _Text:
-    """A text of the call.
+    """A row of the call.
 
     Attributes:
-        tokens: all that is known of it, the root included.
-        lost: whether it holds a token that the model does not know. Nothing is drafted for it from there on.
-        supposed: tokens after these that may be taken back; the last one is the root then.
-        read: tokens that are in the model's cache.
+        tokens: all known tokens, including the root.
+        lost: holds a token that the model does not know; nothing more is drafted for it.
+        supposed: further tokens that may be taken back; the last one is the root then.
+        read: tokens in the model's cache.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -58,7 +53,6 @@ class _Text:
 
     @property
     def known(self) -> list[int]:
-        """The text with what is supposed of it."""
         return self.tokens + self.supposed if self.supposed else self.tokens
 
 
@@ -66,10 +60,8 @@ class CausalLMSession(TreeSession):
     """Drafts trees, or chains, token by token with a language model.
 
     Args:
-        model: the language model; not changed.
-        call: that it drafts for.
         vocab_size: number of tokens that both model and target know.
-        kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
+        kinds: attention types whose masks the model respects; if empty, it drafts only chains, one row at a time.
     """
 
     def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
@@ -82,12 +74,11 @@ class CausalLMSession(TreeSession):
         self._resumed: LMMemory | None = None
 
     def _begin(self, rows: Sequence[int]) -> LMTexts:
-        """Returns some texts of the call, of which nothing has been read."""
         return LMTexts(self._model, rows, self._kinds, self._most_drafted)
 
     @property
     def _most_drafted(self) -> int:
-        """The greatest number of drafted tokens of a text that the model reads."""
+        """Most drafted tokens of a row in the model's cache."""
         return max(self._options.depth * self._options.beam_width, self._options.tree_size)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -114,7 +105,7 @@ class CausalLMSession(TreeSession):
             self._texts[0].read = list(memory.tokens)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
-        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
+        """Takes tokens that hold only until the next news, as in a cascade."""
         for each in news:
             self._texts[each.row].supposed = list(each.tokens)
 
@@ -130,9 +121,9 @@ class CausalLMSession(TreeSession):
         return LMMemory(tuple(text.read), texts)
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory, once the text is known to begin as the one that was read."""
+        """Continues from a memory, once the sequence is known to begin as the one that was read."""
         texts = memory.texts if isinstance(memory, LMMemory) else None
-        alike = [type(texts)] == [type(group) for group in self._groups]  # what was read otherwise is another text
+        alike = [type(texts)] == [type(group) for group in self._groups]  # only if it was read in the same way
         if alike and texts is not None and texts.fits(self._model, self._most_drafted):
             self._resumed = memory
 
@@ -143,7 +134,7 @@ class CausalLMSession(TreeSession):
         return all(0 <= token < self._vocab_size for token in text.supposed)
 
     def _take_back(self, texts: LMTexts) -> None:
-        """Drops what was read of tokens that were supposed and did not come. The root is always read anew."""
+        """Drops supposed tokens that did not come. The root is always read again."""
         lengths = []
         for row in texts.rows:
             text = self._texts[row]
@@ -153,7 +144,7 @@ class CausalLMSession(TreeSession):
             texts.cut(lengths)
 
     def _depths(self, texts: LMTexts, wanted: dict[int, Ask]) -> dict[int, int]:
-        """How deep to draft for each text of a group: as far as it is wanted and the model has positions."""
+        """Draft depth of each row: as wanted, limited by the model's positions."""
         depths = {}
         for place, row in enumerate(texts.rows):
             if row in wanted:
@@ -164,7 +155,7 @@ class CausalLMSession(TreeSession):
         return depths
 
     def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
-        """The trees of some texts of a group. All texts of it are in each forward; the others add nothing to it."""
+        """The trees of some rows of a group; the others are in each forward too, without new tokens or a tree."""
         options = self.options_for(ask, trees=bool(self._kinds))
         tokens = [
             self._texts[row].known[kept:] if row in depths else []
@@ -176,17 +167,17 @@ class CausalLMSession(TreeSession):
         for row in depths:
             self._texts[row].read = list(self._texts[row].known)
         try:
-            self._vocab_ids = self._vocab_ids.to(first.device)  # of a model on several devices, the last one
+            self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
             trees = self.grown(all_asks, self.expansion_of(texts, first, depth, options), options)
         finally:
             texts.forget()
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
 
     def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        """Returns the children of the nodes of all texts of a group; `first` `[B, 1, V]`: logits after the roots."""
+        """As `expansion`, for all rows of a group; `first` `[B, 1, V]`: logits after the roots."""
         race = self.race(texts.rows, depth)
         return LMExpansion(texts, first, depth, self._vocab_size, options.draw_temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
-        own = expansion.texts.copied()  # what is drafted is dropped after each round
+        own = expansion.texts.copied()  # drafts are dropped after each round
         return Repeatable(replace(expansion, texts=own), own)

@@ -1,7 +1,7 @@
-"""The texts of a batch in the cache of a language model: what was accepted, and for a while what is drafted after it.
+"""Rows of a batch in a language model's cache: accepted tokens, followed for a while by drafted ones.
 
-Every text fills the first slots of its row. Behind shorter texts lie slots that nobody sees, up to the end of the
-longest one. What is drafted takes the slots after those, and is dropped when the draft is complete.
+Each row fills its first slots. Masked slots follow shorter rows, up to the end of the longest one. Drafted tokens take
+the slots after that, and are dropped after the draft.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .lm_limits import empty_cache, most_tokens
 
 
 class LMTexts:
-    """Some texts as a language model has read them.
+    """Rows as read by a language model.
 
     Args:
-        model: the language model; not changed, and not kept alive.
-        rows: numbers of the texts.
-        kinds: kinds of attention that need masks of their own, see `kinds_for_trees`; empty for a model that reads
-            chains of a single text only.
-        most_drafted: greatest number of drafted tokens of a text that are read in one draft.
+        model: not changed, and referenced weakly.
+        rows: row numbers in the call.
+        kinds: attention types that need separate masks, see `kinds_for_trees`; empty for a model that only reads chains
+            of a single row.
+        most_drafted: greatest number of drafted tokens per row that one draft reads.
 
     Attributes:
-        kept: number of tokens of each text that are in the cache.
+        kept: cached tokens of each row.
     """
 
     def __init__(self, model: Any, rows: Sequence[int], kinds: Sequence[AttentionKind], most_drafted: int) -> None:
         self.rows, self.kept = list(rows), [0] * len(rows)
-        # A memory of these texts lies on the target's cache, which is not to keep the drafter alive.
+        # Memories on the target's cache must not keep the drafter alive.
         self._reference = weakref.ref(model)
         self._kinds, self._most_drafted = kinds, most_drafted
         self._slots = CacheSlots(empty_cache(model))
@@ -58,62 +58,56 @@ class LMTexts:
         return self._reference()
 
     def copied(self) -> LMTexts:
-        """Returns the same texts, to be read on without a change of these."""
         other = copy.copy(self)
         other.rows, other.kept = list(self.rows), list(self.kept)
         other._slots = CacheSlots(copy.deepcopy(self._slots.cache))
-        other._slots.windows = dict(self._slots.windows)  # of the configuration, without what they were widened by
+        other._slots.windows = dict(self._slots.windows)  # configured widths, before widening
         return other
 
     def fits(self, model: Any, most_drafted: int) -> bool:
-        """Whether a model may read on here: it is the same one, where it was, and windows keep as much."""
+        """Whether this model may continue here: same model and device, and windows keep as much."""
         layers = [layer for layer in self._slots.layers_with_keys if layer.keys.numel()]
         alike = all(layer.keys.device == device_of(model) and layer.keys.dtype == model.dtype for layer in layers)
         return self._model is model and alike and self._most_drafted == most_drafted
 
     def room(self, place: int) -> int:
-        """Returns how many further tokens of a text the model has positions for."""
+        """Returns how many more tokens of a row the model has positions for."""
         return self._last_position + 1 - self.kept[place]
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
-        """Reads further accepted tokens of each text; they stay in the cache.
+        """Reads further accepted tokens of each row, if any, into the cache.
 
-        Args:
-            tokens: of each text, none for a text that stays as it is.
-            wanted: number n of tokens whose logits are wanted. A text with fewer tokens has its own at the end.
-
-        Returns:
-            `[B, n, V]`, logits after the last tokens of each text that goes on; of the others anything.
+        Returns logits `[B, wanted, V]` of the last tokens, aligned at the end; undefined for rows without tokens.
         """
         return self.read_states(tokens, wanted).logits
 
     @torch.no_grad()
     def read_states(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int] = ()) -> TargetOutput:
-        """As `read`; returns hidden states `[B, columns, taps * D]` too. Texts end with the last column."""
+        """As `read`, with hidden states `[B, columns, taps * D]`. All rows end in the last column."""
         states, logits = [], torch.empty(0)
         for part in _parts(tokens, max(map(len, tokens))):
             output = self._read_part(part, wanted, taps)
-            logits = output.logits  # those of earlier parts are not wanted
+            logits = output.logits  # only the last part's are wanted
             states += [output.taps] if taps else []
             del output
         return TargetOutput(logits, torch.cat(states, dim=1) if taps else logits.new_empty(len(tokens), 0, 0))
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
+        """Drops tokens after the given lengths, at most `most_drafted` at a time."""
         self.kept = list(lengths)
         if self._slots.length:
             self._drop_kept(self._slots.length - max(self.kept))
 
     def _drop_kept(self, count: int) -> None:
-        """Drops the last slots of what was kept. A layer with a window holds so many fewer then, and has to know."""
+        """Drops the last `count` slots. Sliding layers then hold fewer, and must know it."""
         windows = self._slots.windows
-        for index, width in list(windows.items())[:1]:  # all are widened alike
+        for index, width in list(windows.items())[:1]:  # all are widened equally
             self._slots.widen_windows(self._slots.layers[index].sliding_window - width - count)
         self._slots.drop(count)
 
     def _widen_windows(self, by: int, dropped: int) -> None:
-        """Lets windows keep more than their own width, before slots are dropped, as far as they still hold it."""
+        """Lets sliding layers keep more than their window, as far as they still hold it, before slots are dropped."""
         for index, width in self._slots.windows.items():
             layer = self._slots.layers[index]
             if layer.keys.shape[-2] < self._slots.length:
@@ -122,15 +116,11 @@ class LMTexts:
 
     @torch.no_grad()
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads drafted tokens after their ancestors, until `forget` drops them all.
+        """Reads drafted tokens after their ancestors; `forget` drops them.
 
-        Args:
-            tokens: `[B, n]`, int64, nodes of one depth; a child of the root has depth 1.
-            paths: `[B, n, depth - 1]`, int64, the ancestors of each node below the root, as columns of the draft.
-
-        Returns:
-            The logits `[B, n, V]` after each node, and the columns `[B, n, depth]` of the nodes' paths, their own the
-            last one.
+        tokens `[B, n]`, int64, are nodes of one depth, 1 for children of the root; paths `[B, n, depth - 1]`, int64,
+        their ancestors below the root, as columns of the draft. Returns logits `[B, n, V]` after each node, and paths
+        `[B, n, depth]` that include the nodes.
         """
         drafted = self._drafted = (self._drafted or DraftedLevels.nothing(tokens)).with_level(tokens, paths)
         kept = on_device(self.kept, tokens.device)
@@ -142,13 +132,11 @@ class LMTexts:
         return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
 
     def forget(self) -> None:
-        """Drops all that was drafted."""
         if self._drafted is not None:
             self._slots.drop(self._drafted.count)
             self._drafted = None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """From here on only these texts go on."""
         places = [place for place, row in enumerate(self.rows) if row in rows]
         if len(places) == len(self.rows):
             return
@@ -160,7 +148,7 @@ class LMTexts:
         self._drop_kept(length - max(self.kept))
 
     def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int]) -> TargetOutput:
-        """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
+        """As `read`, in one forward. Rows are aligned at the last column; the padding before shorter ones is masked."""
         device, columns = device_of(self._model), max(map(len, tokens))
         counts = on_device([len(each) for each in tokens], device)
         ids = on_device([[0] * (columns - len(each)) + list(each) for each in tokens], device)
@@ -178,9 +166,9 @@ class LMTexts:
         return output
 
     def _masks(self, batch: TreeBatch, columns: int) -> Any:
-        """The masks of the last columns of a batch, whose other columns are in the cache; by kind of attention."""
+        """Masks of a batch's last `columns`, the others being cached; by attention type."""
         size, kept = batch.tokens.shape[1], on_device(self.kept, batch.tokens.device)
-        before = self._slots.length - (size - columns)  # slots of the texts
+        before = self._slots.length - (size - columns)  # slots of accepted tokens
         attention, masks = text_config(self._model)._attn_implementation, {}
         for kind in self._kinds:
             kv_length = self._slots.layers[kind.layer].get_mask_sizes(columns)[0]
@@ -191,7 +179,7 @@ class LMTexts:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int, taps: Sequence[int]
     ) -> TargetOutput:
-        """The logits of the last `wanted` columns; keys and values of all columns are in the cache afterwards."""
+        """Returns outputs of the last `wanted` columns; all columns are cached."""
         before = self._slots.length
         further: dict[str, Any] = {"logits_to_keep": wanted, "position_ids": positions}
         further = {name: value for name, value in further.items() if name in self._takes}
@@ -204,7 +192,7 @@ class LMTexts:
         return TargetOutput(output.logits[:, -wanted:], output.taps)
 
     def _compact(self, counts: Sequence[int], columns: int) -> None:
-        """Moves what was read of each text to the end of it, and drops the slots behind the longest one."""
+        """Moves newly read tokens behind each row's earlier ones, and drops the slots after the longest row."""
         start = self._slots.length - columns
         source, goal = [], []
         for kept, count in zip(self.kept, counts, strict=True):
@@ -215,32 +203,26 @@ class LMTexts:
             device = device_of(self._model)
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
         self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
-        # The layers of a window keep what the text that is furthest behind still sees.
+        # Sliding layers keep what the shortest row still sees.
         dropped = start + columns - max(self.kept)
         self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
         self._slots.drop(dropped)
 
 
 def groups_of_rows(rows: int, kinds: Sequence[AttentionKind]) -> list[list[int]]:
-    """Returns the rows of a call in groups that are read together: all of them, or each alone without masks.
-
-    Args:
-        rows: number of texts.
-        kinds: kinds of attention whose masks a model heeds.
-    """
+    """Returns groups of rows that are read together: all rows, or each alone if the model respects no masks."""
     return [list(range(rows))] if kinds else [[row] for row in range(rows)]
 
 
 def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Sequence[int]]]:
-    """Yields parts of texts that end together, so that no mask becomes large; a single text needs none."""
+    """Yields aligned parts that keep masks small; a single row needs no parts."""
     most = columns if len(tokens) == 1 else TUNING.mask_rows
     for end in range(columns % most or most, columns + 1, most):
-        left = columns - end  # columns of later parts
+        left = columns - end
         yield [each[max(len(each) - left - most, 0) : max(len(each) - left, 0)] for each in tokens]
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many tokens two texts begin with that are the same."""
     least = min(len(one), len(other))
     if one[:least] == other[:least]:
         return least

@@ -1,4 +1,4 @@
-"""What a language model turns out to do as a drafter: tried once, on a few tokens, against plain forwards."""
+"""Tests once, on a few tokens, what a language model can do as a drafter, against plain forwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...trees.tree_masks import AttentionKind
 from .lm_limits import kinds_for_trees, why_it_cannot_draft
 from .lm_texts import LMTexts
 
-_TEXTS = ((5, 6, 7), (8, 9))  # of different lengths
-_NODES = (10, 11)  # of each of two depths
+_TEXTS = ((5, 6, 7), (8, 9))  # different lengths
+_NODES = (10, 11)  # at each of two depths
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LMAbility:
     """What a model can do.
 
     Attributes:
-        kinds: kinds of attention whose masks it heeds; empty for a model that drafts chains of single texts only.
+        kinds: attention types whose masks it respects; empty for chains of single rows only.
         reason: why it cannot draft at all; empty if it can.
     """
 
@@ -35,7 +35,7 @@ class LMAbility:
 
 
 def ability_of(model: Any) -> LMAbility:
-    """Returns what a model can do. It is tried once, as long as it is the same model on the same device."""
+    """Returns what a model can do; tested once per model and device."""
     known = _known.setdefault(model, {})
     key: tuple[Any, ...] = ()
     if hasattr(model, "config"):
@@ -61,7 +61,7 @@ def _found(model: Any) -> LMAbility:
 
 @torch.no_grad()
 def _fault(model: Any, kinds: Sequence[AttentionKind]) -> str:
-    """Returns what goes wrong when drafted tokens are read; an empty string if all is read as by plain forwards."""
+    """Returns what goes wrong when drafted tokens are read; "" if the logits match plain forwards."""
     size = text_config(model).vocab_size
     texts = [[token % size for token in text] for text in (_TEXTS if kinds else _TEXTS[:1])]
     nodes = [token % size for token in (_NODES if kinds else _NODES[:1])]
@@ -80,7 +80,7 @@ def _fault(model: Any, kinds: Sequence[AttentionKind]) -> str:
                 return "reads drafted tokens otherwise than those of a text"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
+    except Exception as error:  # any error of the model's code means that it cannot
         lines = str(error).strip().splitlines()
         return f"cannot read drafted tokens ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"
     return ""

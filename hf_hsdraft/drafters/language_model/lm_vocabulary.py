@@ -1,4 +1,4 @@
-"""Whether a drafter writes the tokens that its target means: both vocabularies, compared."""
+"""Compares the vocabularies of drafter and target."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from typing import Any
 from ...core.checks import few, printable
 from ...runtime.text_configs import text_config
 
-_NAMED = 3  # differences that a message names
+_NAMED = 3  # differences shown in a message
 
 
 def what_differs(own: Any, targets: Any) -> str:
-    """Returns how two tokenizers differ; an empty string if every id that both have stands for the same token.
-
-    One of them may have further tokens: their ids are unknown to the other one.
-
-    Args:
-        own: the drafter's tokenizer.
-        targets: the target's.
-    """
+    """Returns how two tokenizers differ; "" if every id in both stands for the same token. Either may have more."""
     known = _compared.setdefault(own, weakref.WeakKeyDictionary())
     if targets not in known:
         known[targets] = _difference(own.get_vocab(), targets.get_vocab())
@@ -27,7 +20,7 @@ def what_differs(own: Any, targets: Any) -> str:
 
 
 def shared_tokens(model: Any, target: Any) -> int:
-    """Returns the number of tokens that a language model and its target both know: the first ids."""
+    """Returns the number of tokens that model and target share: the first ids."""
     rows = model.get_input_embeddings().weight.shape[0]
     return min(text_config(model).vocab_size, text_config(target).vocab_size, rows)
 

@@ -1,1 +1,1 @@
-"""Drafts out of the text itself ("Cacheback")."""
+"""Drafts from n-grams of the text itself ("Cacheback")."""

@@ -1,4 +1,4 @@
-"""A drafter without a network, which drafts by n-grams of the running text and of other texts ("Cacheback")."""
+"""A drafter without a network, based on n-grams of the current and other texts ("Cacheback")."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class CachebackConfig(PlainConfig):
-    """What transformers asks an assistant's configuration for."""
+    """The configuration that transformers expects of an assistant."""
 
     model_type: ClassVar[str] = "cacheback"
 
-    vocab_size: Any = ANY  # equal to the vocabulary size of any target
+    vocab_size: Any = ANY  # equal to any target's
 
 
 class CachebackDrafter(WeightlessDrafter):
-    """Training-free drafting by n-grams, for any target ("Cacheback": tables of leaders and their followers).
+    """Training-free n-gram drafting for any target ("Cacheback": tables of leaders and followers).
 
         out = model.generate(**inputs, assistant_model=CachebackDrafter())
 
-    It is exact, as every drafter here is. It is quick where a text repeats itself or its prompt, as summaries,
-    extraction and code do. Elsewhere it drafts little and costs little.
+    Exact, as every drafter here. Fast if a text repeats itself or its prompt, as summaries, extraction and code do;
+    otherwise it drafts little and costs little.
 
     Args:
-        texts: token ids of texts like those to come. Their n-grams are asked where the running text has none.
-        ngram_length: number of tokens of the longest leader, 1 to 16.
+        texts: token ids of similar texts. Their n-grams are consulted when the current text has no match.
+        ngram_length: longest leader in tokens, 1 to 16.
         options: drafting options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`,
             `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
 
@@ -63,7 +63,7 @@ class CachebackDrafter(WeightlessDrafter):
     config_class = CachebackConfig
     num_draft_steps = TUNING.ngram_depth
     least_ngram_length = 1
-    supposes = True  # its sessions can take back what they were told
+    supposes = True  # sessions can take tokens back
     why_not_exported = "it has no weights: other programs look n-grams up by methods of their own"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
@@ -103,7 +103,7 @@ class CachebackDrafter(WeightlessDrafter):
         return {"texts": self.texts}
 
     def default_generation_config(self) -> GenerationConfig:
-        """Returns the drafting options. `beam_width=1` drafts a chain; other options of a beam have no effect."""
+        """`beam_width=1` drafts a chain; other beam options have no effect."""
         return default_options(TUNING.ngram_depth, tree_size=24, beam_width=24)
 
     def check(self, target: Any) -> None:
@@ -119,7 +119,7 @@ class CachebackDrafter(WeightlessDrafter):
 
 
 def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
-    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
+    """Builds tables for leaders of up to `length` tokens. No n-gram crosses the end of a text."""
     cache = NgramCache(length)
     for text in texts:
         cache.extend([*text, -1])

@@ -1,4 +1,4 @@
-"""Registers the family of n-gram drafters."""
+"""Registers the n-gram family."""
 
 from ..base.registry import register_drafter
 from .cacheback import CachebackConfig, CachebackDrafter

@@ -1,7 +1,4 @@
-"""The session that drafts by the n-grams of each text of a call.
-
-It is the session of `CachebackDrafter`. The option `ngram_length` puts it in front of other sessions too.
-"""
+"""Session that drafts by n-grams: that of `CachebackDrafter`, and in front of other sessions with `ngram_length`."""
 
 from __future__ import annotations
 
@@ -14,12 +11,7 @@ from .ngram_cache import FollowerTable, NgramCache
 
 
 class NgramSession(Session):
-    """Drafts by the n-grams of each text of a call.
-
-    Args:
-        call: the call. Its option `ngram_length` is 1 or more.
-        frozen: tables of other texts, see `NgramCache`.
-    """
+    """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`."""
 
     free = True
     takes_ngrams = False
@@ -29,7 +21,7 @@ class NgramSession(Session):
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
         self._options, self._foresight = call.options, call.foresight
-        self._supposed: dict[int, list[int]] = {}  # tokens after the texts that may be taken back
+        self._supposed: dict[int, list[int]] = {}  # supposed tokens, which may be taken back
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: self._tree(ask) for ask in asks}
@@ -38,36 +30,28 @@ class NgramSession(Session):
         return list(trees.values())
 
     def _tree(self, ask: Ask) -> DraftTree:
-        """Returns what the n-grams of a text propose."""
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
         supposed = self._supposed.get(ask.row) or []
         last = supposed[-1] if supposed else ngrams.last
-        if last != ask.root:  # they were not told of the root, or it is no token of the vocabulary
+        if last != ask.root:  # the root was not observed, or is outside the vocabulary
             return DraftTree.root(ask.root)
         return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold, supposed)
 
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
-        """Returns a tree whose most probable path goes on by n-grams, beyond the depth of its drafter.
+        """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
 
-        At most `ngram_continuation` nodes are added. Where a tree is full, as many nodes give way, the least probable
-        ones. A tree of the root alone stays alone: nothing is to be drafted.
-
-        FLy (arXiv:2511.22972) drafts on two levels so that its drafts become longer than its window.
-
-        Args:
-            tree: of a text.
-            ask: the limits of the longer tree.
+        Adds at most `ngram_continuation` nodes; in a full tree they replace the least probable ones. A lone root stays
+        alone: nothing is to be drafted. FLy (arXiv:2511.22972) drafts on two levels for drafts longer than its window.
         """
         if len(tree) == 1 or self._caches[ask.row].last != ask.root:
             return tree
         following = self._following(tree, ask)
         kept = tree.first(max(ask.size - len(following), 1))
-        if following and len(kept) < len(tree):  # the end of the path may have given way
+        if following and len(kept) < len(tree):  # the path's end may have been dropped
             following = self._following(kept, ask)[: ask.size - len(kept) + 1]
         return kept.extended(kept.likeliest_path()[-1], following) if following else tree
 
     def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
-        """Returns what n-grams say after the most probable path of a tree."""
         path = tree.likeliest_path()
         most = min(self._options.ngram_continuation, ask.depth - len(path))
         return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
@@ -78,7 +62,7 @@ class NgramSession(Session):
             self._caches[each.row].extend([*each.earlier, *each.tokens])
 
     def suppose(self, news: Sequence[Accepted]) -> None:
-        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
+        """Takes tokens that hold only until the next news, as in a cascade."""
         self._supposed.update({each.row: each.tokens for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""A hierarchy of drafters as users know it: made of its levels, loaded, saved, and handed to `generate()`."""
+"""The public drafter of a hierarchy: construction from levels, loading, saving and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _MOST = 64  # tokens that a level may pass up
 
 @dataclass(frozen=True)
 class CascadeConfig(PlainConfig):
-    """What transformers asks an assistant's configuration for."""
+    """The configuration that transformers reads from an assistant."""
 
     model_type: ClassVar[str] = CASCADE
 
-    vocab_size: Any = ANY  # only ids that all levels have are drafted
+    vocab_size: Any = ANY  # only ids known to all levels are drafted
     is_encoder_decoder: bool = False
 
 
@@ -59,19 +59,19 @@ class CascadeDrafter(nn.Module, Drafter):
         cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(small_model)], tokens=[4, 8])
         out = model.generate(**inputs, assistant_model=cascade)
 
-    The first level drafts. Each further level is a language model, which verifies the drafts of the level below until
-    it holds enough tokens, and passes them up. The target verifies last. With `verification="rejection"` and a
-    `tree_builder` that draws, each model draws by its own distribution, and the next level verifies by that one.
+    The first level drafts. Each further level is a language model that verifies the drafts of the level below until it
+    holds enough tokens, then passes them up. The target verifies last. With `verification="rejection"` and a sampling
+    `tree_builder`, each model samples from its distribution, and the next level verifies against that distribution.
 
     Args:
-        levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has. The
-            first can take back what it was told, as [`CachebackDrafter`], [`CausalLMDrafter`] and [`HSDrafter`] can.
-            An [`HSDrafter`] reads hidden states of level 1, so it has to be made for the model of that level.
-        tokens: for each level, the number of tokens: what the first one drafts at a time, and what each further one
-            holds before it passes them up. It passes up a few more where the last draft brings them.
+        levels: drafters, fastest first. All but the first need a language model, as in [`CausalLMDrafter`]. The first
+            must be able to take tokens back, as [`CachebackDrafter`], [`CausalLMDrafter`] and [`HSDrafter`] can. An
+            [`HSDrafter`] reads the hidden states of level 1, so it must be trained for that model.
+        tokens: one number per level: tokens that the first level drafts at a time, and tokens that each further level
+            holds before it passes them up. A level can exceed this by what its last draft adds.
 
     Raises:
-        ValueError: the levels do not go together, or a number of tokens is out of range.
+        ValueError: the levels do not fit together, or a number of tokens is out of range.
     """
 
     num_draft_steps = 2 * _MOST
@@ -88,19 +88,19 @@ class CascadeDrafter(nn.Module, Drafter):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CascadeDrafter:
-        """Loads what `save_pretrained` wrote, or a config.json that names its levels by hand.
+        """Loads what `save_pretrained` wrote, or a hand-written config.json.
 
-        Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder or a Hub
-        name, or begins with `./` and is a folder beside the file.
+        Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder, a Hub
+        name, or a folder beside the file if it begins with `./`.
 
         Args:
             pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; `dtype`,
-                `device_map` and `attn_implementation`, for the levels.
+            kwargs: Drafting options by name; `revision`, `subfolder` and other Hub arguments; `dtype`, `device_map` and
+                `attn_implementation` for the levels.
 
         Raises:
-            OSError: There is no such folder or repository, or a level is missing.
-            ValueError: It holds something else, or its levels do not go together.
+            OSError: The folder, repository or a level is missing.
+            ValueError: It is not a cascade, or its levels do not fit together.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
@@ -129,17 +129,16 @@ class CascadeDrafter(nn.Module, Drafter):
         return drafter.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes each level into a folder of its own, and then what joins them.
+        """Writes each level into a subfolder, and the configuration that joins them.
 
-        The files replace those of a former cascade when all are written. Files of its levels that are no longer needed
-        are deleted.
+        The files replace those of an earlier cascade once all are written. Level files no longer needed are deleted.
 
         Args:
             save_directory: Created if missing.
-            kwargs: As the levels' own `save_pretrained` take them.
+            kwargs: Passed to the levels' `save_pretrained`.
 
         Raises:
-            ValueError: A drafting option is wrong.
+            ValueError: A drafting option is invalid.
         """
         self.check_options()
         folder = Path(save_directory)
@@ -158,7 +157,7 @@ class CascadeDrafter(nn.Module, Drafter):
             remove_others(folder, place, written)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        """Pushes what `save_pretrained` writes to the Hub in one commit; see `push_saved` for arguments and errors."""
         return push_saved(self, repo_id, **kwargs)
 
     @property
@@ -171,7 +170,7 @@ class CascadeDrafter(nn.Module, Drafter):
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """For each level, the greatest number of tokens that it passes up at a time."""
+        """The greatest number of tokens that each level passes up at a time."""
         first, *others = self.tokens
         reach = [first]
         for tokens in others:
@@ -179,10 +178,10 @@ class CascadeDrafter(nn.Module, Drafter):
         return tuple(reach)
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a cascade that was saved without any. Its levels say how much each drafts."""
+        """Drafting options of a cascade saved without any. Its levels decide how much each drafts."""
         depth = min(self.reach[-1], self.num_draft_steps)
         options = default_options(depth, tree_size=max(24, depth), beam_width=8)
-        options.ngram_length = 0  # where they are of use they are the first level
+        options.ngram_length = 0  # if useful, n-grams are the first level
         return options
 
     def check_options(self) -> None:
@@ -191,7 +190,6 @@ class CascadeDrafter(nn.Module, Drafter):
             self._check_level(index)
 
     def _check_level(self, index: int) -> None:
-        """Raises a ValueError for a wrong option of a level itself."""
         level = self.levels[index]
         try:
             level.check_options()
@@ -213,7 +211,7 @@ class CascadeDrafter(nn.Module, Drafter):
                 raise DraftingRefused(
                     f"level {index} of this cascade, {_named(level)}, does not fit {upper}: {error}"
                 ) from None
-        self._check_level(0)  # the call itself has options for the others
+        self._check_level(0)  # the call's options cover the other levels
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         for level, model in self._pairs(target):
@@ -238,13 +236,9 @@ class CascadeDrafter(nn.Module, Drafter):
         return session
 
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
-        """The options of the first level: its own, for chains of its number of tokens.
+        """The options of the first level, set to chains of its number of tokens.
 
-        Its `settled_options` have their defaults: what its drafts were of may be taken back.
-
-        Args:
-            options: of the call.
-            pending: greatest number of tokens that may be taken back; a model with a window keeps as many more.
+        `settled_options` keep their defaults, since up to `pending` of the tokens it drafts from can be taken back.
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
@@ -263,12 +257,10 @@ class CascadeDrafter(nn.Module, Drafter):
         )
 
     def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
-        """Each level with the model that verifies its drafts."""
         yield from zip(self.levels, [*map(model_of, self.levels[1:]), target], strict=True)
 
 
 def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
-    """Raises a ValueError for levels that do not go together."""
     wrong = [type(level).__name__ for level in levels if not isinstance(level, Drafter)]
     if wrong:
         raise ValueError(f"levels={wrong} are no drafters: expected such as CachebackDrafter() or CausalLMDrafter(...)")
@@ -292,7 +284,6 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
 
 
 def _check_tokens(tokens: Sequence[int], count: int) -> None:
-    """Raises a ValueError for numbers of tokens that are not those of so many levels."""
     if len(tokens) != count:
         raise ValueError(f"tokens={list(tokens)} is invalid for {count} levels: expected a number for each level")
     for index, each in enumerate(tokens):
@@ -301,6 +292,5 @@ def _check_tokens(tokens: Sequence[int], count: int) -> None:
 
 
 def _named(level: Drafter) -> str:
-    """Returns the class of a level with its article, for messages."""
     name = type(level).__name__
     return f"{'an' if name.startswith(('A', 'E', 'HS', 'I', 'O')) else 'a'} {name}"

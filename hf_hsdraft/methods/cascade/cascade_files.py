@@ -1,4 +1,4 @@
-"""The files of a hierarchy of drafters: what its levels may be called, and what a former one has left behind."""
+"""Files of a cascade: valid names of its levels, and cleaning up after an earlier save."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from pathlib import Path, PurePosixPath
 from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
 
 CASCADE = "cascade"  # the `model_type`
-HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
+HERE = "./"  # prefix of levels inside the cascade's folder
 
 _PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cascade
 
 
 def check_names(names: Sequence[str], folder: Path, own: str) -> None:
-    """Checks the names of a cascade's levels, before any is loaded.
+    """Raises a ValueError if a level is the cascade itself, or begins with `./` and is outside `folder`.
 
-    Args:
-        names: as its config.json has them.
-        folder: where that lies.
-        own: folder or Hub name of the cascade; empty if it lies in a subfolder.
-
-    Raises:
-        ValueError: a level is the cascade itself, or its name begins with `./` and lies outside of the folder.
+    `own` is the cascade's folder or Hub name; empty if it is in a subfolder.
     """
     for index, name in enumerate(names):
         parts = PurePosixPath(name).parts
@@ -36,7 +30,7 @@ def check_names(names: Sequence[str], folder: Path, own: str) -> None:
 
 
 def former_places(folder: Path) -> list[str]:
-    """Returns the folders that a cascade in a folder was saved with."""
+    """Returns the level folders of the cascade saved in a folder."""
     try:
         check_is_drafter(folder, CASCADE)
         names = read_json(folder / CONFIG).get("levels")
@@ -47,8 +41,8 @@ def former_places(folder: Path) -> list[str]:
 
 
 def remove_others(folder: Path, place: str, written: Collection[Path]) -> None:
-    """Deletes the files of a level's folder that are not among others, and folders that are then empty."""
-    for path in sorted((folder / place).rglob("*"), reverse=True):  # a folder after what is in it
+    """Deletes the files of a level's folder that are not in `written` (relative to `folder`), then empty folders."""
+    for path in sorted((folder / place).rglob("*"), reverse=True):  # contents before their folder
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
         elif path.is_file() and path.relative_to(folder) not in written:

@@ -1,7 +1,7 @@
-"""The session of one step of a hierarchy: a session below drafts, and a middle model verifies it until it holds enough.
+"""One step of a hierarchy: the session below drafts, and a middle model verifies until it holds enough tokens.
 
-The rounds in here are those of decoding, with the middle model in the target's place. They run within one draft. What
-comes of them is a chain, by which the level above goes on in the same way, the target last.
+The rounds are those of decoding, with the middle model as the target. They run within one draft and yield a chain,
+which the level above verifies in turn, the target last.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from .state_feed import StateFeed
 class Step:
     """What one middle model does in a call.
 
-    Attributes:
-        tokens: number of tokens that it holds before it passes them up.
-        below: greatest number of tokens that the session below drafts at a time.
-        temperature: of what it draws; `None` to take the most probable tokens.
-        vocab_size: tokens below this are known to it and to all levels above.
+    `below` is the most that the session below drafts at a time, `temperature` None means greedy choice, and token ids
+    below `vocab_size` are known to this level and all above.
     """
 
     tokens: int
@@ -38,15 +35,10 @@ class Step:
 
 
 class CascadeSession(Session):
-    """Drafts what a language model accepts of the drafts of another session ("Hierarchical speculative decoding").
+    """Drafts the tokens that a language model accepts from another session's drafts.
 
-    Args:
-        lower: drafts for the model; it can suppose tokens.
-        reader: of the model.
-        step: what the model does.
-        rows: number of texts.
-        feed: tells the session below of the model's hidden states; `None` if it reads tokens alone.
-        foresight: of the target's draws. The middle model runs the same races; where it draws by itself it does not.
+    `feed` passes the model's hidden states to the session below, if that reads them. `foresight` is of the target's
+    draws: a greedy middle model runs the same races, a sampling one ignores it.
     """
 
     def __init__(
@@ -93,7 +85,6 @@ class CascadeSession(Session):
             self._lower.observe(news)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
-        """See `SupposingSession`."""
         self._supposed.update({each.row: list(each.tokens) for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -120,14 +111,13 @@ class CascadeSession(Session):
         return Choice(self._step.temperature, self._step.vocab_size, race, begin)
 
     def _short(self, ask: Ask, held: HeldChain) -> bool:
-        """Whether a further round of the model is due for a text."""
         return not held.closed and len(held.tokens) < min(self._step.tokens, ask.depth)
 
     def _drafts(self, asks: Sequence[Ask], held: Mapping[int, HeldChain]) -> dict[int, DraftTree]:
-        """What the session below drafts after the tokens held, no more than is of use; of texts that can go on.
+        """Drafts of the session below after the held tokens, no longer than needed, for texts that can continue.
 
-        One token comes from the model itself. Nothing that is drafted is left out later: how far a chain goes depends
-        on the tokens before its end alone, as sampling wants it.
+        The model itself adds one token. Nothing drafted is dropped later: sampling requires that a chain's length
+        depends only on the tokens before its end.
         """
         lower_asks, news = [], []
         for ask in asks:
@@ -142,7 +132,7 @@ class CascadeSession(Session):
             if self._feed is None:
                 news.append(Accepted.of_tokens(ask.row, pending))
             elif not self._feed.tell(ask.row, self._texts[ask.row], pending):
-                depth = 0  # the model has to read on first
+                depth = 0  # the model must read first
             root = tokens[-1] if tokens else ask.root
             lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), width=1))
         if not lower_asks:

@@ -1,4 +1,4 @@
-"""What a middle model holds of one text: tokens that it has chosen, and the distributions that it chose them from."""
+"""Tokens that a middle model has chosen for one text, with the distributions it chose them from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from ...verify.verdict import Nodes, draw_token
 
 @dataclass(frozen=True)
 class Choice:
-    """How a middle model chooses its tokens.
+    """How a middle model chooses its tokens among the first `vocab_size`, V'; greedily if `temperature` is None.
 
-    Attributes:
-        temperature: of the distribution that tokens are drawn from; `None` to take the most probable one.
-        vocab_size: V', tokens below this may be chosen.
-        race: what is known of the target's draws, where tokens are not drawn here.
-        begin: number of tokens between the target's text and the first one to choose.
+    `race` is what is known of the target's draws, where tokens are not sampled here; `begin` is the number of tokens
+    between the target's text and the first one to choose.
     """
 
     temperature: float | None
@@ -31,7 +28,7 @@ class Choice:
     begin: int = 0
 
     def log_probs(self, place: int, logits: torch.Tensor) -> torch.Tensor:
-        """Returns log-probabilities `[V]` of the token at a place of the draft, by the model's logits `[V]`."""
+        """Returns log-probabilities `[V]` of the token at a place of the draft, given the model's logits `[V]`."""
         known = logits[: self.vocab_size].float()
         if self.race is not None:
             known = self.race(self.begin + place, known[None, None])[0, 0]
@@ -42,12 +39,9 @@ class Choice:
 
 @dataclass
 class HeldChain:
-    """The tokens of one text that a middle model has chosen and not yet passed up.
+    """Tokens that a middle model has chosen but not yet passed up, with the log-probabilities `[V]` of each choice.
 
-    Attributes:
-        tokens: the tokens.
-        steps: for each the log-probabilities `[V]` that it was chosen by.
-        closed: whether no further token may come, because the model has no position for one.
+    No token can follow a `closed` chain, because the model has no position for it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -55,16 +49,11 @@ class HeldChain:
     closed: bool = False
 
     def add(self, draft: DraftTree, logits: torch.Tensor, choice: Choice) -> None:
-        """Verifies a draft, and adds the tokens that are accepted of it and the model's own next one.
+        """Verifies a draft, a chain after the held tokens; adds the accepted tokens and the model's next token.
 
-        A draft that was drawn is verified by rejection, and any other one by the model's own choice. So in any case a
-        token is distributed by its entry in `steps`, whatever was drafted. This makes these the q of the next level
-        ("Hierarchical speculative decoding").
-
-        Args:
-            draft: a chain after the tokens held.
-            logits: `[nodes, V]`, the model's at the nodes of the draft, the root included.
-            choice: how tokens are chosen.
+        A sampled draft is verified by rejection, any other by the model's choice. Either way a token is distributed
+        by its entry in `steps`, whatever was drafted, which makes these the q of the next level ("Hierarchical
+        speculative decoding"). `logits` are `[nodes, V]` at the draft's nodes, root included.
         """
         steps: dict[int, torch.Tensor] = {}
 
@@ -80,7 +69,7 @@ class HeldChain:
         self.steps += [steps[node] for node in (0, *verdict.path)]
 
     def tree(self, root: int, choice: Choice) -> DraftTree:
-        """Returns the tokens as a chain after a root, with their distributions if they were drawn."""
+        """Returns the tokens as a chain after a root, with their distributions if they were sampled."""
         chosen = [float(step[token]) for step, token in zip(self.steps, self.tokens, strict=True)]
         scores, count = (0.0, *itertools.accumulate(min(each, 0.0) for each in chosen)), len(self.tokens)
         tokens, parents, depths = (root, *self.tokens), tuple(range(-1, count)), tuple(range(count + 1))

@@ -1,8 +1,7 @@
-"""Finds the best hierarchy of drafters by calculation ("Hierarchical speculative decoding", 2510.19705).
+"""Calculates the best hierarchy of drafters ("Hierarchical speculative decoding", 2510.19705).
 
-It is given what forwards and drafts cost, and how far drafts are accepted between each pair of levels. It goes through
-all hierarchies of these levels and all numbers of tokens, so it needs no shortest path. Rounds are taken as independent
-of one another.
+Given the costs of forwards and drafts and the acceptance between each pair of levels, it tries all hierarchies and all
+numbers of tokens, so it needs no shortest path. Rounds are assumed to be independent.
 
 - tokens a round: what the target emits in one round, the bonus token included.
 - speed-up: tokens a round, times the seconds of a plain step, divided by the seconds of a round.
@@ -15,18 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-_DRAFTED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # tokens of a first level that are tried
-_HELD = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)  # tokens of a middle level that are tried
+_DRAFTED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # numbers of tokens tried for a first level
+_HELD = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)  # numbers of tokens tried for a middle level
 _NEGLIGIBLE = 1e-9  # a probability
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by a number of tokens: straight lines between the points, and beyond them.
-
-    Attributes:
-        points: pairs of a number and seconds, ascending; one pair means the same seconds everywhere.
-    """
+    """Seconds by number of tokens: linear between and beyond `points`, which ascend; a single point is a constant."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -41,16 +36,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How far drafts of one level are accepted by another one.
+    """How far one model accepts the drafts of a level.
 
-    Attributes:
-        reached: for j = 1, 2, ..., the share of drafts of j tokens or more whose first j tokens are all accepted.
+    `reached[j - 1]` is the share of drafts of at least j tokens whose first j tokens are all accepted.
     """
 
     reached: tuple[float, ...]
 
     def at_least(self, count: int) -> float:
-        """Returns the share for j = `count`. Beyond what is known it falls on as it fell over the last known part."""
+        """Returns the share for j = `count`, extrapolated with the decay of the last known part."""
         known = self.reached
         if count == 0:
             return 1.0
@@ -62,24 +56,18 @@ class Acceptance:
         return min(known) * min(ratio, 1.0) ** (count - len(known))
 
     def expected(self, length: int) -> float:
-        """Returns the mean number of tokens that are accepted of a draft of so many."""
+        """Returns the mean number of accepted tokens of a draft of `length` tokens."""
         return sum(self.at_least(count) for count in range(1, length + 1))
 
     @classmethod
     def even(cls, share: float, length: int = 32) -> Acceptance:
-        """Returns that of drafts whose tokens are right by the same share, each after a right one."""
+        """Returns the acceptance where each token is right with probability `share`, given that those before it are."""
         return cls(tuple(share**count for count in range(1, length + 1)))
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What a level passes up.
-
-    Attributes:
-        lengths: probability of each number of tokens.
-        seconds: mean seconds that it takes.
-        words: how the numbers of tokens came about, in words.
-    """
+    """What a level passes up: the probability of each number of tokens, and the mean seconds it takes."""
 
     lengths: Mapping[int, float]
     seconds: float
@@ -90,18 +78,14 @@ class Handed:
         return sum(length * share for length, share in self.lengths.items())
 
     def verifying(self, forward: Curve) -> float:
-        """Returns the mean seconds of a forward that verifies it."""
         return sum(share * forward(length + 1) for length, share in self.lengths.items())
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter as a first level.
+    """A drafter as a first level: seconds of a draft by its number of tokens, and the probability of each length.
 
-    Attributes:
-        seconds: of a draft, by its number of tokens.
-        lengths: probability of each number of tokens of a draft that has no limit; empty if it has as many as asked.
-        most: greatest number of tokens of a draft.
+    Lengths are of an unlimited draft; none are given if drafts are always as long as asked.
     """
 
     seconds: Curve
@@ -110,11 +94,9 @@ class Drafting:
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of tokens that are tried."""
         return sorted({min(count, self.most) for count in _DRAFTED})
 
     def handed(self, name: str, tokens: int) -> Handed:
-        """Returns what a draft of at most so many tokens is."""
         cut: dict[int, float] = defaultdict(float)
         for length, share in (self.lengths or {tokens: 1.0}).items():
             cut[min(length, tokens)] += share
@@ -124,17 +106,15 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Levels:
-    """What is known of some levels.
+    """Costs and acceptances that plans are calculated from, by names of drafters and models.
 
     Attributes:
-        first: drafters by name.
-        forwards: seconds of a forward of each model by its number of tokens, the target and possible middle models.
-        acceptances: by the name of a drafter and of the model that verifies it.
-        target: name of the target.
+        forwards: seconds by number of tokens, for the target and each possible middle model.
+        acceptances: by the names of a drafter and of the model that verifies it.
         plain: seconds of a plain step.
         rest: seconds of a round of the target besides forward and draft.
-        trees: by name, drafters that also draft trees: tokens a round, nodes, and seconds of such a draft.
-        rounds: number of measured rounds that a figure rests on, by what it is about; empty where all is assumed.
+        trees: drafters that also draft trees: tokens a round, nodes, seconds of a draft.
+        rounds: number of measured rounds behind each figure; empty where all is assumed.
         left_out: pairs of a drafter and a model that are not planned, with the reason.
     """
 
@@ -150,23 +130,13 @@ class Levels:
 
     @property
     def middles(self) -> list[str]:
-        """Models that may stand in the middle, the quickest first. None is as slow as the target."""
         quick = [name for name, forward in self.forwards.items() if name != self.target and forward(1) < self.plain]
         return sorted(quick, key=lambda name: self.forwards[name](1))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A hierarchy and what is expected of it.
-
-    Attributes:
-        names: levels below the target.
-        tokens: number of tokens of each level; empty for a tree.
-        emitted: tokens a round.
-        seconds: of a round.
-        speed_up: over plain decoding.
-        lines: the arithmetic.
-    """
+    """A hierarchy and its expected speed over plain decoding; `tokens` is empty for a tree, `lines` the arithmetic."""
 
     names: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -185,17 +155,10 @@ class Plan:
 
 
 def verified(lower: Handed, acceptance: Acceptance, forward: Curve, name: str, tokens: int) -> Handed:
-    """Returns what a middle model passes up: it verifies what the level below hands it until it holds enough.
+    """Returns what a middle model passes up once it holds at least `tokens` tokens of the level below.
 
-    A round adds 1 + j tokens with the probability that exactly j tokens are accepted. The numbers held are followed
-    from round to round, until they are `tokens` or more.
-
-    Args:
-        lower: what the level below passes up each time.
-        acceptance: of that by the model.
-        forward: seconds of the model's forwards.
-        name: of the model.
-        tokens: number of tokens that it holds before it passes them up.
+    A round adds 1 + j tokens with the probability that exactly j tokens are accepted. The distribution of held
+    tokens is followed from round to round. `acceptance` and `forward` are the model's.
     """
     gains: dict[int, float] = defaultdict(float)
     for length, share in lower.lengths.items():
@@ -221,13 +184,7 @@ def verified(lower: Handed, acceptance: Acceptance, forward: Curve, name: str, t
 
 
 def decoding(levels: Levels, names: Sequence[str], tokens: Sequence[int]) -> Plan:
-    """Returns what is expected of a hierarchy.
-
-    Args:
-        levels: what is known.
-        names: the levels below the target, the quickest first.
-        tokens: number of tokens of each.
-    """
+    """Returns the expected speed of a hierarchy, given its levels below the target, fastest first, and their tokens."""
     handed = levels.first[names[0]].handed(names[0], tokens[0])
     for (lower, name), count in zip(itertools.pairwise(names), tokens[1:], strict=True):
         handed = verified(handed, levels.acceptances[lower, name], levels.forwards[name], name, count)
@@ -237,7 +194,7 @@ def decoding(levels: Levels, names: Sequence[str], tokens: Sequence[int]) -> Pla
 
 
 def tree_drafting(levels: Levels, name: str) -> Plan:
-    """Returns what is expected of a drafter alone that drafts trees."""
+    """Returns the expected speed of a single drafter that drafts trees."""
     emitted, nodes, seconds = levels.trees[name]
     words = f"{name} drafts trees of {nodes:.1f} nodes in {_ms(seconds)}"
     return _plan(levels, (name,), (), emitted, seconds, levels.forwards[levels.target](nodes + 1), words)
@@ -264,7 +221,7 @@ def _plan(
 
 
 def singles(levels: Levels) -> list[Plan]:
-    """Returns the best plan of each drafter of the target alone, the best of all first."""
+    """Returns the best plan of each drafter alone, fastest first."""
     best = []
     for name in (name for name in levels.first if (name, levels.target) in levels.acceptances):
         plans = [decoding(levels, (name,), (count,)) for count in levels.first[name].counts]
@@ -274,7 +231,7 @@ def singles(levels: Levels) -> list[Plan]:
 
 
 def cascades(levels: Levels) -> Iterator[Plan]:
-    """Yields all hierarchies with at least one middle model, with all numbers of tokens that are tried."""
+    """Yields every hierarchy with one or two middle models, with every number of tokens tried."""
     for count in (1, 2):
         for middles in itertools.combinations(levels.middles, count):
             for first in levels.first:
@@ -288,16 +245,15 @@ def cascades(levels: Levels) -> Iterator[Plan]:
 
 
 def best_cascade(levels: Levels) -> Plan | None:
-    """Returns the best hierarchy with a middle model; `None` if there can be none."""
     return max(cascades(levels), key=lambda plan: plan.speed_up, default=None)
 
 
 def recommended(levels: Levels) -> Plan:
-    """Returns the best plan of all: a hierarchy only where it is expected to be faster than each drafter alone."""
+    """Returns the best plan: a hierarchy only if it is expected to beat plain decoding and each drafter alone."""
     plain = Plan((), (), 1.0, levels.plain, 1.0, ("speed-up: 1, by definition",))
     cascade = best_cascade(levels)
     candidates = [plain, *singles(levels), *([cascade] if cascade else [])]
-    return max(candidates, key=lambda plan: plan.speed_up)  # of equal ones the first, which is the simpler one
+    return max(candidates, key=lambda plan: plan.speed_up)  # the first of equals, which is the simplest
 
 
 def _mean(lengths: Mapping[int, float]) -> float:

@@ -1,7 +1,7 @@
-"""Measures what a plan of a hierarchy is calculated from: forwards, drafts, and how far drafts are accepted.
+"""Measures the costs and acceptances that a hierarchy is planned from.
 
-Everything is measured on the machine, on a few prompts, greedily, one text at a time. The target's weights are not
-packed meanwhile.
+Everything is measured on this machine, on a few prompts, greedily, one text at a time, with the target's weights
+unpacked.
 """
 
 from __future__ import annotations
@@ -26,24 +26,19 @@ from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting
 from .levels import model_of, reader_of
 
-DEEPEST = 10  # greatest number of tokens of a chain that is measured
+DEEPEST = 10  # longest chain measured
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed
-_SPAN = 12  # tokens that a middle model goes on by itself from the target's text: further on it would leave it
-_PAIRS = 24  # places of the target's texts that it goes on from
-_TIMED = 2  # prompts by which the shortest drafts are timed
+_SPAN = 12  # tokens that a middle model continues a target's text; further on it would diverge
+_PAIRS = 24  # places in the target's texts to continue from
+_TIMED = 2  # prompts that time the shortest drafts
 TARGET = "target"
 
 
 @dataclass(frozen=True)
 class Note:
-    """A draft and what became of it.
+    """A draft and its outcome: depth asked for, nodes, accepted tokens, seconds.
 
-    Attributes:
-        asked: greatest depth that was asked for.
-        nodes: number of nodes.
-        accepted: number of drafted tokens that were accepted.
-        seconds: of the draft.
-        first: whether it was the first one of its call, which reads the prompt too.
+    The first draft of a call reads the prompt too.
     """
 
     asked: int
@@ -54,15 +49,7 @@ class Note:
 
 
 class NotedDrafter(WrappedDrafter):
-    """A drafter whose drafts are timed and counted.
-
-    Args:
-        drafter: the drafter.
-        depth: of the chains that it drafts; `None` for trees of its own sizes.
-
-    Attributes:
-        notes: of all drafts.
-    """
+    """Wraps a drafter to time and count its drafts: chains of `depth`, or trees of its default sizes if None."""
 
     def __init__(self, drafter: Drafter, depth: int | None) -> None:
         super().__init__(drafter)
@@ -105,7 +92,7 @@ class _NotedSession(Session):
 
 
 def acceptance_of(notes: Sequence[Note]) -> Acceptance:
-    """Returns how far chains were accepted. A chain counts for j tokens if it has as many."""
+    """Returns how far chains were accepted. A chain counts for j tokens if it has at least j."""
     reached = []
     for count in range(1, DEEPEST + 1):
         drafted = [note for note in notes if note.nodes >= count]
@@ -116,26 +103,20 @@ def acceptance_of(notes: Sequence[Note]) -> Acceptance:
 
 
 def lengths_of(notes: Sequence[Note], depth: int) -> dict[int, float]:
-    """Returns how long chains were where so many tokens were asked for."""
+    """Returns the distribution of chain lengths where at least `depth` tokens were asked for."""
     counts = Counter(note.nodes for note in notes if note.asked >= depth)
     return {length: count / counts.total() for length, count in sorted(counts.items())}
 
 
 def seconds_of(notes: Sequence[Note], depth: int) -> float:
-    """Returns the median seconds of the drafts of which so many tokens were asked for; 0 for none."""
+    """Returns the median seconds of drafts of depth `depth`, first ones excluded; 0 if there are none."""
     return median([note.seconds for note in notes if note.asked == depth and not note.first] or [0.0])
 
 
 def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
-    """Returns the seconds of a model's forwards over some tokens after a text, as a middle model reads them.
+    """Returns the seconds of a causal language model's forwards over a few tokens after a text.
 
-    Args:
-        model: a causal language model.
-        ids: tokens of the text.
-        repeats: how often each number of tokens is timed.
-
-    Raises:
-        ValueError: the model cannot take tokens back.
+    They are read as by a middle model. Raises a ValueError if the model cannot take tokens back.
     """
     drafter = CausalLMDrafter(model)
     drafter.check(model)
@@ -155,18 +136,9 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
 
 @dataclass
 class Measuring:
-    """The measurements for a plan.
+    """The measurements for a plan; `tell` is called with a description of each step.
 
-    Args:
-        target: the target.
-        drafters: by name.
-        inputs: of the prompts.
-        max_new_tokens: of each text.
-        tell: told of each step, in words.
-        tokenizer: the target's; `None` if it is not at hand.
-
-    Attributes:
-        texts: of the target, prompts included.
+    `texts` holds the target's texts, prompts included.
     """
 
     target: Any
@@ -178,10 +150,10 @@ class Measuring:
     texts: list[list[int]] = field(default_factory=list)
 
     def levels(self) -> Levels:
-        """Measures all.
+        """Measures everything.
 
         Raises:
-            DraftingRefused: a drafter fits neither the target nor a middle model. Nothing is measured then.
+            DraftingRefused: a drafter fits neither the target nor a middle model; raised before anything is measured.
         """
         middles = {name: model_of(each) for name, each in self.drafters.items()}
         models = {name: model for name, model in middles.items() if model is not None} | {TARGET: self.target}
@@ -199,13 +171,13 @@ class Measuring:
             if name != TARGET:
                 self.tell(f"drafts of {below} for {name}")
                 self._note(levels, (below, name), self._spans(self.drafters[below], models[name]))
-                if below not in levels.first:  # it does not fit the target: the middle model's own texts time it
+                if below not in levels.first:  # it does not fit the target, so the middle model's texts time it
                     notes, _ = self._decode(self.drafters[below], DEEPEST, model=models[name])
                     levels.first[below] = self._drafting(self.drafters[below], notes, models[name])
         return replace(levels, rest=max(median(rests or [0.0]), 0.0))
 
     def _above_target(self, levels: Levels, fits: Fits) -> list[float]:
-        """Notes what each drafter does for the target; returns for each the mean seconds of the rest of a round."""
+        """Measures each drafter with the target; returns the mean seconds of the rest of a round for each."""
         rests = []
         for name in [below for below, upper in fits.pairs if upper == TARGET]:
             drafter = self.drafters[name]
@@ -246,9 +218,9 @@ class Measuring:
     def _decode(
         self, drafter: Drafter, depth: int | None, prompts: int | None = None, model: Any = None
     ) -> tuple[list[Note], float]:
-        """Decodes prompts with a drafter; returns its drafts, and the mean seconds of a round without its draft.
+        """Decodes prompts with a drafter; returns its drafts and the mean seconds of a round without its draft.
 
-        The target decodes, or else `model`.
+        `model` decodes, or the target if it is None.
         """
         noted, seconds, rounds = NotedDrafter(drafter, depth), 0.0, 0
         for each in self.inputs[:prompts]:
@@ -263,12 +235,12 @@ class Measuring:
         short, _ = self._decode(drafter, 1, _TIMED, model)
         points = ((1, seconds_of(short, 1)), (depth, seconds_of(notes, depth)))
         lengths = lengths_of(notes, depth)
-        asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as it is asked for
+        asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as asked
         curve = Curve(points if depth > 1 else points[:1])
         return Drafting(curve, {} if asked else lengths, drafter.num_draft_steps)
 
     def _spans(self, drafter: Drafter, model: Any) -> list[Note]:
-        """What a middle model accepts where it goes on by itself from places in the target's texts."""
+        """What a middle model accepts when it continues by itself from places in the target's texts."""
         places = [
             (text, length)
             for text, each in zip(self.texts, self.inputs, strict=True)
@@ -284,7 +256,7 @@ class Measuring:
 
 
 def _leave_out_slow(fits: Fits, forwards: Mapping[str, Curve], plain: float) -> None:
-    """Leaves out pairs in which a middle model would save nothing."""
+    """Leaves out pairs in which the middle model would save nothing."""
     for below, name in list(fits.pairs):
         if name == TARGET:
             continue
@@ -295,7 +267,7 @@ def _leave_out_slow(fits: Fits, forwards: Mapping[str, Curve], plain: float) -> 
 
 
 def _tree(notes: Sequence[Note]) -> tuple[float, float, float]:
-    """Tokens a round, nodes, and seconds of a draft, of a drafter that drafts trees."""
+    """Tokens a round, nodes, and seconds of a draft, for a drafter of trees."""
     if not notes:
         return 1.0, 0.0, 0.0
     seconds = median([note.seconds for note in notes if not note.first] or [0.0])

@@ -1,4 +1,4 @@
-"""Estimates where a hierarchy of drafters would pay on a device that is not at hand, by sizes and assumed shares."""
+"""Estimates whether a hierarchy would pay on a device that is not available, from sizes and assumed acceptance."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ _LOOK_UP = 1e-4  # seconds of a draft by n-grams
 
 
 def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int = 2) -> Curve:
-    """Returns the seconds of a model's forwards: they read all weights and the text, or multiply for longer than that.
+    """Returns the seconds of a model's forwards after `length` tokens, bound by memory and then by compute.
 
-    Args:
-        config: of the model.
-        device: that it runs on.
-        length: number of tokens whose keys and values are read.
-        bytes_per_weight: of weights, keys and values.
+    Memory reads are of weights, keys and values, all of `bytes_per_weight`.
     """
     sizes = config.get_text_config()
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
@@ -37,20 +33,16 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
     text = 2 * sizes.num_hidden_layers * heads * head_dim * length
     reading = (weights + text) * bytes_per_weight / device.bytes_per_second
     token = 2 * weights / device.flops_per_second
-    even = max(int(reading / token), 1)  # up to so many tokens a forward takes as long as one
+    even = max(int(reading / token), 1)  # largest number of tokens whose forward costs as much as one token's
     if even == 1:
         return Curve(((1, max(reading, token)), (2, 2 * token)))
     return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
 
 
 def tell(config: Any, middle: Any, shares: str, device: Device, length: int, other: float) -> list[str]:
-    """Returns what `hsdraft estimate --middle` tells, see `estimated_levels` and `estimate_cascade`.
+    """Returns the output of `hsdraft estimate --middle`; `shares` is the value of `--shares`.
 
-    Args:
-        shares: as the option `--shares` has them.
-
-    Raises:
-        BadParameter: they are no shares, or the middle model has other tokens.
+    Raises a BadParameter if the shares are invalid, or the middle model's vocabulary differs.
     """
     try:
         found = [float(share) for share in shares.split(",")]
@@ -69,7 +61,7 @@ def tell(config: Any, middle: Any, shares: str, device: Device, length: int, oth
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """Raises a ValueError unless there are three shares from 0 to below 1: of 1, drafts would never end."""
+    """Raises a ValueError unless there are three shares in [0, 1): with 1, drafts would never end."""
     if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
         raise ValueError(
             f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
@@ -88,17 +80,13 @@ def check_vocabularies(config: Any, middle: Any) -> None:
 
 
 def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
-    """Returns the levels n-grams, middle model and target.
+    """Returns the levels n-grams, middle model and target after `length` tokens.
 
-    Args:
-        config, middle: configurations of the target and of the middle model.
-        shares: of tokens that are accepted, each after an accepted one: of n-grams by the target, of n-grams by the
-            middle model, and of the middle model by the target.
-        device: that all run on.
-        length: number of tokens of the text.
+    `shares` are of tokens accepted, each after an accepted one: n-grams by the target, n-grams by the middle model, and
+    the middle model by the target. `config` and `middle` are model configurations.
 
     Raises:
-        ValueError: there are not three shares from 0 to below 1.
+        ValueError: there are not three shares in [0, 1).
     """
     check_shares(shares)
     forwards = {name: forward_of(each, device, length) for name, each in ((MIDDLE, middle), (TARGET, config))}
@@ -110,11 +98,9 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
 
 
 def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
-    """Returns the arithmetic of the best drafter alone and of the best hierarchy, and the share that one would need.
+    """Returns the arithmetic of the best single drafter and the best hierarchy, and the acceptance that one needs.
 
-    Args:
-        levels: see `estimated_levels`.
-        other: speed-up of another drafter, which a hierarchy has to beat too.
+    `other` is the speed-up of another drafter that a hierarchy must beat too.
     """
     lines = [f"forward of {name} over one token: {1000 * each(1):.4g} ms" for name, each in levels.forwards.items()]
     alone, cascade = singles(levels), best_cascade(levels)
@@ -132,14 +118,10 @@ def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
 
 
 def needed_acceptance(levels: Levels, middle: str, other: float = 0.0) -> float | None:
-    """Returns how often tokens of a middle model have to be right for a hierarchy to beat all drafters alone.
+    """Returns the acceptance of a middle model's tokens from which a hierarchy beats every single drafter.
 
-    It is the share of its tokens that the target accepts, each after an accepted one; `None` if no share is enough.
-
-    Args:
-        levels: what is known.
-        middle: name of the middle model.
-        other: speed-up of a further drafter alone.
+    That is the share of its tokens that the target accepts, each after an accepted one; `None` if no share is enough.
+    `other` is the speed-up of a further single drafter.
     """
     low, high = 0.0, 0.999
     if not _wins(levels, middle, high, other):

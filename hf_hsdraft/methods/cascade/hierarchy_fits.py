@@ -15,33 +15,21 @@ Pair = tuple[str, str]  # names of a drafter and of the model that verifies it
 
 @dataclass
 class Fits:
-    """What can be planned.
-
-    Attributes:
-        pairs: of each drafter and each model that it can draft for.
-        left_out: other pairs, with the reason.
-    """
+    """Pairs of a drafter and a model: those that can be planned, and those left out with the reason."""
 
     pairs: list[Pair] = field(default_factory=list)
     left_out: dict[Pair, str] = field(default_factory=dict)
 
     def leave_out(self, pair: Pair, reason: str) -> None:
-        """Plans a pair no longer."""
         self.pairs.remove(pair)
         self.left_out[pair] = reason
 
 
 def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: str, tokenizer: Any = None) -> Fits:
-    """Returns which pairs fit. A drafter has to fit the target or a middle model, not both.
+    """Returns which pairs fit. A drafter must fit the target or a middle model, not both.
 
-    Args:
-        drafters: by name.
-        models: middle models by the names of their drafters, and the target.
-        target: name of the target.
-        tokenizer: the target's; `None` if it is not at hand.
-
-    Raises:
-        DraftingRefused: a drafter fits no model here, or its tokens are others.
+    `models` holds the target, and middle models by the names of their drafters. Raises a DraftingRefused if a drafter
+    fits no model here, or its tokens differ.
     """
     fits = Fits()
     for name, drafter in drafters.items():
@@ -61,7 +49,6 @@ def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: 
 
 
 def _misfit(drafter: Drafter, model: Any, is_middle: bool) -> str:
-    """Returns why a drafter cannot draft for a model; empty if it can."""
     if is_middle and not supposes(drafter):
         return f"a {type(drafter).__name__} cannot take back what a middle model told it"
     try:

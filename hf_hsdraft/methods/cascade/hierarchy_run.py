@@ -1,4 +1,4 @@
-"""What `hsdraft plan` prints: the arithmetic of a plan, and what was measured beside what was expected."""
+"""Output of `hsdraft plan`: the arithmetic of a plan, and measured beside expected figures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ CONDITION = (
 
 @dataclass(frozen=True)
 class Plans:
-    """All plans of some levels.
-
-    Attributes:
-        levels: what they are calculated from.
-        singles: the best of each drafter alone.
-        cascade: the best hierarchy; `None` if there can be none.
-        chosen: the recommended one.
-    """
+    """All plans for some levels: the best of each drafter alone, the best hierarchy if any, and the recommended one."""
 
     levels: Levels
     singles: Sequence[Plan]
@@ -47,7 +40,6 @@ class Plans:
         return [*self.singles, *([self.cascade] if self.cascade else [])]
 
     def lines(self) -> list[str]:
-        """Returns the arithmetic, line by line."""
         lines = [f"a plain step: {1000 * self.levels.plain:.4g} ms"]
         for name, forward in self.levels.forwards.items():
             points = ", ".join(f"{count}: {1000 * seconds:.4g}" for count, seconds in forward.points)
@@ -73,7 +65,6 @@ class Plans:
         return [*lines, CONDITION]
 
     def _rounds(self) -> list[str]:
-        """Says how many rounds each figure rests on, and warns of few."""
         rounds = self.levels.rounds
         if not rounds:
             return []
@@ -88,12 +79,12 @@ class Plans:
 
 
 def cascade_of(plan: Plan, drafters: Mapping[str, Drafter]) -> CascadeDrafter:
-    """Returns the drafter of a plan with several levels, with its own defaults: it drafts what pays, up to the plan."""
+    """Returns the drafter of a hierarchical plan with its default options: it drafts what pays, up to the plan."""
     return CascadeDrafter([drafters[name] for name in plan.names], plan.tokens).eval()
 
 
 def system_of(plan: Plan, drafters: Mapping[str, Drafter]) -> System:
-    """Returns how `hsdraft bench` decodes by a plan: as it was calculated, with as many tokens in each round."""
+    """Returns how `hsdraft bench` decodes by a plan: exactly as calculated, with fixed numbers of tokens."""
     unpacked = {"packed_weights": False}
     if len(plan.names) > 1:
         cascade = cascade_of(plan, drafters)
@@ -110,7 +101,7 @@ def system_of(plan: Plan, drafters: Mapping[str, Drafter]) -> System:
 
 
 def own_defaults(plans: Plans, drafters: Mapping[str, Drafter]) -> list[System]:
-    """Returns how a user decodes who sets no option: with each drafter alone, and with the best hierarchy as saved."""
+    """Returns the systems of a user who sets no option: each drafter alone, and the best hierarchy as saved."""
     names = [plan.names[0] for plan in plans.singles]
     found = [drafted_system(Variant(f"{name}, own defaults", "default"), drafters[name]) for name in names]
     if plans.cascade is not None:
@@ -125,14 +116,10 @@ def _saved(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """What `compare` found.
+    """Measured beside expected figures, and the verdict.
 
-    Attributes:
-        measured: all calls.
-        table: what was expected beside what was measured.
-        faster: name and speed-up of the fastest that is not the recommended plan: a drafter alone with its own
-            defaults, or plain decoding; `None` where the recommended plan was faster.
-        verdict: the same in words.
+    `faster` is the name and speed-up of the fastest system if it beat the recommended plan: a drafter alone with its
+    default options, or plain decoding.
     """
 
     measured: Measured
@@ -144,9 +131,9 @@ class Compared:
 def compare(
     plans: Plans, target: Any, drafters: Mapping[str, Drafter], inputs: Sequence[Inputs], new_tokens: int, repeats: int
 ) -> Compared:
-    """Decodes by all plans, with the drafters' own defaults and plainly, in changing order.
+    """Decodes by all plans, with the drafters' default options and plainly, in changing order.
 
-    What is recommended is a hierarchy as it is saved, or a drafter alone as it was calculated.
+    The recommended system is a hierarchy as saved, or a single drafter as calculated.
     """
     planned, defaults = [system_of(plan, drafters) for plan in plans.all], own_defaults(plans, drafters)
     measured = measure(target, [*planned, *defaults], inputs, Settings(new_tokens), repeats)
@@ -166,12 +153,7 @@ def compare(
 
 
 def judged(chosen: Plan, speed_ups: Mapping[str, float]) -> tuple[tuple[str, float] | None, str]:
-    """Returns what was measured faster than the recommended plan, if anything was, and that in words.
-
-    Args:
-        chosen: the recommended plan.
-        speed_ups: measured, by the names of the systems.
-    """
+    """Returns the system measured faster than the recommended plan, if any, and the verdict in words."""
     name = _saved(chosen) if len(chosen.names) > 1 else chosen.title if chosen.names else PLAIN
     others = {each: value for each, value in speed_ups.items() if each == PLAIN or each.endswith(", own defaults")}
     best = max(others, key=lambda each: others[each])

@@ -1,4 +1,4 @@
-"""What a cascade asks of its levels beyond what every drafter can do."""
+"""What a cascade requires of its levels beyond the drafter protocol."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from .lm_reader import LMReader
 
 @runtime_checkable
 class Supposing(Protocol):
-    """A drafter whose sessions may be able to take back what they were told.
-
-    Attributes:
-        supposes: whether they are: [`HSDrafter`] needs a wide window for it.
-    """
+    """A drafter whose sessions can take tokens back if `supposes`: [`HSDrafter`] needs a wide window for it."""
 
     supposes: bool
 
 
 @runtime_checkable
 class Settling(Protocol):
-    """A drafter with options that need drafts of a text that stays.
+    """A drafter with `settled_options`: names in `own_options` that only work on text that is never taken back.
 
-    Attributes:
-        settled_options: names of those of its `own_options` that keep their defaults where tokens are taken back.
+    They keep their defaults where tokens can be taken back.
     """
 
     settled_options: Sequence[str]
@@ -35,8 +30,6 @@ class Settling(Protocol):
 
 @runtime_checkable
 class SupposingSession(Protocol):
-    """A session of a drafter that supposes."""
-
     kind: tuple[Any, ...]
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]: ...
@@ -46,32 +39,29 @@ class SupposingSession(Protocol):
     def keep(self, rows: Sequence[int]) -> None: ...
 
     def suppose(self, news: Sequence[Accepted]) -> None:
-        """Goes on from tokens that may be taken back: another model has chosen them, the target has not seen them.
+        """Continues from tokens that may be taken back: another model has chosen them, the target has not seen them.
 
-        They stand after what was observed, and hold until the next news of the same text, supposed or observed. A
-        session that reads hidden states gets those of the supposed tokens too, and has to get them before each draft.
+        They follow what was observed, and hold until the next news of the same text, supposed or observed. A
+        session that reads hidden states gets those of the supposed tokens too, and must get them before each draft.
         """
 
 
 @runtime_checkable
 class Verifying(Protocol):
-    """A drafter with a language model, by which it can verify the drafts of another drafter."""
-
     @property
     def verifying_model(self) -> Any: ...
 
 
 def supposes(drafter: Drafter) -> bool:
-    """Whether the sessions of a drafter can take back what they were told."""
     return isinstance(drafter, Supposing) and drafter.supposes
 
 
 def model_of(drafter: Drafter) -> Any:
-    """Returns the language model by which a drafter verifies; `None` if it has none."""
+    """Returns the language model that a drafter verifies with, or None."""
     return drafter.verifying_model if isinstance(drafter, Verifying) else None
 
 
 def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int] = ()) -> LMReader:
-    """Returns what reads texts by a drafter's language model; see `LMReader`."""
+    """Returns an `LMReader` of a drafter's language model; see there for arguments."""
     model = model_of(drafter)
     return LMReader(model, rows, ability_of(model).kinds, most_pending, taps)

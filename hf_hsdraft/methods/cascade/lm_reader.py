@@ -1,4 +1,4 @@
-"""A language model that verifies the drafts of another drafter: it reads chains after texts, in one forward."""
+"""Reads chains after texts with a language model, in one forward, to verify another drafter's drafts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from ...trees.tree_masks import AttentionKind
 
 
 class LMReader:
-    """Reads texts with drafts after them by a language model, so that the drafts can be verified.
+    """Reads texts and the drafts after them with a language model, so that the drafts can be verified.
 
     Args:
-        model: the language model; not changed.
-        rows: number of texts.
         kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
         most_pending: greatest number of tokens of a text that may be taken back.
-        taps: indices of the hidden states that are wanted too.
+        taps: indices of hidden states to return too.
 
-    Attributes:
-        vocab_size: number of tokens that it knows.
-        kind: what the time of its forwards depends on; hashable.
+    `vocab_size` is the number of tokens that the model knows, `kind` a hashable key of the time of its forwards.
     """
 
     def __init__(
@@ -39,20 +35,16 @@ class LMReader:
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
         self._room = most_tokens(model)
-        self._model = model  # which the texts do not keep alive
+        self._model = model  # the texts do not keep it alive
 
     def room(self) -> int:
-        """Returns the greatest number of tokens that a text may have."""
         return self._room
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
+        """Returns logits `[n, V]` after the last n tokens of each text, in one forward if the model can.
 
-        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
-
-        Args:
-            texts: all tokens of each text, drafted ones included.
-            counts: for each text the number n, at least 1.
+        Texts include drafted tokens; `counts` holds n, at least 1. Cached tokens that match a text are not read
+        again; the others are taken back.
         """
         logits: dict[int, torch.Tensor] = {}
         for group in self._groups:
@@ -85,7 +77,7 @@ class LMReader:
         return self._states[row][: shared_length(self._known[row], text)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """From here on only these texts go on."""
+        """Keeps only these texts from here on."""
         for group in self._groups:
             group.keep(rows)
         self._groups = [group for group in self._groups if group.rows]

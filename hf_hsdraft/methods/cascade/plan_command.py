@@ -39,7 +39,7 @@ def plan(
 ) -> None:
     """Calculates the best hierarchy of n-grams, the drafters named and the target, from costs and acceptances.
 
-    Both are measured here. All figures are printed with their arithmetic. What is recommended is never expected to be
+    Both are measured here, and every figure is printed with its arithmetic. The recommendation is never expected to be
     slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
     a drafter alone with its own defaults.
     """
@@ -86,7 +86,7 @@ def plan(
 
 
 def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
-    """Saves the recommended hierarchy, unless it is none or something simpler was faster; returns what is told."""
+    """Saves the recommended hierarchy unless a single drafter is recommended or was faster; returns the message."""
     from .hierarchy_run import cascade_of
 
     if len(chosen.names) < 2:
@@ -99,11 +99,7 @@ def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | N
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:
-    """The drafters of some names, by names of their own.
-
-    Raises:
-        ValueError: two have the same name.
-    """
+    """Loads drafters by their public names. Raises a ValueError if two have the same name."""
     from ...core.checks import public_name
     from ...generate.by_name import load_drafter
 

@@ -1,4 +1,4 @@
-"""Tells a drafter that reads hidden states what a middle model has read: the model's own states, not the target's."""
+"""Feeds a drafter that reads hidden states with those of a middle model instead of the target's."""
 
 from __future__ import annotations
 
@@ -12,27 +12,17 @@ from .lm_reader import LMReader
 
 
 class StateFeed:
-    """News for the session below a middle model.
-
-    Args:
-        lower: the session.
-        reader: of the model, with the taps of the session's drafter.
-    """
+    """Feeds the session below a middle model; `reader` has the taps of that session's drafter."""
 
     def __init__(self, lower: SupposingSession, reader: LMReader) -> None:
         self._lower, self._reader = lower, reader
-        self._told: dict[int, int] = {}  # number of positions of each text that the session has observed
+        self._told: dict[int, int] = {}  # positions of each text that the session has observed
 
     def tell(self, row: int, settled: Sequence[int], held: Sequence[int]) -> bool:
-        """Tells the session of a text; returns whether it knows all of it, so that it can draft.
+        """Feeds the session a text; returns whether it knows all of it, so that it can draft.
 
-        With x_i the tokens, the model's state h_i goes with x_{i+1}. Where both belong to the target's own text it is
-        observed. The others are supposed.
-
-        Args:
-            row: the text.
-            settled: its tokens, as the target has accepted them.
-            held: tokens that the model holds after them.
+        With tokens x_i, the model's state h_i goes with x_{i+1}. Pairs within `settled`, which the target has
+        accepted, are observed; those with `held` tokens are supposed.
         """
         text = [*settled, *held]
         states = self._reader.states(row, text)[: len(text) - 1]

@@ -1,6 +1,6 @@
-"""Larger drafters out of trained ones: sets of parameters by step, and more layers for the text.
+"""Grows trained drafters: more sets of step parameters, more layers for the text.
 
-A grown drafter begins by computing what the smaller one computes, so training goes on from there.
+A grown drafter initially computes what the smaller one does, and training continues from there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...training.families.family import GROWTHS
 
 @torch.no_grad()
 def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> HSDrafter:
-    """Returns a larger drafter that drafts the same.
+    """Returns a larger drafter with the same drafts.
 
-    A new set of parameters is a copy of the last one (PRISM, section on training: one module is trained first, then
-    copied M times). New layers come first. They read the text only, and add nothing to it until they are trained.
+    A new set of parameters copies the last one (PRISM, section on training: one module is trained first, then copied M
+    times). New layers come first; they read only the text, and add nothing to it until trained.
 
     Args:
-        drafter: the drafter, which is not changed.
-        num_step_modules: number M of sets of parameters, not less than it has.
-        num_hidden_layers: number of layers that read the text, not less than it has. Roll-out steps go through as many
-            as before.
+        drafter: not changed.
+        num_step_modules: number M of sets of parameters, at least the present one.
+        num_hidden_layers: number of layers that read the text, at least the present one. Roll-out steps use as many as
+            before.
 
     Raises:
         ValueError: such a drafter is not possible.
@@ -62,7 +62,7 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
 
 
 def grown_for(drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
-    """Returns a drafter as large as the fields of a plan ask for; see `grown`."""
+    """Grows a drafter to the sizes in a plan's fields; see `grown`."""
     config = drafter.config
     has = config.num_step_modules, config.num_hidden_layers
     wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
@@ -70,7 +70,7 @@ def grown_for(drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
 
 
 def _silence(layer: HSDraftLayer) -> None:
-    """Lets a layer return what it is given. Its last products learn from the first step on."""
+    """Makes a layer the identity by zeroing its last products, which learn from the first step on."""
     layer.attention.o_proj.weight.zero_()
     layer.down_proj.weight.zero_()
 

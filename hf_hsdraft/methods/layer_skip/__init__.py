@@ -1,1 +1,1 @@
-"""Drafting by a target's own layers, some of which are left out."""
+"""Self-speculation with some of the target's layers skipped."""

@@ -1,8 +1,8 @@
-"""Searches which layers of a target to leave out when it drafts for itself; nothing is trained.
+"""Searches which layers of a target to skip when it drafts for itself; nothing is trained.
 
-A list of layers is judged on texts that the target wrote. The share a of tokens that the remaining layers would choose
-too, after the text itself, and their cost c in forwards of the target, give the tokens that a forward's time is worth:
-chains of K drafted tokens emit (1 - a^(K+1)) / (1 - a) tokens on average, and take 1 + K c forwards. The best K counts.
+Each list of layers is judged on texts that the target wrote, by its agreement a (share of tokens that the remaining
+layers would choose too, given the text) and its cost c in forwards of the target. Chains of K drafted tokens emit
+(1 - a^(K+1)) / (1 - a) tokens on average and take 1 + K c forwards; the best K counts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from ...drafters.language_model.layer_subset import layers_of, with_layers
 from ...training.loop.progress import Reporter
 from .layer_skip import LayerSkipDrafter
 
-_MOST_DRAFTED = 8  # greatest length of a chain that is considered
+_MOST_DRAFTED = 8  # longest chain considered
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a list of skipped layers is worth.
+    """The judgement of a list of skipped layers.
 
     Attributes:
-        skipped: the layers, ascending.
-        agreement: share of the target's own tokens that the others choose too, 0 to 1.
-        cost: of a draft's forward, in forwards of the target, by the weights that are read.
+        agreement: share of the target's tokens that the remaining layers choose too, 0 to 1.
+        cost: of a draft's forward, in forwards of the target, by weights read.
         speed: tokens of the best chain per time of a forward of the target; plain decoding has 1.
         depth: length of that chain.
     """
@@ -49,21 +48,15 @@ class Judged:
 def speed_of_chains(agreement: float, cost: float, depth: int) -> float:
     """Returns tokens per time of a target's forward with chains of `depth` tokens.
 
-    Args:
-        agreement: probability that a drafted token is right where those before it are, 0 to 1.
-        cost: of drafting a token, in forwards of the target.
-        depth: length of the chains.
+    `agreement` is the probability that a drafted token is right given that those before it are; `cost` is that of
+    drafting a token, in forwards of the target.
     """
     emitted = sum(agreement**number for number in range(depth + 1))
     return emitted / (1.0 + depth * cost)
 
 
 def check_target(target: Any) -> None:
-    """Raises a ValueError for a target that cannot draft without some of its layers. It takes a few short forwards.
-
-    Args:
-        target: the target.
-    """
+    """Raises a ValueError for a target that cannot draft with layers skipped. Runs a few short forwards."""
     count = len(layers_of(target)[1])
     if count < 3:
         raise ValueError(f"the target has {count} layers: expected 3 or more, as its first and last ones stay")
@@ -77,14 +70,7 @@ def written_texts(
     max_new_tokens: int,
     report: Callable[[str], None] = print,
 ) -> list[tuple[torch.Tensor, int]]:
-    """Returns greedy texts `[1, length]` of the target, and the length of each prompt.
-
-    Args:
-        target: the target.
-        prompts: inputs of `generate()`, one text each.
-        max_new_tokens: greatest number of tokens of an answer.
-        report: told of the progress: a function that takes lines, or a `Reporter`.
-    """
+    """Returns greedy texts `[1, length]` of the target, each with the length of its prompt."""
     texts = []
     with Reporter.of(report).stage("writing texts", "texts", len(prompts)) as stage:
         for done, inputs in enumerate(prompts, 1):
@@ -96,13 +82,7 @@ def written_texts(
 
 @torch.no_grad()
 def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tensor, int]]) -> Judged:
-    """Judges a list of layers to leave out.
-
-    Args:
-        target: the target; not changed.
-        skipped: ascending numbers of the layers, from 0 on.
-        texts: see `written_texts`.
-    """
+    """Judges a list of layers to skip, on texts of `written_texts`. The target is not changed."""
     layers = layers_of(target)[1]
     kept = [number for number in range(len(layers)) if number not in skipped]
     part, right, total = with_layers(target, kept).eval(), 0, 0
@@ -111,7 +91,7 @@ def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tens
         count = text.shape[1] - start
         if not count:
             continue
-        few = {"logits_to_keep": count} if keeps_few else {}  # those of the prompt are not looked at
+        few = {"logits_to_keep": count} if keeps_few else {}  # logits of the prompt are not needed
         logits = part(input_ids=text[:, :-1], use_cache=False, **few).logits[0, -count:]
         right += int((logits.argmax(dim=-1) == text[0, start:].to(logits.device)).sum())
         total += count
@@ -129,16 +109,10 @@ def search(
     most: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Judged:
-    """Leaves out one layer after the other, each time the one that leaves the fastest drafts; returns the best list.
+    """Greedily skips one layer at a time, each time the one that leaves the fastest drafts; returns the best list.
 
-    It goes on where drafts become slower, as further layers may pay together. The target's first and last layers
-    stay.
-
-    Args:
-        target: the target.
-        texts: see `written_texts`.
-        most: greatest number of layers to leave out; all but two by default.
-        report: told of the best list of each length and of the progress: a function that takes lines, or a `Reporter`.
+    The search continues where drafts become slower, since further layers may pay together. The first and last layers
+    stay. `most` limits the number of skipped layers; default: all but two.
 
     Raises:
         ValueError: see `check_target`; or there is no text.
@@ -167,15 +141,9 @@ def search(
 
 
 def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDrafter:
-    """Returns the drafter of a list of layers. It drafts the chains that the list was judged by, without n-grams.
-
-    Args:
-        target: the target.
-        found: the list.
-        target_name: name of the target; the one by which it was loaded by default.
-    """
+    """Returns the drafter of a list of layers. It drafts chains of the length judged best, without n-grams."""
     drafter = LayerSkipDrafter.for_target(target, found.skipped, target_name)
     options = drafter.generation_config
     options.num_assistant_tokens = options.tree_size = found.depth
-    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes of the chain's
+    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes from the chain
     return drafter

@@ -1,4 +1,4 @@
-"""Drafting by a target's own layers, some of which are left out; nothing is trained for it."""
+"""Self-speculation with some of the target's layers skipped; nothing is trained."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class LayerSkipConfig(PlainConfig):
-    """Which layers of which target are left out.
+    """Which layers of which target are skipped.
 
     Attributes:
-        skipped_layers: their numbers, ascending, from 0 on.
+        skipped_layers: layer numbers, ascending, from 0.
         num_hidden_layers: number of layers of the target.
         target_name: its name, for messages and cards.
-        vocab_size: equal to that of any target.
+        vocab_size: compares equal to that of any target.
 
     Raises:
-        ValueError: they are no layers of such a target, or all of them.
+        ValueError: the target has no such layers, or none would remain.
     """
 
     model_type: ClassVar[str] = "layer_skip"
@@ -62,20 +62,16 @@ class LayerSkipConfig(PlainConfig):
 
     @property
     def kept_layers(self) -> list[int]:
-        """The numbers of the layers that draft."""
         return [number for number in range(self.num_hidden_layers) if number not in self.skipped_layers]
 
 
 class LayerSkipDrafter(WeightlessDrafter):
-    """Self-speculation without training: the target drafts with some of its layers left out ("Draft & Verify").
+    """Self-speculation without training: the target drafts with some of its layers skipped ("Draft & Verify").
 
-    It has no weights. It reads the text with a cache of its own, so the target computes nothing otherwise.
+    It has no weights, and reads the text with a separate cache, so the target's results do not change.
 
         drafter = LayerSkipDrafter.for_target(model, skipped_layers=[4, 6, 9])
         out = model.generate(**inputs, assistant_model=drafter)
-
-    Args:
-        config: which layers are left out.
     """
 
     config_class = LayerSkipConfig
@@ -93,12 +89,12 @@ class LayerSkipDrafter(WeightlessDrafter):
         """Makes a drafter for a target.
 
         Args:
-            target: a model of transformers that generates text.
-            skipped_layers: ascending numbers of the layers to leave out, from 0 on.
-            target_name: name of the target; the one by which it was loaded by default.
+            target: a transformers model that generates text.
+            skipped_layers: layer numbers, ascending, from 0.
+            target_name: default: the name by which the target was loaded.
 
         Raises:
-            ValueError: the target has no such layers, or they are all that it has.
+            ValueError: the target has no such layers, or none would remain.
         """
         name = public_name(target_name or getattr(target, "name_or_path", "") or "")
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))
@@ -151,10 +147,9 @@ class LayerSkipDrafter(WeightlessDrafter):
 
 
 def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
-    """Returns a target without some of its layers. It shares the target's weights, and is made once for a target.
+    """Returns the target without its skipped layers. It shares the target's weights and is cached per target.
 
-    Raises:
-        DraftingRefused: the target's layers do not stand by themselves.
+    Raises a DraftingRefused if the remaining layers cannot run without the others.
     """
     where = target.device, target.dtype, text_config(target)._attn_implementation
     known, key = _parts.get(target, {}), (config.skipped_layers, *where)
@@ -164,7 +159,7 @@ def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
             part = with_layers(target, config.kept_layers).eval()
         except ValueError as error:
             raise DraftingRefused(f"the target cannot draft by some of its layers: {error}") from error
-        # Of a target that was moved, the old ones are of no use. Other threads may read the old mapping.
+        # Parts made before the target was moved are useless. Other threads may read the old mapping.
         _parts[target] = {**{other: kept for other, kept in known.items() if other[1:] == where}, key: part}
     return part
 

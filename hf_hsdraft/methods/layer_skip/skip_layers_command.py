@@ -25,9 +25,9 @@ def skip_layers(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Searches the layers by acceptance per cost, on texts that the target writes, and saves the list as a drafter.
+    """Searches the layers by acceptance per cost on texts that the target writes, and saves the list as a drafter.
 
-    The drafter drafts chains of the length that was best.
+    It drafts chains of the length judged best.
     """
     from ...bench.run import spread
     from ...runtime.prompt_inputs import encode_prompts

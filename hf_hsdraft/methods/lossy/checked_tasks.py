@@ -1,8 +1,7 @@
-"""Tasks whose answers can be checked: some that are made up here, easy enough for small targets, and those of files.
+"""Tasks with checkable answers: generated ones, easy enough for small targets, and ones read from files.
 
-Each item is a message to the target, and a rule that tells whether an answer to it is right. The rules read the answer
-as a person would: a number is the last number that it names, a label is the one that it names first. A text that has to
-have some words has them in any order, also in the plural.
+Each item is a message to the target and a rule that checks the answer as a person would read it: a number is the last
+number named, a label is the one named first. Words that a text must contain may be in any order and in the plural.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ _WORD = re.compile(r"[^\W_]+")  # of any script
 
 @dataclass(frozen=True)
 class Item:
-    """A question with its answer.
-
-    Attributes:
-        task: name of the task.
-        prompt: message to the target.
-        answer: the right answer.
-        kind: how an answer is checked, one of `CHECKERS`.
-        labels: of `"label"`, all labels that there are.
-    """
+    """A message to the target with its right answer; `kind` is one of `CHECKERS`, and `"label"` has all labels."""
 
     task: str
     prompt: str
@@ -40,21 +31,20 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """The question, in 16 hexadecimal digits."""
+        """Digest of the question, 16 hexadecimal digits."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
     def is_right(self, text: str) -> bool:
-        """Whether a target's text answers the question."""
         return CHECKERS[self.kind](self, text)
 
 
 def _words(text: str) -> str:
-    """A text as its words in small letters, each between two spaces."""
+    """The words of a text in lower case, each between two spaces."""
     return f" {' '.join(_WORD.findall(text.lower()))} "
 
 
 def numbers_of(text: str) -> list[float]:
-    """Returns the numbers that a text names, in order; a comma may part thousands."""
+    """Returns the numbers that a text names, in order; commas may separate thousands."""
     return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
 
 
@@ -187,18 +177,10 @@ GENERATED: dict[str, Callable[[random.Random], Item]] = {
 
 
 def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Item]:
-    """Returns different items of a task, at most `count`; the same ones for a seed.
+    """Returns at most `count` distinct items of a task, the same for a seed.
 
-    A task may have fewer: there are 324 questions for sums of two digits.
-
-    Args:
-        task: its name.
-        count: greatest number of items.
-        seed: of all random choices.
-        without: digests of questions that are left out.
-
-    Raises:
-        ValueError: there is no such task.
+    A task may have fewer: there are 324 questions for sums of two digits. `without` are digests of excluded questions.
+    Raises a ValueError for an unknown task.
     """
     if task not in GENERATED:
         raise ValueError(f"no task {task!r}: expected some of {', '.join(GENERATED)}")
@@ -214,10 +196,9 @@ def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = 
 
 
 def read_items(path: Path) -> list[Item]:
-    """Reads questions with answers from a JSONL file: `turns`, `answer`, and `labels` where an answer is one of some.
+    """Reads questions with answers from a JSONL file: `turns`, `answer`, and `labels` for a choice.
 
-    Of an answer as GSM8K writes it, what follows `####` counts. The task is the line's `category`, else the name of the
-    file.
+    Of an answer in GSM8K's format, what follows `####` counts. The task is the line's `category`, or the file's name.
 
     Raises:
         ValueError: a line has no answer, an answer that is none of its labels, or one without letters and digits.
@@ -243,17 +224,10 @@ def _read(path: Path, row: dict[str, object], prompt: Prompt) -> Item:
 def items_of(
     tasks: Sequence[str], files: Sequence[Path], count: int, seed: int = 0, without: Collection[str] = ()
 ) -> list[Item]:
-    """Returns at most `count` items of each generated task, and of each task in some files.
+    """Returns at most `count` items of each generated task and of each task in the files.
 
-    Args:
-        tasks: names of generated tasks.
-        files: JSONL files, see `read_items`.
-        count: greatest number of items of a task.
-        seed: of the generated ones.
-        without: digests of questions that are left out.
-
-    Raises:
-        ValueError: see `make_items` and `read_items`; or there is none.
+    `without` are digests of excluded questions. Raises a ValueError as `make_items` and `read_items` do, or if no
+    item is left.
     """
     found = [item for task in tasks for item in make_items(task, count, seed, without)]
     for path in files:

@@ -30,7 +30,7 @@ def names_in(text: str) -> list[str]:
 
 
 def check_files(*paths: Path | None, picture: Path | None = None) -> None:
-    """Raises an error if files cannot be written where they are wanted, before anything is measured."""
+    """Raises an error if a file cannot be written where wanted, before anything is measured."""
     for path in (*paths, picture):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"no such folder: {path.parent}")
@@ -42,7 +42,7 @@ def check_files(*paths: Path | None, picture: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def going_on_from(kept: Path | None) -> Iterator[None]:
-    """Says on Ctrl-C that what is in a file is not lost."""
+    """Says on Ctrl-C that the run can resume from a file."""
     try:
         yield
     except KeyboardInterrupt:

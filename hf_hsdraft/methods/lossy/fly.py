@@ -1,4 +1,4 @@
-"""FLy: a mismatch is forgiven where the target is uncertain, and where it goes on as the draft does."""
+"""FLy: a mismatch is accepted where the target is uncertain and then continues as the draft does."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ LONGEST_WINDOW = 64
 class FLy(Relaxed):
     """Lossy. The rule of "Training-Free Loosely Speculative Decoding" (arXiv:2511.22972).
 
-    A mismatch is a node after which the target's own token was not drafted. Its best child, which the drafter expects
-    the target to choose, is accepted instead if
+    A mismatch is a node after which the target's choice was not drafted. Its best child, the one that the drafter
+    expects the target to choose, is accepted instead if
 
     1. the target is uncertain: the entropy of its distribution there, over log |V|, is above `fly_entropy`;
     2. the next `fly_window` choices of the target after that child were all drafted.
 
     So the decision waits for the window, within the same draft. A mismatch among the last `fly_window` depths is never
-    forgiven: not enough follows. On a chain this is the paper's rule. In a tree the second condition follows the
-    target's choices below the best child, on whichever branch they lie.
+    accepted: too few tokens follow. On a chain this is the paper's rule. In a tree the second condition follows the
+    target's choices below the best child, whichever branch they are on.
 
-    With sampling the target's choices are its draws, in both conditions. Draws of a window that fails are made again.
+    With sampling, the target's choices are its draws in both conditions. Draws of a window that fails are repeated.
 
-    `fly_entropy=1` forgives nothing: the rule is exact then.
+    With `fly_entropy=1` the rule is exact.
     """
 
     looks_ahead = True

@@ -1,4 +1,4 @@
-"""Rows that a long run keeps as they come, in a JSONL file, so that a run that was stopped goes on where it was."""
+"""Rows that a long run appends to a JSONL file, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ Row = TypeVar("Row")
 def read_kept(
     path: Path, what: str, key: str, run: Mapping[str, Any], parse: Callable[[dict[str, Any]], Row]
 ) -> list[Row]:
-    """Returns the rows of a file. The file is made if there is none, and is ready for further lines afterwards.
+    """Returns the rows of a file, which is created if missing and then ready for more lines.
 
-    The first line says what the rows depend on. A part of a line at the end, as a killed run leaves it, is dropped.
+    The first line says what the rows depend on. An incomplete last line, as a killed run leaves it, is dropped.
 
     Args:
-        path: of the file.
-        what: name of the rows for people, in the plural.
+        what: what messages call the rows, plural.
         key: of the first line's one entry.
-        run: what the rows depend on. Its entries have to be the same in the file.
+        run: what the rows depend on; must equal the first line's entries.
         parse: makes a row of a line; may raise a ValueError, KeyError or TypeError.
 
     Raises:
-        ValueError: the file holds something else, or the rows of another run. It is left as it is.
+        ValueError: the file holds something else, or rows of another run. It is left unchanged.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     if text and not text.startswith(f'{{"{key}"'):
@@ -48,6 +47,5 @@ def read_kept(
 
 
 def keep(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds a row to such a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

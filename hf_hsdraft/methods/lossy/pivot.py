@@ -1,4 +1,4 @@
-"""Pivot-aware acceptance: a trained classifier says which drafted tokens would change the outcome of a text."""
+"""Pivot-aware acceptance: a trained classifier predicts which drafted tokens would change the outcome of a text."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ logger = logging.get_logger(__name__)
 FILE = "pivot_verifier.safetensors"
 LEAST_PROBABILITY = 1e-4  # of a token by the target; a less probable one is never accepted
 _FORMAT = "hsdraft-pivot-1"
-_LARGEST = 64 * 2**20  # bytes of such a file; that of a target of width 8192 has two million
+_LARGEST = 64 * 2**20  # bytes of a file; one for a target of width 8192 has two million
 _STATES, _FIGURES, _INNER = 64, 8, 128  # widths of the paper
 _REMEDY = "expected a file that `hsdraft train-verifier` wrote"
 
 
 class PivotClassifier(nn.Module):
-    """Tells pivots: drafted tokens after which a text comes to a worse end than after the target's own token.
+    """Detects pivots: drafted tokens after which a text ends worse than after the target's choice.
 
-    "Pivot-Aware Speculative Decoding" (arXiv:2511.00351). A hidden state of the target, which has read the drafted
-    token, goes through a linear layer, and so do the entropy before it and its probability. Both together go through a
-    layer with ReLU to two logits: no pivot, pivot.
+    "Pivot-Aware Speculative Decoding" (arXiv:2511.00351). A hidden state of the target after reading the drafted
+    token goes through a linear layer, as do the entropy before it and its probability. Both together go through a
+    ReLU layer to two logits: no pivot, pivot.
 
     Args:
         width: size of the hidden state.
         tap: index of the hidden state, 0 for the embeddings.
-        recipe: how the classifier was trained, as it is told.
-        layers: number of the target's layers; 0 if it is not known.
-        questions: digests of those that it was trained with; it is not to be measured with these.
+        recipe: how the classifier was trained, for cards.
+        layers: number of the target's layers; 0 if unknown.
+
+    `questions` holds digests of the training questions, which must not be used to measure it.
     """
 
     questions: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ class PivotClassifier(nn.Module):
         return self.outer(self.inner(joined).relu())
 
     def save(self, path: Path) -> None:
-        """Writes weights and recipe into one file, which is complete when it appears."""
+        """Writes weights and recipe into one file, atomically."""
         partial = path.with_name(f".{path.name}.partial")
         numbers = {name: str(getattr(self, name)) for name in ("width", "tap", "layers")}
         lists = {"recipe": json.dumps(self.recipe), "questions": json.dumps(self.questions)}
@@ -73,11 +74,7 @@ class PivotClassifier(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> PivotClassifier:
-        """Reads such a file.
-
-        Raises:
-            ValueError: it is damaged, or holds something else.
-        """
+        """Reads such a file. Raises a ValueError if it is damaged, or holds something else."""
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes: {_REMEDY}")
         try:
@@ -92,14 +89,14 @@ class PivotClassifier(nn.Module):
 
     @classmethod
     def _of(cls, head: dict[str, str], weights: dict[str, torch.Tensor]) -> PivotClassifier:
-        """Returns the classifier of a file. Raises a ValueError, KeyError or RuntimeError for what is no such file."""
+        """Returns the classifier of a file. Raises a ValueError, KeyError or RuntimeError for anything else."""
         width, tap, layers = int(head["width"]), int(head["tap"]), int(head.get("layers", 0))  # older files have none
         recipe, questions = json.loads(head.get("recipe", "{}")), json.loads(head.get("questions", "[]"))
         if not (1 <= width <= 2**16 and 0 <= tap <= 2**12 and 0 <= layers <= 2**12 and isinstance(recipe, dict)):
             raise ValueError(f"width {width}, hidden state {tap}, {layers} layers")
         if not (isinstance(questions, list) and all(isinstance(each, str) for each in questions)):
             raise ValueError("questions that are no list of texts")
-        with torch.device("meta"):  # first values would be drawn, with numbers that the text's draws need
+        with torch.device("meta"):  # initialisation would consume random numbers of the text's draws
             made = cls(width, tap, recipe, layers)
         for name, weight in weights.items():
             if weight.dtype != torch.float32:
@@ -111,18 +108,18 @@ class PivotClassifier(nn.Module):
 
 @functools.lru_cache(maxsize=4)
 def _loaded(path: Path, changed: int) -> PivotClassifier:
-    """The classifier of a file that was last changed at some time, read once."""
+    """Reads a file once per modification time."""
     return PivotClassifier.load(path)
 
 
 class Pivot(Relaxed):
     """Lossy. The rule of "Pivot-Aware Speculative Decoding" (arXiv:2511.00351).
 
-    A drafted token is accepted in place of the target's own if the classifier's probability that it is a pivot is below
-    `pivot_threshold`, and the target's probability of the token is at least 0.0001. The classifier lies beside the
-    drafter. `hsdraft train-verifier` trains it for a target and for tasks with a checker.
+    A drafted token is accepted in place of the target's choice if the classifier's probability that it is a pivot
+    is below `pivot_threshold`, and the target's probability of the token is at least 0.0001. The classifier is
+    stored beside the drafter. `hsdraft train-verifier` trains it for a target and for tasks with a checker.
 
-    `pivot_threshold=0` accepts nothing else: the rule is exact then.
+    With `pivot_threshold=0` the rule is exact.
     """
 
     file = FILE
@@ -199,18 +196,14 @@ class Pivot(Relaxed):
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether two names are of different targets. A copy in a folder is known by the last part of its name only."""
+    """Whether two names are of different targets. A local copy is identified by the last part of its name only."""
     if "/" in one and "/" in other:
         return one != other
     return bool(one and other) and one.rpartition("/")[2] != other.rpartition("/")[2]
 
 
 def tap_of(layers: int) -> int:
-    """Returns the hidden state that a new classifier reads: the eighth from the end, as in the paper.
-
-    Args:
-        layers: number of the target's layers; it has one hidden state more.
-    """
+    """Returns the hidden state that a new classifier reads: the eighth from the end, as in the paper."""
     if not is_integer(layers) or layers < 1:
         raise ValueError(f"layers={layers!r} is invalid: expected an integer of 1 or more")
     return max(layers + 1 - 8, 1)

@@ -1,8 +1,8 @@
 """Trains the classifier of pivot-aware verification: which drafted tokens change whether an answer is right.
 
-"Pivot-Aware Speculative Decoding" (arXiv:2511.00351). Questions are answered by exact drafting. Where the target's own
-token was not drafted, the answer could have gone on with the drafter's token instead. Both ways are rolled out many
-times by sampling. The drafted token is a pivot if the answers after it are right clearly less often.
+"Pivot-Aware Speculative Decoding" (arXiv:2511.00351). Questions are answered by exact drafting. At each mismatch the
+answer could have continued with the drafted token instead of the target's. Both continuations are sampled many times.
+The drafted token is a pivot if the answers after it are right clearly less often.
 """
 
 from __future__ import annotations
@@ -30,20 +30,15 @@ from .checked_tasks import Item
 from .pivot import FILE, PivotClassifier, tap_of
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
-WORSE = 0.9  # a pivot's answers are right less often than so much of the others
+WORSE = 0.9  # a pivot's answers are right less often than this share of the others
 _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a classifier is trained.
+    """How a classifier is trained: at most `places` mismatches per question, `roll_outs` answers after each token.
 
-    Attributes:
-        places: number of mismatches that are labelled, at most, of each question.
-        roll_outs: number of answers sampled after each of the two tokens.
-        temperature: of these answers.
-        max_new_tokens: greatest number of new tokens of an answer.
-        seed: of all random choices.
+    `temperature` and `max_new_tokens` are of these answers, `seed` of all random choices.
     """
 
     places: int = 2
@@ -53,11 +48,11 @@ class Plan:
     seed: int = 0
 
     def folder_for(self, drafter: Any, out: Path | None) -> Path:
-        """Returns the folder that the classifier is saved in, before any work.
+        """Returns the folder to save the classifier in; checked before any work.
 
         Raises:
-            ValueError: the drafter keeps no such file, or has no folder of its own and no other is named.
-            OSError: nothing can be written there.
+            ValueError: the drafter cannot keep a classifier, or has no local folder and `out` is None.
+            OSError: the folder cannot be written.
         """
         own = getattr(drafter, "loaded_from", None)
         if not isinstance(drafter, PretrainedDrafter):
@@ -74,15 +69,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Place:
-    """A mismatch of an answer.
+    """A mismatch in an answer.
 
     Attributes:
-        item: the question.
-        prompt: `[1, length]`, its token ids.
+        prompt: `[1, length]`, token ids of the question.
         before: tokens of the answer before the mismatch.
         own: the target's token.
-        drafted: the drafter's.
-        state: `[D]`, float32, the hidden state of the target that has read the drafted token.
+        drafted: the drafter's token.
+        state: `[D]`, float32, hidden state of the target after reading the drafted token.
         figures: normalised entropy before the token, and the token's probability.
     """
 
@@ -96,7 +90,7 @@ class Place:
 
 
 class _Noting(Relaxed):
-    """Accepts nothing but the target's own tokens, and notes each mismatch with the tokens of the answer before it."""
+    """Accepts only the target's choices; records each mismatch with the tokens of the answer before it."""
 
     exact = True
 
@@ -126,7 +120,7 @@ class _NotingDrafter(WrappedDrafter):
 
 
 def collect(target: Any, tokenizer: Any, drafter: Any, item: Item, plan: Plan) -> list[Place]:
-    """Answers a question greedily, and returns some of its mismatches."""
+    """Answers a question greedily; returns a sample of its mismatches."""
     rule = _Noting(tap_of(text_config(target).num_hidden_layers))
     inputs = encode_prompt(tokenizer, item.prompt, target.device)
     settings = {"do_sample": False, "max_new_tokens": plan.max_new_tokens}
@@ -181,7 +175,7 @@ def utility(target: Any, tokenizer: Any, place: Place, token: int, plan: Plan) -
 
 
 def check_place(folder: Path) -> None:
-    """Raises an OSError if no classifier can be written into a folder, which is not made yet if it is missing."""
+    """Raises an OSError if no classifier can be written into a folder, which is not created."""
     if (folder / FILE).is_dir():
         raise IsADirectoryError(f"{folder / FILE} is a folder: expected a file there, or nothing; move it away")
     above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
@@ -195,14 +189,10 @@ def check_place(folder: Path) -> None:
 
 
 def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
-    """Returns which mismatches are held out, `[n]`: all of some questions, about a fifth of each kind.
+    """Returns which mismatches are held out, bool `[n]`: all of some questions, about a fifth of each kind.
 
-    Args:
-        questions: that of each mismatch. Mismatches of a question are alike, so they stay together.
-        kinds: `[n]`, 1 for a pivot, else 0.
-
-    Raises:
-        ValueError: a kind is of too few questions to be on both sides.
+    Mismatches of a question are alike, so they stay together. `kinds`, `[n]`, is 1 for a pivot, else 0. Raises a
+    ValueError if a kind is of too few questions to be on both sides.
     """
     names = list(dict.fromkeys(questions))
     of = torch.tensor([names.index(question) for question in questions])
@@ -223,10 +213,9 @@ def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
 
 
 def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
-    """Trains a classifier, and returns it with its figures on places of questions that it was not trained with.
+    """Trains a classifier; returns it with its figures on places of held-out questions.
 
-    Raises:
-        ValueError: there are too few pivots, or too little else.
+    Raises a ValueError if there are too few pivots, or too few others.
     """
     targets = torch.tensor(list(labels))
     pivots = int(targets.sum())
@@ -265,10 +254,9 @@ def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[Piv
 
 
 def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target: Any) -> None:
-    """Writes a classifier into the folder of a drafter, and its card anew; the drafter is saved there if it is not yet.
+    """Writes a classifier into a drafter's folder and rewrites its card; saves the drafter there if needed.
 
-    Args:
-        target: what the classifier was trained for.
+    `target` is the model that the classifier was trained for.
     """
     classifier.layers = text_config(target).num_hidden_layers
     classifier.tap = tap_of(classifier.layers)

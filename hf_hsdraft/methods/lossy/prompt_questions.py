@@ -1,13 +1,13 @@
-"""Writes questions with checkable answers, for `hsdraft quality --questions`, out of prompts that have no answers.
+"""Writes questions with checkable answers for `hsdraft quality --questions`, from prompts that have no answers.
 
     python -m hf_hsdraft.methods.lossy.prompt_questions prompts.jsonl questions.jsonl
 
-A prompt's own question is left out: no rule tells its answer. The first sentences of its longest paragraph become the
-text of other questions, whose answers follow from that text by rule:
+A prompt's question is dropped: no rule knows its answer. The first sentences of its longest paragraph become the text
+of other questions, whose answers follow from that text by rule:
 
 - copying: repeat the first sentence. The answers are long.
 - amount: the one amount of dollars of a text.
-- number: the one number of a text. Texts with numbers in words, with a sign, or joined to letters are left out.
+- number: the one number of a text. Texts with numbers in words, with a sign, or joined to letters are skipped.
 - word: which of three words the text has. The other two are words of other prompts.
 """
 
@@ -42,7 +42,7 @@ Asked = tuple[str, dict[str, object]]  # a question, and the fields of its answe
 
 
 def text_of(prompt: str) -> str:
-    """Returns the first sentences of a prompt's longest paragraph; empty if these are too short or too long."""
+    """Returns the first sentences of a prompt's longest paragraph; empty if too short or too long."""
     longest = max((part.strip() for part in prompt.split("\n")), key=len)
     ends = [found.end() for found in _END.finditer(longest) if found.end() <= _LONGEST]
     return longest[: ends[-1]] if ends and ends[-1] >= _SHORTEST else ""
@@ -56,7 +56,7 @@ def _copying(text: str, others: Sequence[str]) -> Asked | None:
 
 
 def _is_unclear(text: str) -> bool:
-    """Whether a text has numbers that could be read in another way than by their digits."""
+    """Whether a text has numbers that can be read other than by their digits."""
     return bool(_IN_WORDS.search(text) or _JOINED.search(text))
 
 
@@ -99,12 +99,8 @@ KINDS: dict[str, Callable[[str, Sequence[str]], Asked | None]] = {
 
 
 def questions_of(prompts: Sequence[str], name: str, seed: int = 0) -> Iterator[dict[str, object]]:
-    """Yields questions as `read_items` of `checked_tasks` reads them, those of all prompts mixed.
-
-    Args:
-        prompts: messages of users.
-        name: stands before the kind of question, in the name of the task.
-        seed: of the order.
+    """Yields questions in the format of `checked_tasks.read_items`, all prompts mixed; `name` prefixes the
+    task's name.
     """
     texts = list(dict.fromkeys(filter(None, map(text_of, prompts))))
     random.Random(seed).shuffle(texts)

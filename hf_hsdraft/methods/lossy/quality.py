@@ -1,4 +1,4 @@
-"""What lossy verification costs and gains: questions decoded plainly, by exact drafting, and by lossy rules."""
+"""Measures what lossy verification costs and gains against plain decoding and exact drafting."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ _NGRAM = 4  # tokens of an n-gram by which repetition is counted
 
 
 def exact_name(rule: Rule) -> str:
-    """Returns the name of exact drafting with the drafts of a rule."""
     return "+".join([EXACT, *(f"{name}={value}" for name, value in sorted(rule.drafts.items()))])
 
 
 def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
-    """Returns the rules that are named, each as it stands and with each of the thresholds.
+    """Returns the named rules, each as published and with each threshold.
 
     Raises:
         ValueError: see `Rule.parse`.
     """
-    found: dict[tuple[Any, ...], Rule] = {}  # a threshold may be the published one
+    found: dict[tuple[Any, ...], Rule] = {}  # a threshold may equal the published one
     for each in [Rule.parse(text) for text in texts]:
         for rule in (each, *(each.at(value) for value in thresholds)):
             options = {**rule.defaults, **rule.options}
@@ -44,16 +43,14 @@ def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one system said to one question.
+    """One system's answer to one question.
 
     Attributes:
-        task: of the question.
-        right: whether the answer is right.
         tokens: number of new tokens, the end of the text included.
-        forwards: number of forwards of the target.
-        seconds: seconds of the call.
-        relaxed: number of tokens that the rule accepted in place of the target's own choice or draw.
-        log_probability: sum over the tokens of their log-probability under the target, in nats, at temperature 1.
+        forwards: of the target.
+        seconds: of the call.
+        relaxed: number of tokens that the rule accepted in place of the target's choice or draw.
+        log_probability: of the tokens under the target, summed, in nats, at temperature 1.
         repeated: number of n-grams that occurred before in the same answer.
         ngrams: number of n-grams.
         same: whether the tokens are plain decoding's.
@@ -73,15 +70,14 @@ class Answer:
 
 @dataclass
 class Quality:
-    """All answers, by the way of decoding and the system; plain decoding and exact drafting come first.
+    """All answers, by way of decoding and system; plain decoding and exact drafting come first.
 
-    Rules with other drafts than the drafter's own have exact drafting with these drafts beside them.
+    Rules with other draft options than the drafter's are accompanied by exact drafting with those options.
 
     Attributes:
-        settings: of the run.
         rules: by the name of their system.
         answers: in the order of the questions.
-        timed: whether the machine was quiet, so that speeds mean something. Else they are left out.
+        timed: whether the machine was quiet; otherwise speeds are left out.
         drafter: its name. Kept answers do not depend on it.
     """
 
@@ -93,15 +89,10 @@ class Quality:
 
 
 def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[System]:
-    """Returns plain decoding, exact drafting with the drafts of each rule, and each rule, with the same drafter.
+    """Returns plain decoding, exact drafting with each rule's draft options, and each rule.
 
-    Args:
-        drafter: the drafter.
-        rules: the lossy rules.
-        timed: whether the machine is quiet. Else drafts have a fixed size: what they cost there says nothing.
-
-    Raises:
-        ValueError: a rule cannot be had with this drafter.
+    If not `timed`, drafts have a fixed size, since their cost on a busy machine says nothing. Raises a ValueError if a
+    rule is impossible with this drafter.
     """
     drafts = {EXACT: dict[str, Any](), **{exact_name(rule): rule.drafts for rule in rules}}
     sizes = {} if timed else {"tree_sizing": "fixed"}
@@ -117,16 +108,14 @@ def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[
 
 
 def trained_with(drafter: Any, rules: Sequence[Rule]) -> set[str]:
-    """Returns digests of the questions that a rule was trained with. It would be measured too well with these.
+    """Returns digests of the questions that a rule was trained with, which would flatter it.
 
-    Raises:
-        ValueError: a rule cannot be had with this drafter.
+    Raises a ValueError if a rule is impossible with this drafter.
     """
     return {each for rule in rules for each in _verifier(drafter, rule).questions}
 
 
 def _verifier(drafter: Any, rule: Rule) -> Verifier:
-    """The verifier of a rule with a drafter, whose options stay as they are."""
     stored = drafter.generation_config
     with_options(drafter, rule.all_options)
     try:
@@ -144,24 +133,18 @@ def measure_quality(
     known: Mapping[int, dict[str, Answer]] | None = None,
     tell: Callable[[int, dict[str, Answer]], None] = lambda place, answers: None,
 ) -> dict[str, list[Answer]]:
-    """Lets all systems answer all questions, in changing order in one process.
+    """Lets all systems answer all questions, in changing order in one process; returns the answers of each, in order.
 
     Args:
-        target: the target.
-        tokenizer: its tokenizer.
         systems: plain decoding first.
-        items: the questions.
-        settings: how all systems decode. Each question has the next seed.
-        known: answers of an earlier run, by the place of the question. These questions are not asked again.
-        tell: called with the place of each question and the answers to it.
-
-    Returns:
-        The answers of each system, in the order of the questions.
+        settings: how all systems decode; the seed grows by 1 per question.
+        known: answers of an earlier run, by place of the question; these are not asked again.
+        tell: called with the place of each question and its answers.
     """
     known = known or {}
     answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
     inputs = encode_prompts(target, tokenizer, [item.prompt for item in items])
-    for system in systems if len(known) < len(items) else ():  # for what a first call finds out
+    for system in systems if len(known) < len(items) else ():  # warm-up
         time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
     for place, item in enumerate(items):
         found = known.get(place)
@@ -183,7 +166,7 @@ def _answers_to(
     settings: Settings,
     place: int,
 ) -> dict[str, Answer]:
-    """The answers of all systems to the question at a place, which decides whose turn comes first."""
+    """The answers of all systems to a question; its place decides the order of the systems."""
     texts, runs = {}, {}
     for system in turn_order(systems, place):
         rows, runs[system.name] = time_call(target, inputs, system, settings)
@@ -214,13 +197,7 @@ def _answers_to(
 
 @torch.inference_mode()
 def log_probability(target: Any, prompt: torch.Tensor, tokens: Sequence[int]) -> float:
-    """Returns the log-probability of a continuation under the target, in nats.
-
-    Args:
-        target: the target.
-        prompt: `[1, length]`, token ids.
-        tokens: token ids of the continuation.
-    """
+    """Returns the log-probability of a continuation of `prompt` `[1, length]` under the target, in nats."""
     ids = torch.cat([prompt, prompt.new_tensor([list(tokens)])], dim=1)
     logits = target(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
     chosen = logits.log_softmax(dim=-1).gather(-1, ids[0, -len(tokens) :, None])

@@ -33,11 +33,7 @@ AnswersOption = Annotated[
 
 
 def _numbers(text: str) -> list[float]:
-    """Reads `--thresholds`.
-
-    Raises:
-        ValueError: something in it is no number.
-    """
+    """Reads `--thresholds`. Raises a ValueError for anything but numbers."""
     try:
         return [float(value) for value in names_in(text)]
     except ValueError:
@@ -104,15 +100,10 @@ def quality(
 def _answer(
     found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
 ) -> None:
-    """Lets all systems answer, greedily if wanted and at the temperature of the settings if there is one.
+    """Runs all systems, greedily if wanted and at the settings' temperature if there is one; adds the answers to
+    `found`.
 
-    Args:
-        found: the settings and rules; gets the answers.
-        pair: target, tokenizer and drafter.
-        asked: the questions.
-        greedy: whether there are greedy answers.
-        answers: file of answers that are known, and are added to; `None` keeps none.
-        out: JSON file of the figures so far; `None` writes none.
+    `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
     """
     from rich.progress import Progress
 
@@ -142,7 +133,6 @@ def _answer(
 
 
 def _show(found: Quality, picture: Path | None) -> None:
-    """Prints the tables and definitions, and draws the picture if one is wanted."""
     from .quality_figures import as_document, draw_quality, tables_of
 
     for table in tables_of(found):

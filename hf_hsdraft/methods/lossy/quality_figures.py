@@ -1,4 +1,4 @@
-"""The figures of lossy rules, with intervals, as tables, JSON and a picture."""
+"""Figures of lossy rules with intervals, as tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...training.files import write_json
 from ...verify.lossy_rule import Rule
 from .quality import EXACT, Answer, Quality, exact_name
 
-LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
+LEAST_ACCURACY = 0.2  # of plain decoding; below it a task is uninformative
 _RESAMPLES, _SEED = 1000, 0
 _COVERED = 0.95
 SPEEDS = ("speed_up", "gain")
-_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a table of their own
+_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a separate table
 
 DEFINITIONS = {
     "interval": f"{_COVERED:.0%} of {_RESAMPLES} bootstrap samples of the questions; every system has the same sample",
@@ -42,7 +42,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its interval; NaN where it does not exist, as a share of nothing."""
+    """A figure with its interval; NaN where it is undefined."""
 
     value: float
     low: float
@@ -52,14 +52,11 @@ class Figure:
         return f"{self.value:.3f} ({self.low:.3f}..{self.high:.3f})" if math.isfinite(self.value) else "-"
 
     def as_json(self) -> dict[str, float | None]:
-        """Returns the figure as JSON has it, which knows no NaN."""
         return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The figures of one system, see `DEFINITIONS`."""
-
     accuracy: Figure
     kept: Figure
     relaxed: Figure
@@ -73,11 +70,11 @@ class QualityRow:
 
 
 def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Tensor]) -> Figure:
-    """Returns a figure that is made of sums over questions, with its interval.
+    """Returns a figure of sums over questions, with its interval.
 
     Args:
-        columns: for each sum, a number of each question.
-        figure: takes the sums, each `[n]`, and returns `[n]`. Samples for which it is not finite are left out.
+        columns: for each sum, one number per question.
+        figure: maps the sums, each `[n]`, to `[n]`. Samples where it is not finite are left out.
     """
     numbers = torch.tensor([list(column) for column in columns], dtype=torch.float64)  # [k, questions]
     count = numbers.shape[1]
@@ -98,7 +95,6 @@ def _ratio(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the share of right answers of each task."""
     tasks: dict[str, list[bool]] = {}
     for answer in answers:
         tasks.setdefault(answer.task, []).append(answer.right)
@@ -106,12 +102,12 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def told_by(plain: Sequence[Answer]) -> set[str]:
-    """Returns the tasks that say something: plain decoding gets enough of them right."""
+    """Returns the tasks that plain decoding gets right often enough to be informative."""
     return {task for task, accuracy in accuracies(plain).items() if accuracy >= LEAST_ACCURACY}
 
 
 def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answer]) -> QualityRow:
-    """Returns the figures of one system, beside plain decoding and exact drafting of the same questions."""
+    """Returns the figures of one system, compared with plain decoding and exact drafting of the same questions."""
     telling = told_by(plain)
     counted = [float(answer.task in telling) for answer in plain]
     right, plain_right = (
@@ -149,7 +145,7 @@ def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) 
 
 
 def shown_figures(quality: Quality) -> list[str]:
-    """Returns the names of the figures that mean something: speeds only where the machine was quiet."""
+    """Returns the names of the meaningful figures: speeds only where the machine was quiet."""
     return [name for name in QualityRow.__dataclass_fields__ if quality.timed or name not in SPEEDS]
 
 
@@ -182,7 +178,6 @@ def as_document(quality: Quality) -> dict[str, Any]:
 
 
 def write_quality(quality: Quality, path: Path) -> None:
-    """Writes the report; the file is replaced only when the new one is complete."""
     write_json(path, as_document(quality))
 
 
@@ -215,10 +210,8 @@ def tables_of(quality: Quality) -> list[Table]:
 def draw_quality(quality: Quality, path: Path) -> Path:
     """Draws accuracy kept and log-probability against the speed over plain decoding, a line for each rule.
 
-    Where the machine was not quiet, tau takes the place of the speed.
-
-    Published settings are marked by a ring. The points of a line are in the order of the threshold, which stands beside
-    them where there are several.
+    tau replaces the speed where the machine was not quiet. Rings mark published settings. The points of a line are in
+    the order of the threshold, shown beside them where there are several.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -1,4 +1,4 @@
-"""Keeps the answers of `hsdraft quality` as they come, so that a run that was stopped goes on where it was."""
+"""Keeps the answers of `hsdraft quality` as they come, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -14,24 +14,17 @@ import torch
 from ...bench.systems import System
 from ...drafters.base.protocol import Drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
-from ...hub.drafter_files import sha256
+from ...hub.drafter_files import METHOD_FILES, sha256
 from .checked_tasks import Item
 from .kept_rows import keep, read_kept
 from .quality import Answer
 
 
 class AnswerLog:
-    """A JSONL file: first what the run is, then a line with the answers of all systems to each question.
+    """A JSONL file: first what the answers depend on, see `run_of`, then a line per question with those of all systems.
 
-    Args:
-        path: of the file; `None` keeps nothing.
-        run: what the answers depend on, see `run_of`. A file of another run is refused.
-
-    Attributes:
-        known: by the way of decoding and the place of the question, the answers of each system.
-
-    Raises:
-        ValueError: the file holds something else, or the answers of another run.
+    `known` holds answers by way of decoding, place of the question, and system. A `path` of None keeps nothing.
+    Raises a ValueError if the file holds something else, or answers of another run.
     """
 
     def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
@@ -53,14 +46,6 @@ def _row(line: dict[str, Any]) -> tuple[str, int, dict[str, Answer]]:
 
 
 def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any) -> dict[str, Any]:
-    """Returns what answers depend on.
-
-    Args:
-        settings: of the run, as they are published.
-        items: the questions.
-        systems: what answers them.
-        target: the target.
-    """
     drafters = {id(system.drafter): system.drafter for system in systems if system.drafter is not None}
     return {
         **settings,
@@ -72,27 +57,20 @@ def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[Sy
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Returns a digest of questions and their answers."""
     return hashlib.sha256(json.dumps([asdict(item) for item in items]).encode()).hexdigest()[:16]
 
 
 @runtime_checkable
 class HasLevels(Protocol):
-    """A drafter that is made of others, as a cascade is."""
-
     levels: Sequence[Drafter]
     tokens: Sequence[int]
 
 
 def model_digest(model: Any) -> str:
-    """Returns a digest of what a target or a drafter answers by, whatever it is called and wherever it lies.
+    """Returns a digest of what a target's or drafter's answers depend on, whatever its name and path.
 
-    It covers weights, generation options, the document of a drafter without weights, the levels of a cascade, and the
-    weight files that lie beside a drafter's own, as a refiner's and a verifier's do. Weights that are offloaded are
-    left out.
-
-    Args:
-        model: a model of transformers, or a drafter.
+    It covers weights, generation options, the document of a drafter without weights, the levels of a cascade, and
+    weight files beside a drafter's, such as a verifier's. Offloaded weights are skipped.
     """
     found = hashlib.sha256()
     options = {**model.generation_config.to_dict(), "transformers_version": None}
@@ -106,6 +84,7 @@ def model_digest(model: Any) -> str:
         if not value.is_meta:
             found.update(value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
     folder = getattr(model, "loaded_from", None)
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+    beside = [] if folder is None else [*folder.glob("*.safetensors"), *map(folder.joinpath, METHOD_FILES)]
+    for path in sorted({path for path in beside if path.is_file()}):
         found.update(f"{path.name} {sha256(path)}".encode())
     return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The frame of lossy rules: the target's own choices, and here and there a drafted token in place of one."""
+"""The base of lossy rules: the target's choices, with some replaced by drafted tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, own_choice,
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A node after which the target's own token was not drafted, while other tokens were.
+    """A node after which the target's choice was not drafted, while other tokens were.
 
     Attributes:
-        tree: the draft tree.
-        children: of each node of the tree, see `DraftTree.children`.
-        node: index of the node.
-        tokens: the drafted tokens of its path, without the root's.
+        children: of each node, see `DraftTree.children`.
+        tokens: drafted tokens of the node's path, without the root's.
         probabilities: `[V]`, float32, the target's distribution after the node, after all processors.
-        best: index of the child that the drafter expects the target to choose, of those that the target can choose.
-        own: returns the target's own token at a node. Asking twice gives the same token.
+        best: the child that the drafter expects the target to choose, of those that the target can choose.
+        own: returns the target's choice at a node, the same one each time.
         taps: see `Nodes`.
     """
 
@@ -42,25 +40,24 @@ class Mismatch:
 
 
 class Relaxed(Verifier):
-    """Follows the target's own choices. Where one was not drafted, the rule may accept a drafted token instead.
+    """Follows the target's choices. Where one was not drafted, the rule may accept a drafted token instead.
 
-    A derived class says by `accepts` when. It is asked about one child only: the one with the best score, which the
-    drafter expects the target to choose. On a chain it is the next token. N-grams of the tree count as the drafter's
-    tokens.
+    Subclasses implement `accepts`. It is asked about one child only: the one with the best score, which the drafter
+    expects the target to choose; on a chain, the next token. N-grams in the tree count as the drafter's tokens.
 
-    Sampling: the target draws its token first, at each node. A drafted token that is accepted instead takes the draw's
-    place. Where the draws can be foreseen, scores are the chances to be drawn with the coming random numbers, see
+    Sampling: the target draws its token first, at each node. A drafted token that is accepted replaces the draw. Where
+    the draws can be foreseen, scores are the probabilities of being drawn with the coming random numbers, see
     `Foresight`. So the best child is the one that the drafter expects the target to draw.
 
-    No token is accepted that the call's processors forbid, or that the target does not score. A target may embed more
-    tokens than it scores, as Mllama does.
+    Tokens that the call's processors forbid, or that the target does not score, are never accepted. A target may embed
+    more tokens than it scores, as Mllama does.
     """
 
     exact = False
     own_draws = True
 
     def accepts(self, mismatch: Mismatch) -> bool:
-        """Returns whether the best child is accepted in place of the target's own token."""
+        """Returns whether the best child is accepted in place of the target's choice."""
         raise NotImplementedError
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
@@ -85,7 +82,6 @@ class Relaxed(Verifier):
 
 
 def remembered(choose: ChooseToken) -> Callable[[int, list[int]], int]:
-    """Returns a function that chooses at each node once, and knows the choice when it is asked again."""
     known: dict[int, int] = {}
 
     def ask(node: int, tokens: list[int]) -> int:
@@ -97,12 +93,9 @@ def remembered(choose: ChooseToken) -> Callable[[int, list[int]], int]:
 
 
 def normalised_entropy(probabilities: torch.Tensor, most: int = 0) -> float:
-    """Returns the entropy of a distribution, from 0 (one token is certain) to 1 (all are equally probable).
+    """Returns the entropy of a distribution `[V]`, from 0 (one token is certain) to 1 (uniform).
 
-    Args:
-        probabilities: `[V]`.
-        most: number of the most probable tokens that are looked at, their probabilities summing up to 1 again; 0 for
-            all tokens. It is their entropy over log `most`, instead of over log V.
+    With `most` above 0, only that many most probable tokens count, renormalised, and the entropy is over log `most`.
     """
     if most:
         probabilities = probabilities.topk(min(most, len(probabilities))).values

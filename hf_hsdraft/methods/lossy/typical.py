@@ -1,4 +1,4 @@
-"""Typical acceptance: a drafted token that is probable enough where the target is, for its uncertainty."""
+"""Typical acceptance: a drafted token is accepted if it is probable enough for the target's uncertainty."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .relaxed import Mismatch, Relaxed
 class Typical(Relaxed):
     """Lossy. The threshold of "Medusa" (arXiv:2401.10774, section 2.3.1), the simple reference for lossy rules.
 
-    A drafted token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), with p the target's distribution and H its
-    entropy in nats; epsilon is `typical_threshold` and delta is `typical_delta`. Medusa takes the longest path of a
-    tree whose tokens are all accepted so. Here the target's own token goes first wherever it was drafted, as in the
-    other rules, and the threshold decides about the drafter's best token elsewhere. On greedy chains both are
-    the same for delta below 1, as the most probable token always is typical then.
+    A drafted token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), with p the target's distribution and H
+    its entropy in nats; epsilon is `typical_threshold` and delta is `typical_delta`. Medusa takes the longest tree
+    path whose tokens are all accepted this way. Here, as in the other rules, the target's choice wins wherever it
+    was drafted, and the threshold decides about the drafter's best token elsewhere. On greedy chains both are the
+    same for delta below 1, where the most probable token is always typical.
 
-    `typical_threshold=1` with a `typical_delta` of the vocabulary's size accepts nothing else: the rule is exact then.
+    With `typical_threshold=1` and a `typical_delta` of the vocabulary's size the rule is exact.
     """
 
     own_options = (

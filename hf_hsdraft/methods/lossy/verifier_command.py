@@ -42,7 +42,7 @@ def train_verifier(
 ) -> None:
     """Trains the classifier that verification="pivot" needs, by answers that can be checked, and saves it.
 
-    It lies beside the drafter's weights. Ask the tasks that it is to be used for: of others it knows nothing.
+    It is saved beside the drafter's weights. Train on the tasks that you will use it for: it does not generalise.
     """
     from .checked_tasks import items_of
     from .pivot_labels import Labels, run_of
@@ -67,13 +67,9 @@ def train_verifier(
 
 
 def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
-    """Returns some mismatches of the answers to questions, each with its label: 1 for a pivot.
+    """Returns a sample of mismatches of the answers, each with its label: 1 for a pivot. Adds new labels to `kept`.
 
-    Args:
-        pair: target, tokenizer and drafter.
-        asked: the questions.
-        plan: how many mismatches, and how they are labelled.
-        kept: labels that are known; gets the others.
+    `pair` is target, tokenizer and drafter.
     """
     from rich.progress import Progress
 

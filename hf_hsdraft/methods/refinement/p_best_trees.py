@@ -15,13 +15,13 @@ from ...trees.tree_builders import Expansion, TreeLimits, searched
 def p_best_trees(
     expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
 ) -> list[DraftTree]:
-    """Merges the most probable paths of full depth into a tree, the best first, until it is full. See `TreeBuilder`.
+    """Merges the most probable full-depth paths into a tree, best first, until it is full. See `TreeBuilder`.
 
-    A path's probability is the product of those of its nodes, as the drafter gives them with all that refines them. The
-    paths are found by beam search, which keeps `beam_width` paths at each depth. They are the best of all if that many
-    hold every path but the last token. A path that does not fit any more brings its first nodes.
+    A path's probability is the product of its nodes' probabilities, refinements included. The paths come from a beam
+    search that keeps `beam_width` paths per depth; they are the best overall if that many hold every path but the last
+    token. A path that does not fit contributes its first nodes.
 
-    `beam_trees` takes the best nodes instead, whether or not a path goes on from them.
+    `beam_trees` instead takes the best nodes, whether or not a path continues from them.
     """
     tokens, parents, depths, scores = (
         column.tolist() for column in searched(expansion, root_tokens, vocab_ids, limits)
@@ -38,14 +38,9 @@ def p_best_trees(
 def _merged(
     root: int, children: Sequence[tuple[int, int, int, float]], depth: int, size: int, least: float
 ) -> DraftTree:
-    """Makes a tree of the best paths to some depth.
+    """Makes a tree of at most `size` nodes besides the root from the best paths to some depth.
 
-    Args:
-        root: token of the root.
-        children: token, number of the parent, depth and score of the nodes numbered 1, 2, ...
-        depth: depth of a whole path.
-        size: greatest number of nodes besides the root.
-        least: least score of a node.
+    `children` are (token, parent, depth, score) of nodes 1, 2, ...; none below the score `least` is taken.
     """
     deepest = min(depth, max(each[2] for each in children))
     ends = [n for n, (_, _, at, score) in enumerate(children, 1) if at == deepest and score > -math.inf]

@@ -1,8 +1,8 @@
-"""A tiny neural n-gram model of a target's text, by which drafts of independent depths are refined.
+"""A tiny neural n-gram model of a target's text, which refines drafts of independent depths.
 
-It reads the last few tokens by the embedding that the drafter borrows of its target, and predicts the next one within
-the draft vocabulary by logits of low rank. By default a node costs products of D by 96, 288 by 384, 192 by 64, and 64
-by the columns that are looked at.
+It reads the last few tokens through the embedding borrowed from the target, and predicts the next one within the draft
+vocabulary by low-rank logits. By default a node costs products of D by 96, 288 by 384, 192 by 64, and 64 by the
+columns that are looked at.
 
 Letters in the shapes: D width of the target's embedding, r rank, V' draft vocabulary, S size of a state.
 """
@@ -22,15 +22,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class PathLMSizes:
-    """How large a model is.
+    """Sizes of the model.
 
     Attributes:
-        embedding_size: D.
-        draft_vocab_size: V'.
+        embedding_size, draft_vocab_size, rank: D, V', r.
         length: number of tokens that it looks back.
         width: what is kept of each of these tokens.
         inner_size: size of the layer that combines them.
-        rank: r.
     """
 
     embedding_size: int
@@ -47,17 +45,13 @@ class PathLMSizes:
 
     @property
     def state_size(self) -> int:
-        """S, the size of a state: what is kept of the last tokens, the newest first."""
         return self.length * self.width
 
 
 class PathLM(nn.Module):
     """A neural n-gram model over the draft vocabulary.
 
-    A *state* is what is kept of the last tokens. Tokens before the beginning of a text are zeros.
-
-    Args:
-        sizes: how large it is.
+    A *state* holds what is kept of the last tokens, newest first. Tokens before the beginning of a text are zeros.
     """
 
     def __init__(self, sizes: PathLMSizes) -> None:
@@ -70,30 +64,24 @@ class PathLM(nn.Module):
         self.up = nn.Linear(sizes.rank, sizes.draft_vocab_size)
 
     def advance(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., S]` after tokens.
-
-        Args:
-            embeds: `[..., D]`, embeddings of the tokens.
-            states: `[..., S]`, states before them.
-        """
+        """Returns the states `[..., S]` after one more token, from its embedding `[..., D]` and the states before."""
         token = self.read(self.norm(embeds))
         return torch.cat([token, states[..., : -self.sizes.width]], dim=-1)
 
     def after(self, embeds: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., S]` after the last tokens of texts.
+        """Returns the states `[..., S]` after the last tokens of texts, given as embeddings `[..., length, D]`, newest
+        last.
 
-        Args:
-            embeds: `[..., length, D]`, embeddings of the tokens, the newest last.
-            known: `[..., length]`, bool, False where a text had not begun.
+        `known`, bool `[..., length]`, is False before the beginning of a text.
         """
         tokens = self.read(self.norm(embeds)) * known[..., None]
         return tokens.flip(-2).flatten(-2)
 
     def code(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits before the last product, `[..., r]`, after states `[..., S]`."""
+        """Returns what the last product multiplies, `[..., r]`, after states `[..., S]`."""
         gate, value = self.mix(states).chunk(2, dim=-1)
         return self.down(F.silu(gate) * value)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `[..., V']` of the token after states `[..., S]`."""
+        """Returns the logits `[..., V']` of the next token after states `[..., S]`."""
         return self.up(self.code(states))

@@ -1,12 +1,12 @@
 """Refinement of drafts whose depths know little of one another ("Exploring and Improving Drafts in Blockwise Parallel
 Decoding", local rescoring by a neural language model).
 
-A drafter of this kind predicts each depth by itself, so a path may say what nobody would. A tiny model of the target's
-text reads the path. With q the drafter's distribution for a child and p the model's, the child is drafted by
+Such a drafter predicts each depth independently, so a path may be incoherent. A tiny model of the target's text reads
+the path. With q the drafter's distribution for a child and p the model's, the child is drafted from
 
     q'(v) ~ q(v)^(1 - share) p(v)^share,    or in logits    (1 - share) * drafter + share * model.
 
-Only what is drafted changes. The verifier knows q', as it knows any other distribution that nodes are drawn from.
+Only drafts change. The verifier knows q', like any other distribution that nodes are drawn from.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...drafters.base.target_weights import TargetWeights
 from .path_lm import PathLM
 from .refiner_files import has_refiner, refiner_of
 
-# The drafters know the text before the first depth from the target's hidden states, and the root too. Leftover states,
-# which `reuse="resample"` draws from again, are older than the root: their first depth is not refined all the same.
+# The target's hidden states already tell the drafters the text and the root before the first depth. Leftover states,
+# which `reuse="resample"` draws from again, are older than the root; their first depth is not refined either.
 _FIRST_LEVEL = 2
 
 
@@ -33,9 +33,7 @@ class Refinement(refiners.Refinement):
     """The refinement of one draft. Letters in the shapes: as in `TokenBias`; S is the size of the model's states.
 
     Attributes:
-        model: the model of the text.
-        share: its share in the logits, 0 to below 1.
-        embed: makes the embeddings of tokens.
+        share: weight of the model in the logits, in [0, 1).
         since: `[B, 1, S]`, the model's states before the roots.
     """
 
@@ -64,14 +62,7 @@ class Refinement(refiners.Refinement):
 
 
 class Refiner(refiners.Refiner):
-    """What refines the drafts of a call. It remembers the last tokens of the texts.
-
-    Args:
-        model: the model of the text.
-        share: its share in the logits.
-        weights: what the drafter borrows of the target.
-        rows: number of texts.
-    """
+    """Refines the drafts of a call; remembers the last tokens of the texts."""
 
     def __init__(self, model: PathLM, share: float, weights: TargetWeights, rows: int) -> None:
         self.model, self._share, self._weights = model, share, weights

@@ -1,4 +1,4 @@
-"""`hsdraft train-refiner`: a tiny model of the target's answers beside a drafter, which refines its drafts."""
+"""`hsdraft train-refiner`: trains a tiny model of the target's answers that refines a drafter's drafts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def train_refiner(
     seed: int = 0,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Trains a refiner on answers of the target and saves it beside a drafter, whose weights stay as they are.
+    """Trains a refiner on answers of the target and saves it beside a drafter, whose weights do not change.
 
-    The option `refinement` of the drafter says how much it counts; it is 0 until somebody sets it.
+    The drafter's option `refinement` sets its weight; it is 0 until you set it.
     """
     from ...generate.by_name import load_drafter
     from ...runtime.target_loading import load_target
@@ -70,7 +70,7 @@ def train_refiner(
         if done % 500 == 0 or done == steps:
             console.print(f"step {done:,} of {steps:,}: loss {loss:.3f}", highlight=False)
 
-    if out is not None:  # before the work: the folder may be one that cannot be written
+    if out is not None:  # before the work: the folder may not be writable
         loaded.save_pretrained(out)
         check_place(out)
     trained = run(examples, judges, sizes, weights, epochs, seed, report)

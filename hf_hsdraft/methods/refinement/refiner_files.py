@@ -1,7 +1,7 @@
-"""The refiner of a drafter as files beside its weights: a folder with sizes, recipe and tensors.
+"""Saves and loads the refiner of a drafter: a subfolder with sizes, recipe and tensors.
 
-The folder is a subfolder, so that programs that read all weights of a drafter's folder leave it alone. It is read when
-a draft is to be refined, not before. Sizes and tensors are two files, so the former hold the SHA-256 of the latter.
+A subfolder, so that programs that read all weights of a drafter's folder ignore it. It is read only when a draft is
+refined. Sizes and tensors are separate files, so the former hold the SHA-256 of the latter.
 """
 
 from __future__ import annotations
@@ -30,26 +30,23 @@ _of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.Weak
 
 
 def has_refiner(drafter: Any) -> bool:
-    """Whether there is a refiner beside the weights of a drafter. Its files are not read."""
+    """Whether a drafter has a refiner beside its weights. Reads no files."""
     folder = getattr(drafter, "loaded_from", None)
     return folder is not None and (_known(drafter) is not None or (folder / CONFIG).is_file())
 
 
 def _known(drafter: Any) -> PathLM | None:
-    """Returns the refiner that was read of the folder that a drafter was loaded from."""
     folder, model = _of_drafters.get(drafter, (None, None))
     return model if folder == drafter.loaded_from else None
 
 
 def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
-    """Returns the refiner beside the weights of a drafter, where the drafter is and in its dtype.
-
-    It is read once, and kept as long as the drafter and the folder that it was loaded from.
+    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
 
     Raises:
         OSError: a file is missing.
         DamagedFile: a file is damaged.
-        ValueError: it is for a target of another width or for another draft vocabulary, or files contradict each other.
+        ValueError: it is for another width or draft vocabulary, or its files contradict each other.
     """
     model = _known(drafter)
     if model is None:
@@ -66,7 +63,6 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
-    """Raises an OSError if no refiner can be written into a drafter's folder."""
     place = (Path(folder) / CONFIG).parent
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
@@ -77,13 +73,9 @@ def check_place(folder: str | os.PathLike[str]) -> None:
 def save_refiner(
     model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a refiner beside the weights of a drafter; that of a former one is replaced.
+    """Writes a refiner beside a drafter's weights, replacing any earlier one.
 
-    Args:
-        model: the refiner.
-        folder: of the drafter.
-        vocab_ids: `[V']`, int64, its draft vocabulary.
-        recipe: how the refiner was trained and what was measured.
+    `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
     """
     place = Path(folder)
     (place / CONFIG).parent.mkdir(exist_ok=True)
@@ -103,16 +95,8 @@ def save_refiner(
 
 
 def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
-    """Reads the refiner in a drafter's folder.
-
-    Args:
-        folder: of the drafter.
-        vocab_ids: `[V']`, int64, the drafter's vocabulary.
-
-    Raises:
-        OSError: a file is missing.
-        DamagedFile: a file is damaged.
-        ValueError: the refiner is for another draft vocabulary, or files contradict each other.
+    """Reads the refiner in a drafter's folder; see `refiner_of` for errors. `vocab_ids`, int64 `[V']`, is the
+    drafter's.
     """
     document = read_json(folder / CONFIG)
     try:
@@ -150,5 +134,4 @@ def _shape(state: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
 
 
 def _digest(vocab_ids: torch.Tensor) -> str:
-    """Tells draft vocabularies apart."""
     return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Training of a refiner: a tiny model of the target's answers, see `PathLM`.
+"""Training of a refiner, a tiny model of the target's answers; see `PathLM`.
 
-It learns the next token of answers by cross-entropy. Next tokens outside the draft vocabulary are left out, as no draft
-can hold them. The target itself is not run: of its weights only the embedding is read.
+It learns the next token of answers by cross-entropy. Tokens outside the draft vocabulary are skipped, as no draft can
+hold them. The target does not run; only its embedding is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .path_lm import PathLM, PathLMSizes
 
 _BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
 _WARM_UP = 0.05  # share of the steps
-_UNSEEN = 0.1  # what a token that no answer holds counts for in the frequencies that training begins with
+_UNSEEN = 0.1  # count of a token that no answer holds, in the initial frequencies
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Examples:
     """Next tokens of answers.
 
     Attributes:
-        before: `[N, length]`, int64, the tokens before each, the newest last.
-        known: `[N, length]`, bool, False where the text had not begun.
+        before: `[N, length]`, int64, the tokens before each, newest last.
+        known: `[N, length]`, bool, False before the beginning of the text.
         labels: `[N]`, int64, columns of the draft vocabulary.
     """
 
@@ -44,21 +44,17 @@ class Examples:
         return len(self.labels)
 
     def part(self, rows: Any) -> Examples:
-        """Returns some of the examples, by a slice or by indices `[n]`."""
         return Examples(self.before[rows], self.known[rows], self.labels[rows])
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a training.
+    """A trained model, float32, and figures.
 
     Attributes:
-        model: the trained model, float32.
-        examples, held_out: numbers of next tokens that it learned from and was measured on.
-        perplexity_before, perplexity_after: of the held-out tokens, by the frequencies of tokens alone and after
-            training.
-        steps: number of steps.
-        seconds: time of training, without reading and measuring.
+        examples, held_out: numbers of next tokens trained on and measured on.
+        perplexity_before, perplexity_after: on the held-out tokens, from token frequencies alone and after training.
+        seconds: of training, without reading and measuring.
     """
 
     model: PathLM
@@ -70,20 +66,13 @@ class Trained:
     seconds: float
 
     def recipe(self) -> dict[str, float]:
-        """Returns the figures, for the file beside the weights."""
         return {name: value for name, value in vars(self).items() if name != "model"}
 
 
 def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor, length: int) -> Examples:
-    """Returns the next tokens of answers that are in the draft vocabulary.
+    """Returns the next tokens of answers that are in the draft vocabulary, each with `length` tokens before it.
 
-    Args:
-        chats: the chats.
-        vocab_ids: `[V']`, int64, the token id of each column, in any order.
-        length: number of tokens before each.
-
-    Raises:
-        ValueError: there are none.
+    `vocab_ids`, int64 `[V']`, maps columns to token ids, in any order. Raises a ValueError if there are none.
     """
     ranked, order = vocab_ids.cpu().sort()
     parts = []
@@ -111,18 +100,11 @@ def train_refiner(
     seed: int = 0,
     report: Callable[[int, int, float], None] | None = None,
 ) -> Trained:
-    """Trains a model by cross-entropy, with AdamW and a learning rate that rises and then falls to 0.
+    """Trains a model by cross-entropy, with AdamW, warm-up and cosine decay to 0.
 
-    Training begins with the frequencies of the tokens as the bias, and with the principal directions of the embedding
-    and of the output rows, where the drafter borrows them, as the first and last product.
-
-    Args:
-        train, held_out: what it learns from, and what it is measured on.
-        sizes: of the model.
-        weights: what the drafter borrows of the target.
-        epochs: how often the examples are gone through.
-        seed: of the order of the examples and of the first weights.
-        report: told of the steps done, all steps, and the mean loss of late steps in nats.
+    The bias starts as the token frequencies. The first and last product start as the principal directions of the
+    embedding and of the output rows, where the drafter borrows them. `report` is called with steps done, all steps, and
+    the running mean of the loss in nats.
     """
     generator = torch.Generator().manual_seed(seed)
     model = _begun(sizes, train, weights, seed)
@@ -156,13 +138,7 @@ def train_refiner(
 
 @torch.no_grad()
 def perplexity(model: PathLM, examples: Examples, embed: Transform) -> float:
-    """Returns the perplexity of next tokens: e to the mean of their cross-entropy in nats.
-
-    Args:
-        model: the model.
-        examples: the next tokens.
-        embed: makes the embeddings of tokens.
-    """
+    """Returns e to the mean cross-entropy of the next tokens in nats."""
     total = 0.0
     for start in range(0, len(examples), _BATCH):
         part = examples.part(slice(start, start + _BATCH))
@@ -178,7 +154,7 @@ def _loss(model: PathLM, part: Examples, embed: Transform) -> torch.Tensor:
 
 @torch.no_grad()
 def _begun(sizes: PathLMSizes, train: Examples, weights: TargetWeights, seed: int) -> PathLM:
-    """A model before its training: it says how frequent each token is, whatever stands before."""
+    """Returns an untrained model that predicts token frequencies, whatever the context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = PathLM(sizes)
@@ -193,13 +169,10 @@ def _begun(sizes: PathLMSizes, train: Examples, weights: TargetWeights, seed: in
 
 
 def _principal(weight: torch.Tensor, rows: torch.Tensor, project: bool = False) -> None:
-    """Fills the first directions of a weight, as far as there are any, with those in which rows differ most.
+    """Fills the first rows of `weight` `[k, n]`, in place, with the directions in which `rows` `[V', D]` vary most.
 
-    Args:
-        weight: `[k, n]`, changed in place.
-        rows: `[V', D]`; n is D, or V' with `project`.
-        project: whether the rows along these directions are meant, scaled to a mean square of 1 / k, rather than the
-            directions themselves.
+    With `project`, n is V' and the coordinates of the rows along these directions are used, scaled to a mean square of
+    1 / k; otherwise n is D.
     """
     _, _, directions = torch.linalg.svd(rows.T @ rows)
     count = min(len(weight), len(directions))
@@ -211,5 +184,5 @@ def _principal(weight: torch.Tensor, rows: torch.Tensor, project: bool = False) 
 
 
 def _rate(done: float) -> float:
-    """The learning rate as a part of its peak, after a part of the steps."""
+    """Learning rate relative to its peak after a share of the steps."""
     return min(done / _WARM_UP, 1.0) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))) if done else 1e-3

@@ -1,1 +1,1 @@
-"""Drafters that are the target's own first layers and a small network that imitates the others (FastVLM)."""
+"""Drafters that are the target's first layers and a small network that imitates the others (FastVLM)."""

@@ -1,4 +1,4 @@
-"""Configuration of a drafter by the target's own first layers: how many, and how large the imitation network is."""
+"""Configuration of a self-speculative drafter: number of the target's layers, size of the imitation network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class SelfDraftConfig(TravellingConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the imitation network."""
         return self.target_hidden_size
 
     @property

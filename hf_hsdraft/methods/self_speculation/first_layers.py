@@ -1,9 +1,9 @@
-"""The first layers of a target, by which drafted nodes are read before they are verified.
+"""Reads drafted nodes with the first layers of a target before they are verified.
 
-They read into the target's own cache, after the texts, so images and all else that the prompts held are known there.
-When a draft is complete the cache is as it was. Hidden states, keys and values of the nodes are kept for the
-verification, which computes the other layers only: self-speculation as in LayerSkip, section 4.3, and FastVLM. Nodes
-that nobody has read ahead, such as leaves and n-grams, pass the first layers then.
+They read into the target's cache, after the texts, so images and everything else in the prompts is known. When a
+draft is complete the cache is restored. Hidden states, keys and values of the nodes are kept for the verification,
+which computes only the other layers: self-speculation as in LayerSkip, section 4.3, and FastVLM. Nodes not read ahead,
+such as leaves and n-grams, pass the first layers then.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ class FirstLayers:
     """The first layers of a target in one call.
 
     Args:
-        call: the call, after the prompts' forward. Its cache grows, and its target reads trees.
-        kinds: kinds of attention that need masks of their own.
+        call: after the prompts' forward. Its cache grows, and its target reads trees.
+        kinds: kinds of attention that need separate masks.
         count: number n of layers.
-        reuse: whether verification goes on from what was read ahead. If not, it computes all layers.
+        reuse: whether verification reuses what was read ahead, or computes all layers.
 
     Attributes:
-        reused: number of times that a layer was not computed for a node, as it had been.
-        verified: number of times that a layer would have been computed without any reuse: the layers of the target
-            times the nodes of all trees that were verified.
+        reused: number of layer computations of nodes that were saved.
+        verified: number that there would be without reuse: layers of the target times nodes of all verified trees.
     """
 
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], count: int, reuse: bool) -> None:
@@ -59,7 +58,7 @@ class FirstLayers:
         self._start: Mark | None = None
         self._states: list[torch.Tensor] = []
         self._parents: list[torch.Tensor] = []
-        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes of this depth and deeper ones are idle
+        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes at this depth or deeper are idle
         self._read: ReadAhead | None = None
         self.reused, self.verified, self._made_of = 0, 0, fingerprint(call.target)
 
@@ -69,7 +68,7 @@ class FirstLayers:
         return self.reused / max(self.verified, 1)
 
     def apart(self) -> FirstLayers:
-        """Returns first layers that read after the same texts, in a cache of their own."""
+        """Returns first layers that read after the same texts in a separate cache."""
         other = copy.copy(self)
         other._call = self._call.apart_of(range(len(self._call.rows.kept)))
         other._levels = other._start = other._read = None
@@ -77,13 +76,11 @@ class FirstLayers:
 
     @contextlib.contextmanager
     def draft(self, depths: Sequence[int]) -> Iterator[None]:
-        """Inside, nodes are read after the texts. At the end the cache is as it was.
+        """Reads nodes after the texts inside the context; restores the cache at the end.
 
-        Deeper nodes than are wanted of a row may be read for the sake of other rows. They are read as idle ones are, at
-        a position that the target has; what is read of them means nothing, and is not reused.
-
-        Args:
-            depths: of each row, how deep it is drafted: nodes of smaller depths are read. 0 for rows without a draft.
+        `depths` are of each row: nodes of smaller depths are read, none for 0. Deeper nodes may be read for the
+        sake of other rows. They are read as idle nodes, at a position that the target has; the results mean nothing
+        and are not reused.
         """
         self._depths = on_device(list(depths), device_of(self._call.target))
         self._read = None
@@ -95,15 +92,16 @@ class FirstLayers:
             self._forget()
 
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the nodes of a depth after their ancestors. Reading roots begins anew.
+        """Reads the nodes of a depth after their ancestors. Reading roots starts over.
 
         Args:
             tokens: `[B, n]`, int64, the nodes.
-            paths: `[B, n, depth]`, int64, the ancestors of each node, as columns of the draft; none of a root.
+            paths: `[B, n, depth]`, int64, the ancestors of each node, as columns of the draft; none for a root.
 
         Returns:
             The hidden states `[B, n, D]` after the first layers, and the columns `[B, n, depth + 1]` of the nodes'
-            paths, their own the last one.
+                paths,
+            each node last.
         """
         if paths.shape[2] == 0:
             self._forget()
@@ -119,13 +117,11 @@ class FirstLayers:
         return states, torch.cat([paths, levels.own_columns(count)], dim=-1)
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
-        """The target's outputs for a tree of each row, as `read_trees` has them; `None` if nothing was read ahead.
+        """The target's outputs for one tree per row, as from `read_trees`; `None` if nothing was read ahead.
 
-        The first time that a target's layers are taken apart, both ways are tried, and again when texts have grown as
-        far as trials of a target hold. Where they differ by more than rounding, nothing is reused from then on.
-
-        Args:
-            columns: of the forward.
+        The first time a target's layers are split, both ways are run, and again once texts outgrow the validity of
+        a trial. Where they differ by more than rounding, nothing is reused from then on. `columns` is the width of
+        the forward.
         """
         read, self._read = self._read, None
         self.verified += sum(map(len, trees)) * decoder_layers(text_config(self._call.target))
@@ -142,7 +138,7 @@ class FirstLayers:
         return self._call.forward(inputs, columns, model)
 
     def _tried(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> Any:
-        """The target's outputs for trees, read as a whole; notes whether in two parts it says the same."""
+        """Returns the target's outputs for trees, read as a whole; records whether the split gives the same."""
         call, start = self._call, self._call.slots.mark()
         found = self._logits_after(read, trees, columns)
         call.slots.roll_back(start)
@@ -160,13 +156,13 @@ class FirstLayers:
 
     @property
     def _kind(self) -> tuple[Any, ...]:
-        """What it may depend on whether layers can be taken apart."""
+        """Cache key of the split-layers trial."""
         target, rows = self._call.target, self._call.rows
         call = len(rows.kept) > 1, rows.attended is not None
         return self._made_of, self.count, device_of(target), text_config(target)._attn_implementation, *call
 
     def _without_idle(self, batch: TreeBatch) -> TreeBatch:
-        """The same nodes, with those that no row wants where ended texts are read; see `DraftTree.idle`."""
+        """The same nodes, with those that no row wants marked idle; see `DraftTree.idle`."""
         assert self._depths is not None
         wanted = batch.depths < self._depths[:, None]
         return TreeBatch(batch.tokens, batch.depths.where(wanted, -1), batch.ancestors)
@@ -179,14 +175,12 @@ class FirstLayers:
         return self._split.first_states(lambda model: call.acceleration.forward(inputs, comes_again=False, model=model))
 
     def _forget(self) -> None:
-        """Takes all that was read ahead out of the cache."""
         if self._start is not None:
             self._call.slots.roll_back(self._start)
         self._levels = self._start = None
         self._states, self._parents = [], []
 
     def _taken(self) -> ReadAhead:
-        """What was read ahead, copied from the cache."""
         assert self._levels is not None
         batch = self._without_idle(self._levels.batch)
         columns = columns_of(batch, torch.cat(self._parents, dim=1).tolist())
@@ -198,29 +192,27 @@ class FirstLayers:
         return [(layer.keys[..., -count:, :].clone(), layer.values[..., -count:, :].clone()) for layer in layers]
 
     def _widen(self, by: int) -> None:
-        """Lets windows keep so many nodes more: the next ones still see the text as far back. A mark puts it back."""
+        """Widens sliding windows, so that the next nodes see the text as far back. A mark restores them."""
         for index in self._call.slots.windows:
             self._call.slots.layers[index].sliding_window += by if index < self.count else 0
 
     def _write(self, keys_values: KeysValues) -> None:
-        """Appends keys and values to the cache of the first layers."""
         for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
             layer.update(keys, values)
 
     def _logits_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
-        """The logits `[B, columns, V]` after what was read ahead; `None` where the target does not run so."""
+        """The logits `[B, columns, V]` after what was read ahead; `None` where the target cannot run this way."""
         try:
             model, inputs = self._model_after(read, trees, columns)
             outputs = self._call.acceleration.forward(inputs, comes_again=False, model=model)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever a model's own code raises, its layers cannot be taken apart
+        except Exception:  # a model's code may raise anything: its layers cannot be split
             return None
         logits: torch.Tensor = outputs.logits[:, -columns:].clone()
         return logits
 
     def _model_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
-        """The model that computes the other layers of trees, and its inputs."""
         call = self._call
         inputs = node_inputs(call, TreeBatch.of(trees, device_of(call.target), columns), columns, self._every)
         paths = [node_paths(tree) for tree in trees]
@@ -237,7 +229,7 @@ class FirstLayers:
         paths: Sequence[Sequence[Path]],
         unread: Sequence[Sequence[int]],
     ) -> ReadAhead:
-        """What was read ahead, with the nodes of trees that were not. They stand at the end, as `unread` has them."""
+        """Reads the missing nodes of trees and appends them in the order of `unread`."""
         most = max(map(len, unread))
         if most == 0:
             return read
@@ -251,6 +243,5 @@ class FirstLayers:
         return replace(read, batch=batch, states=torch.cat([read.states, states], dim=1), keys_values=keys_values)
 
 
-# Whether the layers of a target turned out to be taken apart rightly, by `_kind`.
-# By target and kind of call: whether its layers can be taken apart, and up to which length of text that holds.
+# By target and kind of call: whether its layers can be split, and up to which length of text that holds.
 _trusted: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[bool, int]]] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""The imitation network: it makes of the target's early hidden states what its last layer would say of them (FastVLM).
+"""The imitation network: predicts the target's last hidden states from early ones (FastVLM).
 
 Letters in the shapes: T positions, S chains, K depths, D hidden size.
 """
@@ -18,12 +18,6 @@ from .configuration_self import SelfDraftConfig
 
 
 class ImitationBlock(FeedForward):
-    """A norm and a gated feed-forward block, with a residual.
-
-    Args:
-        config: of the drafter.
-    """
-
     def __init__(self, config: SelfDraftConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -35,12 +29,9 @@ class ImitationBlock(FeedForward):
 class ImitationNetwork(StateNetwork):
     """The network of a self-speculative drafter: its parameters, and the forward that trains it.
 
-    Let h_i be the target's hidden state after its first n layers at position i. The network makes of it an imitation of
-    the last hidden state, position by position: a linear map with a residual, and gated blocks. A norm and the target's
-    output rows predict x_{i+1} of it. The first layers have attention over the whole text, so the network has none.
-
-    Args:
-        config: its configuration.
+    Let h_i be the target's hidden state after its first n layers at position i. The network imitates the last hidden
+    state from it, position by position: a linear map with a residual, and gated blocks. A norm and the target's output
+    rows then predict x_{i+1}. The first layers attend to the whole text, so the network has no attention.
     """
 
     config_class = SelfDraftConfig
@@ -60,7 +51,7 @@ class ImitationNetwork(StateNetwork):
         self.post_init()
 
     def imitated(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns imitations `[..., D]` of the last hidden states, before the norm, by early ones `[..., D]`."""
+        """Returns imitations `[..., D]` of the last hidden states, before the norm, from early ones `[..., D]`."""
         normed = self.tap_norm(states)
         x = normed + self.turn(normed)
         for layer in self.layers:
@@ -79,16 +70,17 @@ class ImitationNetwork(StateNetwork):
     ) -> DrafterOutput:
         """Predicts along many chains of packed texts, each token after the text's own.
 
-        A draft begins with the token after position i, which the first layers read. So its first prediction is made of
-        the state at position i + 1, and that of depth d of the state at i + 1 + d.
+        A draft begins with the token after position i, which the first layers read. So its first prediction comes
+        from the state at position i + 1, and that of depth d from the state at i + 1 + d.
 
         Args:
             taps: `[T, D]`, the target's hidden states after its first n layers.
-            embeds, position_ids, document_ids: as the pipeline hands them over; not looked at.
+            embeds, position_ids, document_ids: accepted for the pipeline; unused.
             starts: `[S]`, int64, the positions i at which a chain starts; `None` for the last but one.
-            num_rolled: chains with predictions beyond the first depth, the first ones of `starts`; `None` for all.
-            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
-                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+            num_rolled: number of chains, the first of `starts`, with predictions beyond the first depth; `None` for
+                all.
+            labels: for training, passed to `loss_function(drafter, hidden_states, labels)`. Computed here so that
+                wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
         """
         last = len(taps) - 1
         starts = torch.tensor([last - 1], device=taps.device) if starts is None else starts

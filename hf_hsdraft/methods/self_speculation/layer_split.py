@@ -1,7 +1,7 @@
-"""A target's decoder in two parts: its first layers alone, and all others after what the first ones have made.
+"""Splits a target's decoder into its first layers and the rest.
 
-Each part is a copy of the target that has other modules in the place of some layers, and shares all else. Nothing is
-written to the target, so other calls of it may run at the same time.
+Each part is a copy of the target with some layers replaced, sharing everything else. The target is never written to,
+so other calls may run it at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...runtime.decoder_list import decoder_list
 
 
 def why_not_split(target: Any) -> str:
-    """Returns why the layers of a target cannot be taken apart; an empty string if they can be."""
+    """Returns why a target's layers cannot be split; empty if they can."""
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
@@ -33,7 +33,7 @@ def why_not_split(target: Any) -> str:
 
 
 def weights_of_a_layer(target: Any) -> int:
-    """Returns the mean number of weights of a decoder layer; 0 where the layers cannot be told."""
+    """Returns the mean number of weights of a decoder layer; 0 if the layers cannot be found."""
     try:
         _, layers = decoder_list(target)
     except ValueError:
@@ -42,12 +42,7 @@ def weights_of_a_layer(target: Any) -> int:
 
 
 class LayerSplit:
-    """A target's decoder layers in two parts.
-
-    Args:
-        target: the target; `why_not_split` has nothing against it.
-        count: number of the first layers.
-    """
+    """A target's decoder layers in two parts, the first `count` and the rest; see `why_not_split`."""
 
     def __init__(self, target: Any, count: int) -> None:
         self._target, self._count = target, count
@@ -57,10 +52,9 @@ class LayerSplit:
         self._first = _with_layers(target, self._path, first)
 
     def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
-        """Returns the hidden states after the first layers. Nothing else is computed.
+        """Returns the hidden states after the first layers; nothing else is computed.
 
-        Args:
-            run: runs the forward of the model that it is given.
+        `run` runs the forward of the model that it is given.
         """
         try:
             run(self._first)
@@ -70,11 +64,9 @@ class LayerSplit:
         raise ValueError(f"{type(self._target).__name__} did not run layer {self._count} of its decoder")
 
     def model_after(self, states: torch.Tensor, read: Callable[[], None]) -> Any:
-        """Returns a model that computes the other layers after known hidden states, which `first_states` has made.
+        """Returns a model that computes the other layers after states `[B, n, D]` of `first_states`.
 
-        Args:
-            states: `[B, n, D]`, hidden states after the first layers.
-            read: called in the place of the first layers: they would write into the cache.
+        `read` is called in place of the first layers, which would write into the cache.
         """
         last = self._count - 1
         passed = [_Passed(layer, self._others) for layer in self._layers[:last]]
@@ -83,11 +75,7 @@ class LayerSplit:
 
 
 class _InPlaceOf(nn.Module):
-    """Stands in the place of a layer, whose attributes it has.
-
-    Args:
-        layer: the layer. It is no part of this module.
-    """
+    """Replaces a layer and exposes its attributes. The layer is not a submodule."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -101,11 +89,9 @@ class _InPlaceOf(nn.Module):
 
 
 class _Reached(Exception):
-    """The last layer that is wanted has been computed.
+    """Raised when the last wanted layer has been computed, with its hidden states `[B, n, D]`.
 
-    Attributes:
-        states: `[B, n, D]`, its hidden states.
-        others: number of values that it returns after them, such as attentions; `None` if it returns no tuple.
+    `others` is the number of values that it returns after them, such as attentions; None if it returns no tuple.
     """
 
     def __init__(self, states: torch.Tensor, others: int | None) -> None:
@@ -123,12 +109,7 @@ class _Last(_InPlaceOf):
 
 
 class _Passed(_InPlaceOf):
-    """A layer that passes on what it is given.
-
-    Args:
-        layer: the layer.
-        others: number of values that it returns after hidden states, see `_Reached`.
-    """
+    """A layer that returns its input, with as many further values as `others` says; see `_Reached`."""
 
     def __init__(self, layer: nn.Module, others: int | None) -> None:
         super().__init__(layer)
@@ -140,13 +121,7 @@ class _Passed(_InPlaceOf):
 
 
 class _Known(_Passed):
-    """A layer that passes on known hidden states.
-
-    Args:
-        layer, others: as for `_Passed`.
-        states: `[B, n, D]`, the hidden states.
-        read: called before.
-    """
+    """A layer that calls `read` and returns known hidden states `[B, n, D]`."""
 
     def __init__(self, layer: nn.Module, others: int | None, states: torch.Tensor, read: Callable[[], None]) -> None:
         super().__init__(layer, others)
@@ -158,12 +133,11 @@ class _Known(_Passed):
 
 
 def _path_to_layers(target: Any) -> list[str]:
-    """Returns the names of the modules on the way to the list of decoder layers, see `decoder_list`."""
     return decoder_list(target)[0].split(".")
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
-    """Returns a copy of a model with another list of layers. Modules on the way to it are copied, others shared."""
+    """Returns a copy of a model with another list of layers. Modules on the path to it are copied, others shared."""
     top = module = _sharing(target)
     for name in path[:-1]:
         module._modules[name] = _sharing(module._modules[name])
@@ -173,7 +147,7 @@ def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) 
 
 
 def _sharing(module: Any) -> Any:
-    """Returns a copy of a module that has the same parts, of which some may be replaced."""
+    """Returns a shallow copy of a module whose submodules can be replaced."""
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)

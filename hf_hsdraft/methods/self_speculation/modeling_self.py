@@ -1,4 +1,4 @@
-"""The self-speculative drafter as users know it: loaded, saved, and handed to `generate()`."""
+"""The public self-speculative drafter: loading, saving and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ LAYER_REUSE = Option(
 
 
 class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
-    """Drafting by the target's own first layers, an imitation network and the target's head (FastVLM; LayerSkip).
+    """Drafting by the target's first layers, an imitation network and the target's head (FastVLM; LayerSkip).
 
-    The layers read each drafted token in the target's own cache, so whatever the prompt held, images included, is
-    known to them. Verification computes the other layers only. The drafter holds the imitation network, its
-    configuration and, in `generation_config`, the drafting options, but never the state of a call. So one drafter may
-    serve several threads.
-
-    Args:
-        config: its configuration.
+    The layers read each drafted token in the target's cache, so everything in the prompt, images included, is known.
+    Verification computes only the other layers. The drafter holds the imitation network, its configuration and, in
+    `generation_config`, the drafting options, but no state of a call, so one drafter may serve several threads.
     """
 
     takes_tree_builders = True
@@ -53,7 +49,6 @@ class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
         return self.config.num_draft_steps
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter that was saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 

@@ -1,4 +1,4 @@
-"""What the first layers of a target have read of drafts, before the drafts are verified."""
+"""What a target's first layers have read of drafts before the drafts are verified."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class ReadAhead:
     Attributes:
         batch: the m nodes of each row.
         states: `[B, m, D]`, hidden states after the first layers.
-        keys_values: of these layers.
-        columns: of each row, the column of a node by its path. Idle nodes have none.
+        columns: for each row, the column of a node by its path. Idle nodes have none.
         kept: where the texts stood, see `TextRows.kept`.
     """
 
@@ -35,11 +34,10 @@ class ReadAhead:
     kept: Sequence[int]
 
     def count(self, trees: Sequence[DraftTree]) -> int:
-        """Returns the number of nodes of trees that were read."""
         return sum(path in known for tree, known in zip(trees, self.columns, strict=True) for path in node_paths(tree))
 
     def unread(self, paths: Sequence[Sequence[Path]]) -> list[list[int]]:
-        """Returns the nodes of each row's tree that were not read, by the paths of all its nodes."""
+        """Returns the nodes of each row's tree that were not read, given the paths of all its nodes."""
         return [
             [node for node, path in enumerate(own) if path not in known]
             for own, known in zip(paths, self.columns, strict=True)
@@ -48,7 +46,7 @@ class ReadAhead:
     def with_nodes(
         self, trees: Sequence[DraftTree], paths: Sequence[Sequence[Path]], unread: Sequence[Sequence[int]]
     ) -> TreeBatch:
-        """Returns the batch with the unread nodes of trees at its end. Roots that nobody sees fill up shorter rows."""
+        """Returns the batch with the unread nodes of trees appended. Unseen roots pad shorter rows."""
         before, most = self.batch.tokens.shape[1], max(map(len, unread))
         tokens, depths, seen = [], [], []
         for tree, own, known, rest in zip(trees, paths, self.columns, unread, strict=True):
@@ -67,7 +65,7 @@ class ReadAhead:
         )
 
     def places(self, paths: Sequence[Sequence[Path]], unread: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
-        """Returns, for each node of trees, its column `[B, columns]`; the unread ones stand at the end."""
+        """Returns the column of each node of trees, `[B, columns]`; the unread ones are at the end."""
         count, places = self.batch.tokens.shape[1], []
         for own, known, rest in zip(paths, self.columns, unread, strict=True):
             new = {node: count + index for index, node in enumerate(rest)}
@@ -85,11 +83,9 @@ def node_paths(tree: DraftTree) -> list[Path]:
 
 
 def columns_of(batch: TreeBatch, parents: Sequence[Sequence[int]]) -> list[dict[Path, int]]:
-    """Returns, for each row, the column of a node by its path, without idle nodes: these were read as something else.
+    """Returns for each row the column of a node by its path, without idle nodes: these were read as something else.
 
-    Args:
-        batch: the nodes.
-        parents: of each row, the columns of their parents; -1 for a root.
+    `parents` are the columns of the nodes' parents; -1 for a root.
     """
     columns: list[dict[Path, int]] = []
     for tokens, depths, above in zip(batch.tokens.tolist(), batch.depths.tolist(), parents, strict=True):

@@ -1,4 +1,4 @@
-"""The session of a self-speculative drafter. It remembers nothing of the texts: the target's own cache does."""
+"""The session of a self-speculative drafter. The texts' state is in the target's cache alone."""
 
 from __future__ import annotations
 
@@ -26,15 +26,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ImitationExpansion(Expansion):
-    """What the first layers and the imitation network say about the children of nodes. A node's state is its path.
+    """Predictions of the imitation network for the children of nodes. A node's state is its path.
 
-    Attributes:
-        drafter: the imitation network.
-        weights: what it borrows of the target.
-        first: the first layers of the target, after the texts; see `FirstLayers.read_nodes`.
-        depth: greatest depth of a child.
-        temperature: of the distributions given.
-        race: where the target's draws are foreseen; probabilities are those of winning it then.
+    `first` are the target's first layers, after the texts; see `FirstLayers.read_nodes`. Where a `race` foresees the
+    target's draws, probabilities are those of winning it.
     """
 
     drafter: ImitationNetwork
@@ -47,12 +42,10 @@ class ImitationExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities `[B, n, V']` of the children of nodes, and the nodes' paths `[B, n, level]`.
+        """Returns log-probabilities `[B, n, V']` of the nodes' children at depth `level`, and the nodes' paths `[B, n,
+        level]`.
 
-        Args:
-            level: depth of the children.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, level - 1]`, paths of the nodes' parents; `None` at level 1.
+        `tokens` are int64 `[B, n]`; `states` are the paths `[B, n, level - 1]` of the parents, None at level 1.
         """
         above = tokens[..., None][..., :0] if states is None else states
         hidden, paths = self.first.read_nodes(tokens, above)
@@ -64,13 +57,7 @@ class ImitationExpansion(Expansion):
 
 
 class SelfSession(TreeSession):
-    """Drafts trees, or chains, depth by depth for all texts of a batch.
-
-    Args:
-        drafter: the imitation network and its configuration; not changed.
-        weights: what it borrows of the target.
-        call: that it drafts for.
-    """
+    """Drafts trees, or chains, depth by depth for all texts of a batch."""
 
     def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
@@ -91,11 +78,11 @@ class SelfSession(TreeSession):
         self._rows = list(rows)
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        """As every session. All rows that the target reads are in each forward; the others add nothing to it."""
+        """All rows that the target reads are in each forward; rows without an ask add nothing to it."""
         if self._first is None:
             return [DraftTree.root(ask.root) for ask in asks]
         wanted = {ask.row: ask for ask in asks}
-        # What is said of the other rows is not looked at.
+        # Predictions for the other rows are ignored.
         every = [wanted.get(row, Ask(row, root=0, depth=depth, size=0)) for row in self._rows]
         with self._first.draft([min(wanted[row].depth, depth) if row in wanted else 0 for row in self._rows]):
             grown = self.grown(every, self.expansion(every, depth, options), options)
@@ -110,7 +97,7 @@ class SelfSession(TreeSession):
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         first = self._first
         assert first is not None
-        self._first = first.apart()  # the target's own cache goes on
+        self._first = first.apart()  # leaves the target's cache alone
         made = self.expansion(asks, expansion.depth, options)
         self._first = first
         return made

@@ -1,6 +1,6 @@
-"""Training of self-speculative drafters: an imitation network learns what the target's other layers say (FastVLM).
+"""Training of self-speculative drafters: an imitation network learns the output of the target's other layers (FastVLM).
 
-The loss is the cosine distance of imitations from the target's final hidden states, its divergence from the target's
+The loss combines the cosine distance from the target's final hidden states, the divergence from the target's
 distribution, and cross-entropy with the target's first choice. Only the imitation network is trained.
 """
 
@@ -25,12 +25,7 @@ from .modeling_self import SelfDrafter
 
 @dataclass(frozen=True)
 class ImitationPredictions(Predictions):
-    """Predictions of imitations, whose first layers have read the tokens of the text.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what it borrows of the target.
-    """
+    """Predictions of imitations, whose first layers have read the tokens of the text."""
 
     drafter: SelfDrafter
     weights: TargetWeights
@@ -47,13 +42,11 @@ class ImitationPredictions(Predictions):
 
 
 class SelfFamily(TravellingFamily):
-    """Drafters that are the first layers of their target, and an imitation of the others."""
-
     name = "self"
     drafter = SelfDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    # Along the text all depths predict alike. So nearly all chains need the first one only, and the few predictions of
-    # deeper ones must not weigh as much as all of the first.
+    # Along the text all depths predict alike. So nearly all chains need only the first, and the few predictions of
+    # deeper depths must not weigh as much as all of the first.
     arguments = {  # noqa: RUF012
         "objective": "kl_ce", "cosine_weight": 1.0, "rolled_fraction": 0.05, "chains_per_conversation": 512,
         "depth_weighting": "by-prediction",

@@ -1,1 +1,1 @@
-"""Drafters whose slots are made of one attended position, all depths at once ("SpecFormer")."""
+"""Drafters that compute the slots of all depths at once from one attended position ("SpecFormer")."""

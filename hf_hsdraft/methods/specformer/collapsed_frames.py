@@ -1,14 +1,13 @@
-"""Drafts by frames with a blank, as speech recognition writes them (CTC; "CTC drafter", section 3).
+"""Drafts from frames with a blank, as in speech recognition (CTC; "CTC drafter", section 3).
 
-A drafter of this kind has K frames. Each says a token or nothing, the *blank*. What the frames say is collapsed: a
-token that is repeated frame after frame counts once, and then blanks are dropped. So a token need not stand at the
-depth of its frame.
+The drafter has K frames. Each predicts a token or nothing, the *blank*. To collapse the frames, a token repeated in
+consecutive frames counts once, then blanks are dropped. So a token need not be at the depth of its frame.
 
-Many sequences of frames collapse to the same text. The tree that is verified is the trie of these texts: depths, and
-with them the positions at which the target reads the nodes, are those after the collapse. The probability of a node is
-the sum over all sequences of frames whose text begins with the node's path. No sequence is listed for that. How a path
-can have been said up to each frame follows from how its parent can, as in prefix search ("Connectionist Temporal
-Classification", section 3.2). So the sums are over all sequences, not only over those of the best tokens of each frame.
+Many sequences of frames collapse to the same text. The tree to verify is the trie of these texts: depths, and with
+them the positions at which the target reads the nodes, are those after the collapse. The probability of a node is the
+sum over all sequences of frames whose text begins with the node's path. No sequence is enumerated: the probability
+that the first t frames say a path follows from that of its parent, as in prefix search ("Connectionist Temporal
+Classification", section 3.2). So the sums are over all sequences, not only over those of each frame's best tokens.
 
 Letters in the shapes: B texts, n nodes of each, K frames, V' draft vocabulary, C columns of it.
 """
@@ -29,20 +28,20 @@ _LEAST = -60.0  # log-probability of a frame's symbol, below which differences m
 
 @dataclass(frozen=True)
 class CollapsedFrames(Expansion):
-    """The children of nodes, by what the frames say after they are collapsed. A tree builder calls it level by level.
+    """Predictions for the children of nodes, from collapsed frames; called level by level by a tree builder.
 
     The state of a node, `[2 K + 1]`, says how its path can have been said. Entry t of K holds the log-probability that
-    the first t frames say the path and nothing more, given that the text begins with the path. The next K entries hold
-    the same for the case that the last of these frames is a blank. The last entry is the node's column.
+    the first t frames say exactly the path, given that the text begins with the path. The next K entries hold the same
+    for the case that the last of these frames is a blank. The last entry is the node's column.
 
     Attributes:
         frames: `[B, K, V' + 1]`, float32, log-probabilities of each frame; the blank is the last column.
         vocab_ids: `[V']`, int64, the token id of each column, ascending.
         depth: greatest depth of a child, at most K.
-        normalised: whether the children of a node have probabilities that add up to 1, as drawn nodes need. Without it
-            what is missing is the probability that the frames say nothing more.
+        normalised: whether the probabilities of a node's children sum to 1, as sampled nodes need. Otherwise the
+            remainder is the probability that the frames say nothing more.
         temperature: of normalised distributions.
-        race: where the target's draws are foreseen. Probabilities are those of winning the race then.
+        race: where the target's draws are foreseen; probabilities are then those of winning it.
     """
 
     frames: torch.Tensor
@@ -63,7 +62,7 @@ class CollapsedFrames(Expansion):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns the `count` most probable children of all nodes, see `Expansion`.
 
-        Of large vocabularies only the part that the frames say most often is looked at.
+        Of large vocabularies only the tokens that the frames say most often are considered.
         """
         columns = self._columns
         if columns is None:
@@ -79,7 +78,7 @@ class CollapsedFrames(Expansion):
         """Returns the states `[B, n, 2 K + 1]` of nodes whose children are at depth `level`.
 
         Args:
-            level: depth of the children, 1 or more.
+            level: 1 or more.
             tokens: `[B, n]`, int64, tokens of the nodes.
             states: `[B, n, 2 K + 1]`, states of their parents; `None` at level 1, where the node is the root.
         """
@@ -90,7 +89,7 @@ class CollapsedFrames(Expansion):
             return torch.cat([none, none, torch.full_like(none[..., :1], -1)], dim=-1).float()
         columns = self._columns_of(tokens)
         said, after_blank, last = _parts(states)
-        # Its frames, where it is said; a token that repeats its parent's needs a blank between.
+        # Frames that say the token; one that repeats its parent's needs a blank between.
         own = self._said(columns).double()
         first = own + torch.where((columns == last)[..., None], after_blank, said).double()
         first = first - _finite(first.logsumexp(dim=-1, keepdim=True))
@@ -101,11 +100,9 @@ class CollapsedFrames(Expansion):
         return torch.cat([said, _later(blank), columns[..., None].double()], dim=-1).float()
 
     def children(self, states: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns log-probabilities `[B, n, V']` that a node's path is followed by each token, or `[B, n, C]` of some.
+        """Returns log-probabilities `[B, n, V']` that a node's path is followed by each token.
 
-        Args:
-            states: `[B, n, 2 K + 1]`.
-            columns: `[B, C]`, int64, of the draft vocabulary; `None` for all.
+        With `columns`, int64 `[B, C]`, returns those of these columns only, `[B, n, C]`.
         """
         said, after_blank, last = _parts(states)
         frames = self._probabilities
@@ -137,20 +134,19 @@ class CollapsedFrames(Expansion):
 
     @cached_property
     def _columns(self) -> torch.Tensor | None:
-        """`[B, C]`, the columns that frames say most often; `None` where the vocabulary is small."""
+        """`[B, C]`, the columns that frames say most often; `None` for a small vocabulary."""
         size = self.frames.shape[-1] - 1
         if size < 2 * TUNING.likely_columns:
             return None
         return self._probabilities.sum(dim=1).topk(TUNING.likely_columns, sorted=False).indices
 
     def _columns_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the columns `[B, n]` of tokens; V' + 1 for those that cannot be drafted."""
         size = len(self.vocab_ids)
         places = torch.searchsorted(self.vocab_ids, tokens.contiguous()).clamp(max=size - 1)
         return torch.where(self.vocab_ids[places] == tokens, places, size + 1)
 
     def _said(self, columns: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probabilities `[B, n, K]` that each frame says the tokens of columns `[B, n]`."""
+        """Returns the log-probability `[B, n, K]` of the tokens in columns `[B, n]` at each frame."""
         known = columns < self.frames.shape[-1]
         batch = torch.arange(len(columns), device=columns.device)[:, None]
         said = self._frames.transpose(1, 2)[batch, columns.masked_fill(~known, 0)]
@@ -158,16 +154,16 @@ class CollapsedFrames(Expansion):
 
 
 def _parts(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the parts of states: two of `[B, n, K]`, and columns `[B, n]`."""
+    """Splits states into two of `[B, n, K]`, and columns `[B, n]`."""
     frames = states.shape[-1] // 2
     return states[..., :frames], states[..., frames:-1], states[..., -1].long()
 
 
 def _later(x: torch.Tensor) -> torch.Tensor:
-    """Returns `[..., K]`, of which each entry is that of the frame before."""
+    """Shifts `[..., K]` by one frame."""
     return torch.nn.functional.pad(x[..., :-1], (1, 0), value=-torch.inf)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with 0 in the place of infinite entries, from which nothing can be subtracted."""
+    """Replaces infinite entries by 0, since they cannot be subtracted from."""
     return x.masked_fill(x.isinf(), 0.0)

@@ -1,4 +1,4 @@
-"""Configuration of a SpecFormer drafter: what its target must be, and how large its own parts are."""
+"""Configuration of a SpecFormer drafter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class SpecFormerConfig(AttendingConfig):
 
     @property
     def sizes(self) -> LayerSizes:
-        """Sizes of the layers."""
         return LayerSizes(
             self.hidden_size,
             self.intermediate_size,

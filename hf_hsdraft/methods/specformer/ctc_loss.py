@@ -1,9 +1,9 @@
-"""The CTC objective: what all frames of a chain say together is compared with what the target says greedily.
+"""The CTC objective: compares what all frames of a chain say together with the target's greedy choices.
 
 It is for drafters whose slots are frames with a blank ("CTC drafter", section 3). The loss of a chain is the negative
-logarithm of the probability that its frames, collapsed, say the labels and nothing more ("Connectionist Temporal
-Classification", section 4.1). The labels are the target's first choices along the text. There are fewer of them than
-frames: frames need room for blanks between equal tokens, and for saying a token late.
+log-probability that its frames, collapsed, say exactly the labels ("Connectionist Temporal Classification", section
+4.1). The labels are the target's first choices along the text. They are fewer than the frames, which need room for
+blanks between equal tokens, and for saying a token late.
 """
 
 from __future__ import annotations
@@ -27,16 +27,11 @@ _MOST = 60.0  # nats of a label that frames have no room for; measured, not trai
 
 @dataclass(frozen=True)
 class CTCLoss:
-    """The loss. It is the drafter's `loss_function`, which is called inside the drafter's forward.
+    """The loss, called as the drafter's `loss_function` inside its forward.
 
-    What is measured of it, depth by depth, is what a draft would say after the labels before: the divergence is the
-    cross-entropy with the label, and an accuracy is of the first choice.
-
-    Args:
-        weights: weights that the drafter borrows from its target.
-        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
-        num_labels: number of labels of a chain, at most the number of frames.
-        chunk_logits: number of logits that are computed at a time.
+    Statistics by depth are of a draft after the preceding labels: the divergence is the cross-entropy with the
+    label, and accuracy is that of the first choice. `teacher_head`, `[V', D]`, holds the target's output rows of
+    the draft vocabulary; `num_labels` is at most the number of frames.
     """
 
     weights: TargetWeights
@@ -46,12 +41,10 @@ class CTCLoss:
 
     @property
     def depth_weights(self) -> list[float]:
-        """What each label weighs."""
         return [1.0] * self.num_labels
 
     @property
     def rows_per_chunk(self) -> int:
-        """Number of frames whose logits are computed at a time."""
         return max(1, self.chunk_logits // self.teacher_head.shape[0])
 
     def __call__(self, drafter: Any, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
@@ -98,7 +91,7 @@ def ctc_losses(frames: torch.Tensor, choices: torch.Tensor, lengths: torch.Tenso
     Args:
         frames: `[n, K, V' + 1]`, log-probabilities; the blank is the last column.
         choices: `[n, labels]`, int64, columns of the labels.
-        lengths: `[n]`, int64, number of labels of each chain that count, the first ones.
+        lengths: `[n]`, int64, number of valid labels at the start of each row.
     """
     steps = torch.full_like(lengths, frames.shape[1])
     losses = F.ctc_loss(
@@ -108,7 +101,6 @@ def ctc_losses(frames: torch.Tensor, choices: torch.Tensor, lengths: torch.Tenso
 
 
 def _check(config: Any, args: Any) -> None:
-    """See `WholeLoss.check`."""
     if args.ctc_labels is not None and args.ctc_labels > config.num_draft_steps:
         raise ValueError(
             f"ctc_labels={args.ctc_labels} is invalid: expected at most num_draft_steps={config.num_draft_steps}"

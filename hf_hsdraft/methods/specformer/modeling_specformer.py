@@ -1,4 +1,4 @@
-"""The SpecFormer drafter as users know it: loaded, saved, and handed to `generate()`."""
+"""The public SpecFormer drafter: loading, saving and use in `generate()`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ from .specformer_session import SpecFormerSession
 
 
 class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
-    """A drafter whose slots are drafted at once, after attention over the accepted positions ("SpecFormer").
+    """A drafter that computes all slots at once, after attention over the accepted positions ("SpecFormer").
 
-    A draft takes one forward of two attentions and a feed-forward block, however deep it is and however many texts a
-    batch has. The drafter holds weights, configuration and, in `generation_config`, the drafting options, but never the
-    state of a call. So one drafter may serve several threads.
-
-    Args:
-        config: its configuration.
+    A draft takes one forward of two attentions and a feed-forward block, whatever its depth and the batch size. The
+    drafter holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call,
+    so one drafter may serve several threads.
     """
 
     takes_tree_builders = True
@@ -50,7 +47,6 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
         return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options of a drafter that was saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
@@ -66,7 +62,7 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config, head = self.config, self.config.draft_vocab_size * self.config.hidden_size
-        depth = config.num_draft_steps if config.ctc else depth  # all frames are asked
+        depth = config.num_draft_steps if config.ctc else depth  # all frames count
         return (
             Read("fusion", weights_of(self.fuse), 1, 1),
             Read("attention to the text", weights_of(self.context_attn), 1, 1),

@@ -1,4 +1,4 @@
-"""The network of a SpecFormer drafter: attention over the accepted positions, then slots that are drafted at once.
+"""The network of a SpecFormer drafter: attention over the accepted positions, then slots computed at once.
 
 Letters in the shapes: T pairs that are read, S or B texts or chains, K slots, D hidden size.
 """
@@ -21,36 +21,33 @@ from .configuration_specformer import SpecFormerConfig
 
 
 def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
-    """The attention of the slots of each chain, each of which sees those before it; see `Attend`."""
+    """Attention of each chain's slots, which see the slots before them; see `Attend`."""
     chains, count = queries.shape[:2]
     seen = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril().expand(chains, -1, -1)
     return batched_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), seen)
 
 
 class SpecFormerNetwork(StateNetwork):
-    """The network of a SpecFormer drafter: parameters, forward, and what it borrows of its target.
+    """The network of a SpecFormer drafter: parameters, forward, and what it borrows from its target.
 
     Let h_i be the target's hidden states at position i, after which it chose x_{i+1}. The states of a position are
-    normed and joined, attend to the positions before (causal, with a residual), and are normed again. One product
-    makes K slots of them, without a residual; its bias tells slots apart. The slots attend to those before them and
-    pass a feed-forward block, both with residuals. They predict by a norm and the target's output rows ("SpecFormer",
+    normed and joined, attend to the positions before (causal, with a residual), and are normed again. One product maps
+    them to K slots, without a residual; its bias tells slots apart. The slots attend to those before them and pass a
+    feed-forward block, both with residuals. A norm and the target's output rows make predictions of them ("SpecFormer",
     section 3). Slot d of position i predicts x_{i+2+d}. All slots of a draft are those of position t-1, the last that
     the target has read, with x_t the last accepted token.
 
     Differences from SpecFormer:
 
-    - SpecFormer's slots know h_i alone. What x_{i+1} is they can only guess: from the distribution that the target drew
-      it from. With `reads_tokens`, the default, the embedding of x_{i+1} joins the states, as in the hidden-state
-      drafter. At a temperature above 0 this matters most. `reads_tokens=False` is SpecFormer's own form.
+    - SpecFormer's slots know h_i alone. They can only guess x_{i+1} from the distribution that the target drew it from.
+      With `reads_tokens`, the default, the embedding of x_{i+1} joins the states, as in the hidden-state drafter. This
+      matters most at temperatures above 0. `reads_tokens=False` is SpecFormer's form.
     - The released code runs the module on every verified position, in the target's forward, before it is known which
-      are accepted. Here only accepted positions are read, in the next draft. They give the same slots.
-    - A norm stands before each attention, and the norm before the head is the drafter's own. Its scale is the target's
-      when training begins.
+      are accepted. Here only accepted positions are read, in the next draft. The slots are the same.
+    - A norm precedes each attention, and the drafter has a separate norm before the head, whose scale starts as the
+      target's.
     - With `ctc`, slots are frames that may be blank: their head has one more row, see `frames`.
-    - With K slots, drafts of depth k compute the first k only. These are the same, as slots see none after them.
-
-    Args:
-        config: its configuration.
+    - Drafts of depth k compute only the first k of K slots. These are the same, as slots see none after them.
     """
 
     config_class = SpecFormerConfig
@@ -91,13 +88,13 @@ class SpecFormerNetwork(StateNetwork):
         Args:
             taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
             embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
+            position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
             starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
-            num_rolled: chains of which all slots are computed, the first ones of `starts`; `None` for all. Of the
-                others only the first slot is.
-            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
-                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` for a single document.
+            num_rolled: number of chains, the first of `starts`, with all slots computed; `None` for all. The others
+                get only the first slot.
+            labels: for training, passed to `loss_function(drafter, hidden_states, labels)`. Computed here so that
+                wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
         """
         window, part = self.config.sliding_window, self.context_attn
         texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, window, 1)

@@ -1,4 +1,4 @@
-"""The session of a SpecFormer drafter: what it has read of the texts of a call, and what it drafts next."""
+"""The session of a SpecFormer drafter: the keys and values of the texts of a call, and drafting."""
 
 from __future__ import annotations
 
@@ -25,15 +25,8 @@ from .specformer_network import SpecFormerNetwork
 class SpecFormerSession(ParallelSession):
     """Drafts trees (or chains) for the texts of a batch, the slots of all of them in one forward.
 
-    Of each text keys and values of the accepted positions are kept. Only the last position looks at them: what the
-    others would make of them is never used.
-
-    Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target, see `StateNetwork.borrow`.
-        options: of the call.
-        batch_size: number of texts.
-        foresight: of the target's draws. The best trees go by it; drawn ones do not.
+    Keys and values of the accepted positions are kept. Only the last position attends to them; the outputs of the
+    others would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
     drafter: SpecFormerNetwork
@@ -52,7 +45,7 @@ class SpecFormerSession(ParallelSession):
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
-        # What was made of the last position of each text that was read.
+        # The fused inputs of each text's last position read.
         self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
 
     def columns(self, news: Accepted) -> Columns:

@@ -23,19 +23,13 @@ from .modeling_specformer import SpecFormerDrafter
 
 @dataclass(frozen=True)
 class SlotPredictions(Predictions):
-    """Predictions of slots, which know nothing of the tokens between them.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what it borrows of the target.
-    """
+    """Predictions of slots, which know nothing of the tokens between them."""
 
     drafter: SpecFormerDrafter
     weights: TargetWeights
 
     @property
     def width(self) -> int:
-        """Width of a slot."""
         return self.drafter.config.hidden_size
 
     @property
@@ -51,9 +45,9 @@ class SlotPredictions(Predictions):
 
 @dataclass(frozen=True)
 class FramePredictions(SlotPredictions):
-    """Predictions of slots that are frames: what they say after a path, collapsed, whatever frame says it.
+    """Predictions of slots that are frames: what they say after a path, collapsed, whichever frame says it.
 
-    So every depth depends on all slots of its chain. The state of a path holds them, and the state of the collapse.
+    So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
 
     @property
@@ -80,8 +74,6 @@ class FramePredictions(SlotPredictions):
 
 
 class SpecFormerFamily(TravellingFamily):
-    """Drafters of slots that are made of one attended position."""
-
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012

@@ -1,1 +1,1 @@
-"""Small language models that hidden states of the target steer while they draft (SD^2)."""
+"""Small language models steered by the target's hidden states while they draft (SD^2)."""

@@ -7,7 +7,7 @@ from .steered_lm import SteeredLMDrafter, has_steering
 register_format(
     Format(
         name="steered language model",
-        rank=999,  # before the language models, which have no mark
+        rank=999,  # before plain language models, which nothing marks
         matches=lambda checkpoint: not why_no_causal_lm(checkpoint) and has_steering(checkpoint),
         load=SteeredLMDrafter.of_checkpoint,
         describe=lambda checkpoint: {**describe(checkpoint), "reads": "the text, and the target's hidden states"},

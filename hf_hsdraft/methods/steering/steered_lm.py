@@ -37,12 +37,12 @@ _NO_STEERING = (
 class SteeredLMDrafter(CausalLMDrafter):
     """A small language model with steering ("Steering Pretrained Drafters", SD^2, section 3).
 
-    The option `steering` switches it off: then it drafts as the plain `CausalLMDrafter` of the same model does.
+    With the option `steering` set to False it drafts as the plain `CausalLMDrafter` of the same model.
 
     Args:
-        model: a causal language model with gated feed-forward blocks; it is used as it is, and not changed.
+        model: a causal language model with gated feed-forward blocks; not changed.
         tokenizer: the model's tokenizer.
-        steering: what steers it; `None` for none yet, see `steer_by`.
+        steering: may be set later by `steer_by`.
 
     Raises:
         ValueError: model and steering do not fit together.
@@ -60,7 +60,7 @@ class SteeredLMDrafter(CausalLMDrafter):
             self.steer_by(steering)
 
     def steer_by(self, steering: Steering) -> None:
-        """Takes a steering.
+        """Sets the steering.
 
         Raises:
             ValueError: it is for a language model of other sizes.
@@ -74,7 +74,6 @@ class SteeredLMDrafter(CausalLMDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> SteeredLMDrafter:
-        """Loads a checkpoint of a language model with a steering beside it; see `from_pretrained`."""
         steering = load_steering(checkpoint)
         drafter = super().of_checkpoint(checkpoint, **kwargs)
         assert isinstance(drafter, SteeredLMDrafter)
@@ -86,10 +85,10 @@ class SteeredLMDrafter(CausalLMDrafter):
 
         Args:
             save_directory: Created if missing.
-            kwargs: As the model's own `save_pretrained` takes them.
+            kwargs: Passed to the model's `save_pretrained`.
 
         Raises:
-            ValueError: A drafting option is wrong, or there is no steering yet.
+            ValueError: A drafting option is invalid, or there is no steering yet.
         """
         if self.steering is None:
             raise ValueError(_NO_STEERING)
@@ -129,12 +128,7 @@ class SteeredLMDrafter(CausalLMDrafter):
 
 
 class SteeredLMSession(CausalLMSession):
-    """Drafts as the session of a language model does; news of the target become vectors that steer it.
-
-    Args:
-        steering: what makes vectors of hidden states.
-        model, call, vocab_size, kinds: as for `CausalLMSession`.
-    """
+    """A language model's session, steered by vectors made from the target's news."""
 
     def __init__(self, steering: Steering, model: Any, call: Call, vocab_size: int, kinds: Any) -> None:
         weight = steering.fuse.weight
@@ -148,7 +142,7 @@ class SteeredLMSession(CausalLMSession):
 
     @torch.no_grad()
     def observe(self, news: Sequence[Accepted]) -> None:
-        """Takes what was accepted. The last hidden state of the news is that of the token before the root."""
+        """The last hidden state of the news is that of the token before the root."""
         super().observe(news)
         read = {row: kept for texts in self._groups for row, kept in zip(texts.rows, texts.kept, strict=True)}
         dtype = self._steering.fuse.weight.dtype
@@ -159,21 +153,15 @@ class SteeredLMSession(CausalLMSession):
             self._known[each.row] = self._known[each.row].then(vectors, length - 2, unread)
         for texts in self._groups:
             assert isinstance(texts, SteeredTexts)
-            texts.known = self._known  # those that were resumed have the vectors of an earlier call
+            texts.known = self._known  # resumed texts hold the vectors of an earlier call
 
 
 def has_steering(checkpoint: Checkpoint) -> bool:
-    """Whether a steering lies beside a language model."""
     return (checkpoint.also(STEERING) / STEERING).is_file()
 
 
 def load_steering(checkpoint: Checkpoint) -> Steering:
-    """Loads the steering beside a language model.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is damaged.
-    """
+    """Loads the steering beside a language model. Raises an OSError if there is none, a ValueError if it is damaged."""
     path = checkpoint.also(STEERING) / STEERING
     if not path.is_file():
         raise OSError(f"{printable(checkpoint.name)} has no {STEERING}: expected the folder of a steered drafter")

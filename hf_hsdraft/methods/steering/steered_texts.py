@@ -1,4 +1,4 @@
-"""Texts that a steered language model reads: each token by what the target had said before it."""
+"""Texts that a steered language model reads, each token with what the target had computed before it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,28 @@ from .steering import Steering
 
 @dataclass(frozen=True)
 class KnownVectors:
-    """The latest steering vectors of a text.
-
-    Attributes:
-        vectors: `[m, D]`, of consecutive positions.
-        end: the last of these positions.
-    """
+    """The latest steering vectors of a text: `[m, D]`, of consecutive positions up to `end`."""
 
     vectors: torch.Tensor
     end: int
 
     def then(self, further: torch.Tensor, end: int, kept: int) -> KnownVectors:
-        """Returns the vectors with further ones `[n, D]`, up to a position; no more than the last `kept` of them."""
+        """Returns the vectors extended by `[n, D]` up to position `end`, at most the last `kept`."""
         known = torch.cat([self.vectors, further]) if self.end + len(further) == end else further
         return KnownVectors(known[max(len(known) - kept, 0) :], end)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors `[n, D]` at positions `[n]`: beyond the last one its own, zeros where none is known."""
+        """Returns the vectors `[n, D]` at positions `[n]`: the last one beyond the end, zeros where none is known."""
         places = positions.clamp(max=self.end) - (self.end - len(self.vectors) + 1)
         padded = torch.cat([self.vectors.new_zeros(1, self.vectors.shape[1]), self.vectors])
         return padded[(places + 1).clamp(min=0).to(padded.device)]
 
 
 class SteeredTexts(LMTexts):
-    """Reads an accepted token with the vector of the position before it, so what the cache holds depends on the text
-    alone. Drafted tokens share the vector of the last verified position, which the round's root is read with.
+    """Reads an accepted token with the vector of the position before it, so that the cache depends on the text alone.
 
-    Args:
-        steering: the steering; not kept alive.
-        known: the vectors of each row, which whoever made these texts goes on to replace.
-        model: the language model, with the steering attached.
-        rows, kinds, most_drafted: as for `LMTexts`.
+    Drafted tokens share the vector of the last verified position, with which the round's root is read. The steering is
+    not kept alive. `known`, the vectors of each row, is replaced by the session.
     """
 
     def __init__(
@@ -64,7 +55,7 @@ class SteeredTexts(LMTexts):
         self._of_round: torch.Tensor | None = None
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._of_round = None  # the next round has its own
+        self._of_round = None  # set again in the next round
         super().keep(rows)
 
     def _forward(

@@ -1,8 +1,8 @@
 """Steering of a small language model by its target's hidden states ("Steering Pretrained Drafters", SD^2, section 3).
 
-The target's hidden states at the last verified position make a vector. It enters every feed-forward block of the
-drafter: down(act(gate x) * (up x + delta)), with one delta a layer. A new steering changes nothing: its last product is
-zero.
+The target's hidden states at the last verified position make a vector, which enters every feed-forward block of the
+drafter: down(act(gate x) * (up x + delta)), with one delta per layer. A new steering changes nothing, since its last
+product is zero.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class SteeringSizes:
-    """How large a steering is, and what it reads.
+    """Sizes of a steering, and what it reads.
 
     Attributes:
-        taps: the target's hidden states that it reads, ascending (0: the embeddings, i: after layer i).
+        taps: the target's hidden states to read, ascending (0: the embeddings, i: after layer i).
         target_hidden_size: D, their width.
         inner_sizes: width of each drafter layer's feed-forward block.
     """
@@ -40,15 +40,10 @@ class SteeringSizes:
 
     @classmethod
     def of(cls, model: Any, target: Any, taps: Sequence[int] | None = None) -> SteeringSizes:
-        """Returns the sizes for a drafter and its target.
+        """Returns the sizes for a drafter's language model and its target.
 
-        Args:
-            model: the language model that drafts.
-            target: its target.
-            taps: hidden states to read; one low, one middle and one high one by default.
-
-        Raises:
-            ValueError: the drafter has no gated feed-forward blocks, or the target no such hidden states.
+        `taps` defaults to one low, one middle and one high hidden state. Raises a ValueError if the drafter has no
+        gated feed-forward blocks, or the target no such hidden states.
         """
         config = text_config(target)
         layers = decoder_layers(config)
@@ -62,8 +57,7 @@ class SteeringSizes:
 def up_projections(model: Any) -> list[nn.Linear]:
     """Returns the product of each layer's gated feed-forward block that a delta is added to.
 
-    Raises:
-        ValueError: a layer has no such block, or several.
+    Raises a ValueError if a layer has no such block, or several.
     """
     found = []
     for number, layer in enumerate(layers_of(model)[1]):
@@ -78,12 +72,9 @@ def up_projections(model: Any) -> list[nn.Linear]:
 
 
 class Steering(nn.Module):
-    """Turns hidden states of the target into what is added in each layer of the drafter.
+    """Maps hidden states of the target to what is added in each layer of the drafter.
 
     Letters in the shapes: D width of the target, F sum of the widths of the drafter's feed-forward blocks.
-
-    Args:
-        sizes: how large it is.
     """
 
     def __init__(self, sizes: SteeringSizes) -> None:
@@ -99,7 +90,7 @@ class Steering(nn.Module):
         self._key = _Key()
 
     def vectors(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns vectors `[..., D]` of taps `[..., taps * D]`. Where no taps are known, a zero vector stands."""
+        """Returns vectors `[..., D]` of taps `[..., taps * D]`. A zero vector stands for unknown taps."""
         return self.norm(self.fuse(taps.to(self.fuse.weight.device)))
 
     def deltas(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -107,10 +98,9 @@ class Steering(nn.Module):
         return self.up(vectors)
 
     def attached(self, model: Any) -> Any:
-        """Returns a language model with the same weights that can be steered; unless it is, it does as before.
+        """Returns a language model that shares the weights and can be steered; unsteered, it computes the same.
 
-        Raises:
-            ValueError: its feed-forward blocks are of other sizes than the steering.
+        Raises a ValueError if its feed-forward blocks have other sizes than the steering.
         """
         steered = sharing_weights(model)
         products = up_projections(steered)
@@ -128,10 +118,9 @@ class Steering(nn.Module):
 
     @contextmanager
     def applied(self, deltas: torch.Tensor) -> Iterator[None]:
-        """While it is entered, the forwards of this thread are steered.
+        """Steers the forwards of this thread inside the context.
 
-        Args:
-            deltas: `[B, n, F]`, for each token that is read; n may be 1 for all of a text.
+        `deltas` are `[B, n, F]`, one per token read; n may be 1 for all tokens of a text.
         """
         token = _current.set((self._key, deltas))
         try:
@@ -141,14 +130,14 @@ class Steering(nn.Module):
 
 
 class _Key:
-    """Tells a steering from others. Hooks hold it in place of the steering itself."""
+    """Identifies a steering, so that hooks need not hold the steering itself."""
 
 
 _current: ContextVar[tuple[_Key, torch.Tensor] | None] = ContextVar("deltas of the running forward", default=None)
 
 
 def _add(key: _Key, start: int, up: nn.Linear, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-    """A hook of a product: adds the layer's part of the running forward's deltas."""
+    """Forward hook: adds the layer's part of the running forward's deltas."""
     current = _current.get()
     if current is None or current[0] is not key:
         return None

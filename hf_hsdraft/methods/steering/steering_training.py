@@ -1,4 +1,4 @@
-"""Training of what steers a small language model ("Steering Pretrained Drafters", SD^2, section 3)."""
+"""Training of the steering of a small language model ("Steering Pretrained Drafters", SD^2, section 3)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .steering import Steering, SteeringSizes
 class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
     """A steered language model with the forward of training.
 
-    A token of the text at position j is read with the vector of position j - 1, as accepted tokens are. The token at
-    depth d of the chain at position i is read with the vector of position i: it is d + 1 positions old, as in a draft.
+    A token of the text at position j is read with the vector of position j - 1, like accepted tokens. The token at
+    depth d of the chain at position i is read with the vector of position i, which is d + 1 positions old, as in a
+    draft.
     """
 
     apart = True
@@ -36,7 +37,7 @@ class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
         follows = (document_ids == document_ids.roll(1)) & (every > 0)
         own = torch.where(follows, every, 0)
         sources = torch.where(rows.chain < 0, pad(own, (0, len(rows.chain) - len(own))), starts[rows.chain] + 1)
-        deltas = pad(self.steering.deltas(self.steering.vectors(taps)), (0, 0, 1, 0))  # the first row stands for none
+        deltas = pad(self.steering.deltas(self.steering.vectors(taps)), (0, 0, 1, 0))  # row 0 is zeros
         return deltas[sources]
 
     def states(self, inputs: torch.Tensor, rows: Branches, known: torch.Tensor | None) -> torch.Tensor:
@@ -46,13 +47,13 @@ class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
 
 
 class SteeredLMFamily(LMFamily):
-    """Small language models that the target's hidden states steer. The language model itself stays as it is."""
+    """Small language models steered by the target's hidden states. The language model itself is frozen."""
 
     name = "steered-lm"
     drafter = TrainedSteeredLM
     drafts_as = SteeredLMDrafter
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 24}  # noqa: RUF012
-    starts_afresh = False  # an untrained language model would stay as it is
+    starts_afresh = False  # the language model is frozen, so an untrained one is useless
     steps = 8  # vectors of 1 to 8 positions before, as in the paper
 
     @property
@@ -62,17 +63,11 @@ class SteeredLMFamily(LMFamily):
     def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
         steering = Steering(SteeringSizes.of(model, target, fields.get("target_tap_layers")))
         drafter = self._frozen(TrainedSteeredLM(model, steering=steering))
-        drafter.generation_config.num_assistant_tokens = self._steps(fields, self.steps)  # what is trained is drafted
+        drafter.generation_config.num_assistant_tokens = self._steps(fields, self.steps)  # drafts as deep as trained
         return drafter
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
-        """Returns the drafter to start from: a steered one, or a language model with a new steering.
-
-        Args:
-            name: its folder or Hub name.
-            target: the target that a new steering is to read.
-            fields: fields of the plan.
-        """
+        """Returns the drafter to start from: a steered one, or a language model with a new steering."""
         if has_steering(Checkpoint.open(name)):
             steered: Any = self.drafter.from_pretrained(name, dtype=torch.float32)
             return self._frozen(steered)
@@ -81,7 +76,7 @@ class SteeredLMFamily(LMFamily):
         drafter.tokenizer = plain.tokenizer
         for option, value in vars(plain.generation_config).items():
             setattr(drafter.generation_config, option, value)
-        options = drafter.generation_config  # what is trained is to be drafted, too
+        options = drafter.generation_config  # drafts at least as deep as trained
         options.num_assistant_tokens = self._steps(fields, max(self.steps, options.num_assistant_tokens))
         return drafter
 
@@ -105,7 +100,7 @@ class SteeredLMFamily(LMFamily):
         return made
 
     def layers(self, drafter: TrainedSteeredLM) -> list[nn.Module]:
-        return []  # computed again in the backward, they would not be steered
+        return []  # recomputed in the backward, they would not be steered
 
     def describe(self, drafter: TrainedSteeredLM) -> str:
         size = sum(weight.numel() for weight in drafter.steering.parameters())

@@ -1,4 +1,4 @@
-"""Answers to training prompts, which the target itself gives (DistillSpec, section 4: teacher-generated data)."""
+"""Answers to training prompts, given by the target (DistillSpec, section 4: teacher-generated data)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ from .generating import reply
 from .inventing import invent_turns
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-_PART_ROWS, _PART_SECONDS = 64, 60.0  # a killed run loses at most this many answers of a server, or seconds of them
+_PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server's answers
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation that the target finished.
-
-    Attributes:
-        prompt: what was asked.
-        temperature: temperature of the answers; 0 is greedy.
-        messages: messages of user and assistant, in turn.
-        new_tokens: number of tokens of the answers.
-    """
+    """A conversation that the target finished; `new_tokens` counts the tokens of all answers."""
 
     prompt: Prompt
     temperature: float
@@ -37,21 +30,14 @@ class Answered:
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:
-    """Returns the temperature that a prompt is answered at. It is drawn by the prompt's key alone."""
+    """Draws a prompt's temperature; it depends on the seed and the prompt's key alone."""
     return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
 def prompts_that_fit(
     tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: Callable[[Prompt, str], None]
 ) -> list[Prompt]:
-    """Returns the prompts whose first turn has no more than `most` tokens.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        prompts: the prompts.
-        most: greatest number of tokens of a first turn, with the template's.
-        on_skip: called with each prompt that is left out, and the reason.
-    """
+    """Returns the prompts whose first turn has at most `most` tokens, template included; `on_skip` gets the others."""
     fitting = []
     for prompt in prompts:
         length = _length(tokenizer, prompt)
@@ -63,7 +49,7 @@ def prompts_that_fit(
 
 
 def _length(tokenizer: Any, prompt: Prompt) -> int:
-    """Number of tokens of a prompt's first turn, with the template's."""
+    """Number of tokens of a prompt's first turn, template included."""
     first = [{"role": "user", "content": prompt.turns[0]}]
     return len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
 
@@ -82,14 +68,8 @@ def answer_prompts(
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
     Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
-        prompts: the prompts.
-        temperatures: values to draw the temperature of each prompt from; 0 is greedy. Repeat a value to weigh it.
-        max_new_tokens: greatest number of tokens of an answer.
-        batch_size: number of prompts answered at once.
+        temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
-        seed: seed of the temperatures and of the invented turns.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
@@ -106,12 +86,9 @@ def answer_prompts(
 def store_answers(
     batches: Iterable[Sequence[Answered]], store: RowFolder, on_progress: Callable[[int, float], None] | None = None
 ) -> None:
-    """Writes conversations as they come. Small batches are gathered to larger parts.
+    """Writes conversations as they come; small batches are collected into larger parts.
 
-    Args:
-        batches: batches of conversations.
-        store: where they are written.
-        on_progress: called with the number of conversations stored so far, and of tokens answered per second.
+    `on_progress` is called with the number of conversations stored so far, and the answered tokens per second.
     """
     waiting: list[Answered] = []
     tokens, count, begin = 0, 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Chats as texts, for looking at data: from JSONL files and from the folders that runs make."""
+"""Reads chats as texts, from JSONL files and from the folders that runs make, to inspect data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from .dataset import RowFolder
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat or a prompt.
-
-    Attributes:
-        asked: what the user says, turn by turn.
-        answers: what the assistant says; empty for a prompt.
-        kind: label of the chat; `""` if it has none.
-    """
+    """The user's turns and the assistant's of a chat; a prompt has no answers. `kind` is a label, `""` for none."""
 
     asked: tuple[str, ...]
     answers: tuple[str, ...] = ()
@@ -52,12 +46,7 @@ def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
 
 
 def read_answered(path: str | os.PathLike[str]) -> list[Conversation]:
-    """Reads finished chats, from what `read_chats` reads; prompts are left out.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: it holds no finished chats.
-    """
+    """Reads the finished chats of what `read_chats` reads, with the same errors."""
     chats = [found for _, found in _rows_of(Path(path)) if isinstance(found, Conversation)]
     if not chats:
         raise ValueError(f"{path} holds no answers: expected lines with `messages`, or a folder of a run")

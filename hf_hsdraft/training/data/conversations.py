@@ -18,12 +18,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """User turns that have no answer yet.
+    """User turns without answers yet.
 
-    Attributes:
-        key: digest of the turns. By it a restarted run knows what is answered.
-        turns: the user's messages in order.
-        category: label in the source file; `""` if it has none.
+    By `key`, a digest of the turns, a restarted run knows what is answered. `category` is the label in the source file.
     """
 
     key: str
@@ -37,17 +34,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A finished chat, in which the target gave the answers.
-
-    Attributes:
-        messages: role and content of each message.
-    """
+    """A finished chat, answered by the target: role and content of each message."""
 
     messages: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, messages: Any) -> Conversation:
-        """Makes a conversation of a list of messages, which are checked.
+        """Converts a list of messages.
 
         Raises:
             ValueError: a message lacks `role` or text in `content`, or none is the assistant's.
@@ -65,11 +58,7 @@ class Conversation:
 
 
 def _text(content: Any) -> str:
-    """Returns the text of a message, whose content may be a list of texts.
-
-    Raises:
-        KeyError: a part is no text.
-    """
+    """Returns the text of a message, whose content may be a list of texts; a KeyError for other parts."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content)
@@ -77,11 +66,9 @@ def _text(content: Any) -> str:
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """Token ids of a chat in the target's template.
+    """Token ids of a chat in the target's template, `[length]`, int64.
 
-    Attributes:
-        input_ids: `[length]`, int64.
-        answer_mask: `[length]`, bool, True where the assistant wrote the token, ends of turn included.
+    `answer_mask`, bool, is True where the assistant wrote the token, ends of turn included.
     """
 
     input_ids: torch.Tensor
@@ -92,24 +79,19 @@ OnBadLine = Callable[[str], None]
 
 
 def read_prompts(path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None) -> list[Prompt]:
-    """Reads the prompts of a file, see `read_jsonl`."""
     return read_jsonl(path, on_bad_line=on_bad_line)[1]
 
 
 def read_jsonl(
     path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Reads a file with one JSON object a line.
+    """Reads finished conversations and prompts from a file with one JSON object a line.
 
     An object has `turns`, user messages to answer (the format of MT-bench), or `messages`, a finished conversation.
 
     Args:
-        path: the file.
         greedy_only: whether conversations with a `temperature` above 0 are left out.
         on_bad_line: called with a message about each line that cannot be used; `None` raises an error instead.
-
-    Returns:
-        Finished conversations and prompts.
 
     Raises:
         ValueError: a line cannot be used. The message names file and line.
@@ -126,7 +108,7 @@ def read_jsonl(
 def read_rows(
     path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None
 ) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
-    """Yields the object of each line of a file, and the conversation or prompt that it is. See `read_jsonl`."""
+    """Yields each line's object with its conversation or prompt, see `read_jsonl`."""
     return _parsed_lines(Path(path), _parse, on_bad_line)
 
 
@@ -175,18 +157,10 @@ def with_padding(tokenizer: Any) -> Any:
 
 
 def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedConversation:
-    """Renders a conversation in the target's chat template and marks what the assistant wrote.
+    """Renders a conversation in the target's template, cut at `max_length` tokens, and marks what the assistant wrote.
 
-    For the mask, the beginnings of the conversation are rendered too: what a reply adds to the generation prompt was
-    written by the assistant. The template has to render a beginning in the same way, whatever follows.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        conversation: the conversation.
-        max_length: greatest number of tokens. The rest is cut.
-
-    Raises:
-        ValueError: the template renders earlier messages differently once others follow.
+    Prefixes of the conversation are rendered for the mask. A template that renders earlier messages differently once
+    others follow is a ValueError.
     """
     messages = conversation.as_messages()
     text = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -1,11 +1,10 @@
-"""How much of what a drafter will meet its training chats hold, in numbers.
+"""Measures how much of what a drafter will meet occurs in its training chats.
 
 All counts are of tokens. n-grams do not cross the ends of texts.
 
 - distinct-n: number of different n-grams of the answers divided by the number of n-grams, 0 to 1 (Li et al. 2016). It
-  falls with the amount of text, so only equally large amounts compare.
-- covered-n: share of the n-grams of other texts that occur in the training answers, 0 to 1. Repeated n-grams count
-  repeatedly, as a drafter meets them.
+  falls with the amount of text, so only equal amounts compare.
+- covered-n: share of the n-grams of other texts that occur in the training answers, 0 to 1, repetitions counted.
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ Tokens = Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class KindCounts:
-    """What the chats of one kind hold.
-
-    Attributes:
-        kind: name of the kind; `""` for chats without a label.
-        chats: number of chats.
-        asked: number of tokens of the user.
-        answered: number of tokens of the assistant.
-        distinct: distinct-n of the answers for each n of `DISTINCT`, see above.
-    """
+    """Tokens of user and assistant in the chats of one kind, and distinct-n of the answers for each n of `DISTINCT`."""
 
     kind: str
     chats: int
@@ -47,14 +38,7 @@ class KindCounts:
 
 @dataclass(frozen=True)
 class CoveredCounts:
-    """How much of the texts of one kind occurs in the training answers.
-
-    Attributes:
-        kind: name of the kind; `""` for texts without a label.
-        texts: number of texts.
-        tokens: number of their tokens.
-        covered: covered-n for each n of `COVERED`, see above.
-    """
+    """How much of the texts of one kind occurs in the training answers: covered-n for each n of `COVERED`."""
 
     kind: str
     texts: int
@@ -63,12 +47,7 @@ class CoveredCounts:
 
 
 def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
-    """Returns the counts of each kind, the largest first, and of all chats together at the end.
-
-    Args:
-        chats: the chats.
-        tokenize: returns the tokens of a text.
-    """
+    """Counts each kind, the largest first, and then all chats together."""
     tokenized = [
         (chat.kind, [tokenize(text) for text in chat.asked], [tokenize(text) for text in chat.answers])
         for chat in chats
@@ -88,13 +67,7 @@ def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
 
 
 def count_covered(train: Sequence[Chat], others: Sequence[Chat], tokenize: Tokenize) -> list[CoveredCounts]:
-    """Returns for each kind of other texts how much of them occurs in the training answers, and for all at the end.
-
-    Args:
-        train: the training chats.
-        others: chats, whose answers are looked up, or prompts, whose user turns are.
-        tokenize: returns the tokens of a text.
-    """
+    """Returns coverage of other texts (answers of chats, user turns of prompts) by kind, and then of all."""
     answers = [tokenize(text) for chat in train for text in chat.answers]
     known = {n: set(_grams(answers, n)) for n in COVERED}
     texts = [(chat.kind, tokenize(text)) for chat in others for text in chat.answers or chat.asked]

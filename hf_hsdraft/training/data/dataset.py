@@ -1,7 +1,6 @@
 """Rows on disk, in a folder that `datasets.load_dataset(folder)` reads: parquet files, and the recipe beside them.
 
-A file gets its name when it is complete. So a killed run loses at most the file that it was making. Every row has a
-key, so no row is made twice.
+A file gets its name when it is complete, so a killed run loses at most one file. Rows have keys, so none is made twice.
 """
 
 from __future__ import annotations
@@ -13,24 +12,20 @@ from typing import Any
 
 from ..files import write_complete, write_json
 
-# The card has no `configs` block, and the recipe no ending that `datasets` reads. For then `datasets` finds the data
-# files by itself, and only then its cache tells folders of the same name apart.
+# No `configs` block in the card, and no ending of the recipe that `datasets` reads: it then finds the data files by
+# itself, and only then does its cache tell folders of the same name apart.
 _CARD = "{title}\n\nHow these rows were made is in `recipe.yaml`.\n"
 RECIPE = "recipe.yaml"  # it holds JSON, which is YAML too
 
 
 class RowFolder:
-    """A folder of rows that grows.
+    """A growing folder of rows, created with the first rows.
 
     Args:
-        folder: the folder. It is created when the first rows come.
         title: a line for its card.
-        recipe: everything that decides the rows. It must be the recipe that the folder was begun with, except for
-            `made_with`.
+        recipe: everything that decides the rows. Another recipe than the folder's, `made_with` excepted, is a
+            ValueError.
         writer: index of this process among those that add rows at the same time.
-
-    Raises:
-        ValueError: the folder was begun with another recipe. The message names the differences.
     """
 
     def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:
@@ -58,7 +53,6 @@ class RowFolder:
                     yield row
 
     def keys(self) -> set[str]:
-        """Returns the keys of all rows."""
         from pyarrow import parquet
 
         return {key for part in self._parts() for key in parquet.read_table(part, columns=["key"])["key"].to_pylist()}
@@ -86,7 +80,7 @@ class RowFolder:
 
 
 def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """What two recipes say otherwise, the versions that made them excepted."""
+    """Describes where two recipes differ, `made_with` excepted."""
     names = sorted({*stored, *recipe} - {"made_with"})
     return [
         f"{name}: {_short(stored.get(name))} -> {_short(recipe.get(name))}"

@@ -1,4 +1,4 @@
-"""What training reads of the target: taps and final hidden states.
+"""Computes what training reads of the target: taps and final hidden states.
 
 They are computed in every step, or once and kept on disk. Where the target's forward costs more than a training step of
 the drafter, as on CPUs, the disk pays from the second epoch on. A position takes (taps + 1) x hidden size x 2 bytes.
@@ -25,8 +25,8 @@ from ..files import write_complete
 from ..loop.progress import Stage
 from .conversations import TokenizedConversation
 
-_SHARD = 32  # number of conversations per file, and so of those that a killed run loses at most
-_READ_AT_ONCE = 4096  # number of positions of a forward, padding included
+_SHARD = 32  # conversations per file; a killed run loses at most one file
+_READ_AT_ONCE = 4096  # positions per forward, padding included
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Features:
         input_ids: `[length]`, int64.
         answer_mask: `[length]`, bool, True where the assistant wrote the token.
         taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
-        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm. The target's head makes logits
-            of them.
+        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head.
     """
 
     input_ids: torch.Tensor
@@ -48,7 +47,7 @@ class Features:
 
 
 def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
-    """Returns the number of bytes that the features of some positions take on disk."""
+    """Returns the bytes that the features of `tokens` positions take on disk."""
     return tokens * (num_taps + 1) * hidden_size * 2
 
 
@@ -63,23 +62,16 @@ def cache_features(
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
-    """Runs the target over all conversations and stores what training needs, in files called shards.
+    """Runs the target over all conversations and stores its features in shards.
 
-    Shards that exist already are kept. The name of a shard has a digest of target, taps and tokens. So no shard of
-    other settings is used.
+    A shard's name has a digest of target, taps and tokens: existing shards of the same settings are kept, others are
+    not used. If the disk lacks room for the missing shards, an OSError is raised and nothing is written.
 
     Args:
-        target: the target.
         tap_layers: indices into `hidden_states`, ascending.
-        conversations: the conversations.
-        folder: folder of the shards, which is created if it is missing.
         identity: fingerprint of the target.
-        stage: told of the number of shards done.
         share: index of this process, and number of processes that share the work.
-        wait: function that waits for the other processes.
-
-    Raises:
-        OSError: the disk has less room than the missing shards take. Nothing is written then.
+        wait: waits for the other processes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +101,6 @@ def cache_features(
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raises an OSError if a disk has less room than `needed` bytes."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
@@ -134,7 +125,7 @@ def _write_shard(
     groups: Iterable[list[int]],
     path: Path,
 ) -> None:
-    """Writes a shard, whose conversations are read in groups, given by their indices."""
+    """Writes a shard; each group of indices is read in one forward."""
     tensors: dict[str, torch.Tensor] = {}
     for indices in groups:
         for index, features in zip(
@@ -145,7 +136,7 @@ def _write_shard(
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
-    """Yields indices of conversations to read in one forward: little of it is padding."""
+    """Groups conversations of similar length, by their indices, for one forward each."""
     group: list[int] = []
     for index in sorted(range(len(shard)), key=lambda index: len(shard[index].input_ids)):
         if group and (len(group) + 1) * len(shard[index].input_ids) > _READ_AT_ONCE:
@@ -165,15 +156,9 @@ def read_features(
     dtype: torch.dtype = torch.bfloat16,
     inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Features]:
-    """Reads some conversations in one forward of the target, padded on the right to the longest of them.
+    """Reads conversations in one forward of the target, padded on the right.
 
-    Args:
-        target: the target.
-        tap_layers: indices into `hidden_states`, ascending.
-        conversations: the conversations.
-        device: device of the features.
-        dtype: dtype of the hidden states.
-        inputs: further inputs of the target's forward, such as `pixel_values`.
+    `device` and `dtype` are the features'; `inputs` are further inputs of the forward, such as `pixel_values`.
     """
     last = target.config.get_text_config().num_hidden_layers
     wanted = sorted({*tap_layers, last})
@@ -199,7 +184,7 @@ def read_features(
 
 
 class FeatureDataset(Dataset[Features]):
-    """The features of conversations in shards, which are read when they are asked for."""
+    """Features in shards, read on access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._entries = []

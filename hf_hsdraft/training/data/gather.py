@@ -1,4 +1,4 @@
-"""Gathers the conversations of a plan. They are read from files and data sets, or the target makes them."""
+"""Gathers the conversations of a plan from files and data sets, or lets the target make them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
 
 def check_not_empty(path: str) -> None:
-    """Raises a ValueError for a file of prompts without any line; what the lines say is not looked at."""
+    """Raises a ValueError for a file of prompts without any line; the lines are not parsed."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
             if not any(line.strip() for line in file):
@@ -43,7 +43,7 @@ def check_not_empty(path: str) -> None:
 
 
 def most_in_sources(plan: TrainingPlan) -> int | None:
-    """The greatest number of conversations and prompts that a plan's sources may hold; `None` if that is unknown."""
+    """Upper bound of the conversations and prompts in a plan's sources; `None` if it is unknown."""
     if (plan.dataset is not None and plan.num_prompts is None) or not all(map(os.path.isfile, plan.prompts)):
         return None
     count = plan.num_prompts or 0 if plan.dataset is not None else 0
@@ -56,13 +56,7 @@ def most_in_sources(plan: TrainingPlan) -> int | None:
 def read_sources(
     plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Reads finished conversations and prompts from the files and the data set of a plan.
-
-    Args:
-        plan: the plan. Both lists are empty if the target is to invent the prompts.
-        seed: seed of the order of the prompts.
-        on_bad_line: see `read_jsonl`.
-        report: told how many near-duplicates are left out.
+    """Reads finished conversations and prompts from the files and the data set of a plan. `seed` orders the prompts.
 
     Raises:
         ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
@@ -84,7 +78,7 @@ def read_sources(
 
 
 def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> list[Asked]:
-    """Returns the chats or prompts that are no near-duplicates of the prompts that the plan excludes."""
+    """Leaves out near-duplicates of the prompts that the plan excludes."""
     if not plan.exclude_near:
         return chats
     judges = PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
@@ -104,21 +98,13 @@ def answer_all(
     out: Path,
     report: Reporter,
 ) -> list[Conversation]:
-    """Lets the target answer all prompts, and invent them first if the plan says so. What is on disk is not made again.
+    """Lets the target answer all prompts, and invent them first if the plan says so. Rows on disk are not made again.
 
-    Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
-        plan: the plan.
-        seed: seed of prompts and answers.
-        identity: fingerprint of the target.
-        prompts: the prompts that were read.
-        out: folder of the run.
-        report: told of the progress.
+    `identity` is the target's fingerprint, `out` the folder of the run.
     """
     state = PartialState()
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
-    # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
+    # A conversation is cut at `max_length`, so a prompt must leave room for an answer, and both must fit the window.
     limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     limit = limit if window is None else min(limit, window - plan.max_new_tokens)
@@ -160,14 +146,7 @@ def _invented(
     out: Path,
     report: Reporter,
 ) -> list[Prompt]:
-    """Lets the target invent the prompts of a plan.
-
-    Args:
-        recipe: what decides the answers.
-        limit: greatest number of tokens of a first turn.
-        out: folder of the run.
-        report: told of the progress.
-    """
+    """Lets the target invent the prompts of a plan; `limit` is the greatest number of tokens of a first turn."""
     state, count, kinds = PartialState(), plan.num_prompts or INVENTED_PROMPTS, kinds_to_invent(plan, tokenizer)
     invented = (
         {"openings": list(plan.openings)}
@@ -207,11 +186,9 @@ def _batches(
     expected: list[str] | None,
     skip: Callable[[Prompt, str], None],
 ) -> Iterable[Sequence[Answered]]:
-    """Returns the answers to prompts batch by batch, by the server of the plan or else by the target.
+    """Returns the answers in batches, from the plan's server or else from the target.
 
-    Args:
-        expected: what the server should answer to `PROBES`.
-        skip: told of each prompt that the server does not answer, and why.
+    `expected` are the target's answers to `PROBES`; `skip` gets each prompt that the server does not answer, and why.
     """
     common: dict[str, Any] = {"temperatures": _temperatures(plan), "max_new_tokens": plan.max_new_tokens, "seed": seed}
     if plan.answers_from is None or not prompts:
@@ -223,12 +200,9 @@ def _batches(
 
 
 def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
-    """Returns the kinds of the prompts that the target invents.
+    """Returns the kinds of prompts to invent; a ValueError if the plan names one that is unknown or cannot be rendered.
 
-    Kinds with several turns are left out if the template cannot render them and the plan does not name them.
-
-    Raises:
-        ValueError: the plan names a kind that is unknown or cannot be rendered.
+    Kinds with several turns are left out if the template cannot render them, unless the plan names kinds.
     """
     if plan.openings:
         return [kind_of_openings(plan.openings)]
@@ -244,19 +218,19 @@ def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
 
 
 def _own_answers(target: Any, tokenizer: Any) -> list[str]:
-    """Returns the target's greedy answers to `PROBES`. All processes of a sharded target have to take part."""
+    """The target's greedy answers to `PROBES`. All processes of a sharded target have to take part."""
     histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
     return [text for text, _ in reply(target, tokenizer, histories, 0.0, PROBE_TOKENS)]
 
 
 class _UnwrittenRows(RowFolder):
-    """The rows of a process that makes the same rows as another process, which writes them."""
+    """Rows that another process makes too, and writes."""
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
 
 
 def _same_rows(state: PartialState) -> type[RowFolder]:
-    """Returns what holds rows that all processes make alike: one of them writes."""
+    """The class for rows that all processes make alike: only the main process writes."""
     return RowFolder if state.is_main_process else _UnwrittenRows
 
 
@@ -282,9 +256,9 @@ def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identi
 
 
 def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
-    """Shuffles conversations by their digests. Further conversations do not change the order of the others.
+    """Shuffles conversations by digest, so that further conversations do not change the order of the others.
 
-    The first conversations are held out. A run may start from the drafter of an earlier run on part of the same data.
-    With this order, that run has not learned from any conversation that is held out now, if it held out as many.
+    The first conversations are held out. So a run that starts from the drafter of a run on part of the same data holds
+    out no conversation that the earlier run learned from, if that run held out as many.
     """
     return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""What the target writes for training: answers, texts, and the words of users."""
+"""Generation by the target for training: answers, texts, and user turns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template 
 
 
 def user_header(tokenizer: Any, history: Sequence[Message] = ()) -> str:
-    """Returns the text of a chat up to the place where the user's next turn begins, in the tokenizer's template.
+    """Returns a chat rendered up to where the user's next turn begins.
 
-    Raises:
-        ValueError: there is no template, or it changes what a user says.
+    A missing template, or one that changes what a user says, is a ValueError.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -34,7 +33,7 @@ def user_header(tokenizer: Any, history: Sequence[Message] = ()) -> str:
 
 @contextlib.contextmanager
 def seeded(target: Any, seed: int) -> Iterator[None]:
-    """Draws by a seed within the block, and leaves the random numbers outside as they are."""
+    """Seeds torch's RNG within the block and restores its state afterwards."""
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

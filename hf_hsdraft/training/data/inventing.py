@@ -32,23 +32,16 @@ def invent_prompts(
     on_batch: Callable[[int], object] = lambda made: None,
     on_given_up: Callable[[str], object] = lambda name: None,
 ) -> list[Prompt]:
-    """Lets the target invent prompts of some kinds, by their shares.
+    """Lets the target invent prompts of some kinds, by their shares; a ValueError if it invents too few.
 
-    A batch is of the kind that lacks most: the target writes the documents that its prompts need, and continues
-    openings in the place of the user. Each batch has a seed, so a restarted run makes the same prompts.
+    Each batch is of the kind that lacks most: the target writes the documents that its prompts need, and continues
+    openings as the user. Each batch has a seed, so a restarted run makes the same prompts.
 
     Args:
-        count: number of prompts.
-        store: where they are kept. Each row holds the `turns` of a prompt and the name of its `kind`.
-        kinds: the kinds.
-        max_prompt_tokens: greatest number of tokens of a first turn. Documents are chosen so long that they fit.
-        batch_size: greatest number of prompts invented at once.
-        seed: seed of the draws.
+        store: keeps the `turns` of each prompt and the name of its `kind`.
+        max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
         on_batch: called with the number of prompts so far.
-        on_given_up: called with the name of each kind of which the target invents too few. The others take its place.
-
-    Raises:
-        ValueError: the target invents too few prompts.
+        on_given_up: called with the name of each kind that is given up for the others.
     """
     header = user_header(tokenizer)
     rows = {row["key"]: row for row in store.rows()}
@@ -90,14 +83,13 @@ def _next_kind(kinds: Sequence[Kind], have: Counter[str], count: int) -> tuple[K
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:
-    """Returns the prompt of a stored row."""
     return Prompt.of(row["turns"], row.get("kind", "invented"))
 
 
 def invent_turns(
     target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], *, max_new_tokens: int = 96, seed: int = 0
 ) -> list[str]:
-    """Lets the target guess what the user says next in each chat. Returns `""` where the text does not end."""
+    """Lets the target guess the user's next turn in each chat; `""` where the text does not end."""
     headers = [user_header(tokenizer, history) for history in histories]
     return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, max_new_tokens, seed)]
 
@@ -105,7 +97,7 @@ def invent_turns(
 def _invent(
     target: Any, tokenizer: Any, header: str, kind: Kind, size: int, max_prompt_tokens: int, seed: str
 ) -> list[Prompt]:
-    """Returns prompts of one kind, fewer than `size` where a document or a continuation is of no use."""
+    """Returns prompts of one kind, fewer than `size` where a document or a continuation is unusable."""
     sketches = [sketch(kind, random.Random(f"{seed} {index}")) for index in range(size)]
     documents = _documents(target, tokenizer, kind, sketches, max_prompt_tokens // 2, seed)
     room = max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
@@ -143,7 +135,7 @@ def _documents(
 
 
 def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -> str | None:
-    """Puts as many documents into a text as there is room for; returns `None` if that is not even one."""
+    """Puts as many documents into a text as fit; `None` if not even one does."""
     if "{document}" not in text:
         return text
     for count in range(len(parts), 0, -1):
@@ -155,7 +147,7 @@ def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -
 
 
 def _whole_sentences(text: str) -> str:
-    """Returns a text without a last sentence that does not end."""
+    """Cuts an unfinished last sentence."""
     match = _SENTENCES.match(text)
     return match[0].strip() if match else ""
 

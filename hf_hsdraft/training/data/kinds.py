@@ -1,8 +1,8 @@
 """Kinds of prompts that users write: what they ask for (`kinds.json`), and about what (`kind_words.json`).
 
-A template is a prompt with `{words}` in braces, which are drawn from `WORDS`, and the same word twice is the same draw.
-A word may hold slots itself. A template that ends with … is an opening, and the target goes on in the place of the
-user. `{document}` stands for texts that the target writes first.
+A template is a prompt with `{words}` in braces, drawn from `WORDS`; within a prompt, the same word is the same draw. A
+word may hold slots itself. A template that ends with … is an opening, which the target continues as the user.
+`{document}` stands for texts that the target writes first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Kind:
     """A kind of prompts.
 
     Attributes:
-        name: its name. Each chat stores the name of its kind.
-        templates: prompts and openings, drawn from evenly.
-        documents: what the target is asked for to write `{document}`, drawn from evenly; empty for no document.
+        name: stored with each chat of the kind.
+        templates: prompts and openings, drawn evenly.
+        documents: requests by which the target writes `{document}`, drawn evenly; empty for no document.
         document_tokens: greatest number of tokens of a document.
-        parts: number of documents that are put one after the other, each asked for in another way.
-        follow_ups: later messages of the user; empty for a single turn.
-        turns: number of follow-ups of a chat, drawn evenly from 1 to this.
+        parts: number of documents put one after the other, each from another request.
+        follow_ups: later user messages; empty for a single turn.
+        turns: greatest number of follow-ups of a chat, drawn evenly from 1 on.
         continued: greatest number of tokens that the target adds to an opening.
         temperature: temperature of continuations.
         document_temperature: temperature of documents. Small targets lose the thread at higher ones.
-        share: share of the prompts, in relation to those of the other kinds.
+        share: share of the prompts, relative to the other kinds'.
     """
 
     name: str
@@ -68,10 +68,9 @@ class Sketch:
     """A prompt before the target has written its part.
 
     Attributes:
-        text: the first turn. `{document}` is still in it.
-        asks: what the target is asked for, one entry for each part of the document.
+        text: the first turn, with `{document}` still in it.
+        asks: requests to the target, one for each part of the document.
         goes_on: whether the target continues the text.
-        follow_ups: the turns after it.
     """
 
     text: str
@@ -81,7 +80,7 @@ class Sketch:
 
 
 def sketch(kind: Kind, rng: random.Random) -> Sketch:
-    """Draws a prompt of a kind: template, topic and words."""
+    """Draws template, words and follow-ups of a prompt."""
     drawn: dict[str, str] = {}
 
     def filled(text: str) -> str:
@@ -107,18 +106,14 @@ def sketch(kind: Kind, rng: random.Random) -> Sketch:
 
 
 def kind_of_openings(openings: Sequence[str]) -> Kind:
-    """Returns a kind whose prompts begin in some ways and go on as the target likes."""
+    """Returns a kind whose prompts are continuations of `openings`."""
     return Kind("invented", tuple(opening + GOES_ON for opening in openings))
 
 
 def chosen_kinds(shares: Mapping[str, float]) -> list[Kind]:
-    """Returns kinds with their shares.
+    """Returns kinds with their shares, by name; all kinds evenly without shares.
 
-    Args:
-        shares: share of each kind, by name; empty for all kinds evenly.
-
-    Raises:
-        ValueError: there is no such kind, or a share is not above 0.
+    An unknown name, or a share that is not above 0, is a ValueError.
     """
     known = {kind.name: kind for kind in KINDS}
     for name, share in shares.items():

@@ -1,9 +1,8 @@
-"""Near-duplicates between training data and prompts that are to judge a drafter.
+"""Near-duplicates between training data and evaluation prompts.
 
-Texts are compared by n-grams of 8 words: runs of letters and digits, in small letters. A text with fewer words is one
-n-gram by itself. Compared are first turns of the user, and later turns of 8 words or more. The overlap of a prompt is
-the greatest share of a turn's n-grams that occur in a single training chat, 0 to 1. Above 0.5 the two are
-near-duplicates.
+Texts are compared by n-grams of 8 words: runs of letters and digits, lower-cased. A text with fewer words is a single
+n-gram. First user turns are compared, and later turns of 8 words or more. The overlap of a prompt is the greatest share
+of a turn's n-grams that occur in a single training chat, 0 to 1. Above 0.5 the two are near-duplicates.
 """
 
 from __future__ import annotations
@@ -33,19 +32,14 @@ def grams(text: str) -> set[Gram]:
 
 
 def _compared(turns: Sequence[str]) -> list[set[Gram]]:
-    """Returns the n-grams of the turns that say something about a chat. A later "Why?" does not."""
+    """Returns the n-grams of the first turn and of later turns that are long enough; a later "Why?" is not."""
     found = [grams(turn) for turn in turns]
     return found[:1] + [own for own in found[1:] if own and len(next(iter(own))) == WORDS_OF_GRAM]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The training chat that is most like a prompt.
-
-    Attributes:
-        share: share of the prompt's n-grams that occur in it, 0 to 1.
-        chat: its index; `None` if no chat shares an n-gram.
-    """
+    """The training chat most like a prompt: its index, if any, and the share of the prompt's n-grams in it."""
 
     share: float = 0.0
     chat: int | None = None
@@ -57,11 +51,7 @@ class Overlap:
 
 
 class PromptIndex:
-    """The n-grams of some prompts, to look up those of training chats.
-
-    Args:
-        prompts: for each prompt, what the user says, turn by turn.
-    """
+    """Index of the n-grams of prompts, each given by its user turns."""
 
     def __init__(self, prompts: Sequence[Sequence[str]]) -> None:
         self._count = len(prompts)
@@ -72,7 +62,7 @@ class PromptIndex:
                 self._holders[gram].append(number)
 
     def shares(self, turns: Sequence[str]) -> dict[int, float]:
-        """Returns the overlap of a training chat with each prompt that shares an n-gram with it, by its index."""
+        """Returns a training chat's overlap with each prompt that shares an n-gram with it, by the prompt's index."""
         own = set().union(*_compared(turns))
         result: dict[int, float] = {}
         for number, count in Counter(number for gram in own for number in self._holders.get(gram, ())).items():
@@ -81,15 +71,11 @@ class PromptIndex:
         return result
 
     def is_near(self, turns: Sequence[str]) -> bool:
-        """Returns whether a training chat is a near-duplicate of any of the prompts."""
+        """Whether a training chat is a near-duplicate of any of the prompts."""
         return any(share > NEAR for share in self.shares(turns).values())
 
     def overlaps(self, chats: Iterable[Sequence[str]]) -> list[Overlap]:
-        """Returns the overlap of each prompt with some training chats.
-
-        Args:
-            chats: for each chat, what the user says, turn by turn.
-        """
+        """Returns the overlap of each prompt with training chats, given by their user turns."""
         best = [Overlap()] * self._count
         for number, turns in enumerate(chats):
             for index, share in self.shares(turns).items():

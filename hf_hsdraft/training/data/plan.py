@@ -10,7 +10,7 @@ from ...core.checks import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
-INVENTED_PROMPTS = 2000  # number of invented prompts where the user names none
+INVENTED_PROMPTS = 2000  # default
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,7 @@ class TrainingPlan:
     Attributes:
         out: folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter.
         prompts: JSONL files of prompts (`turns`) or of finished conversations (`messages`).
-        dataset: see `prompts_from_dataset`; `None` for none.
-        dataset_config: see `prompts_from_dataset`.
-        dataset_split: see `prompts_from_dataset`.
-        dataset_column: see `prompts_from_dataset`.
+        dataset: see `prompts_from_dataset`, as are `dataset_config`, `dataset_split` and `dataset_column`.
         num_prompts: greatest number of prompts used; number of invented prompts where no others are given.
         kinds: share of each kind of invented prompts, by its name in `kinds.KINDS`; empty for all kinds evenly.
         openings: beginnings of invented prompts, instead of kinds.
@@ -35,14 +32,13 @@ class TrainingPlan:
         max_length: greatest number of tokens of a conversation. The rest is cut.
         greedy_only: whether finished conversations with a `temperature` above 0 are left out, and answers are greedy.
         answer_batch_size: number of prompts that the target answers at once.
-        exclude_near: JSONL files of prompts that are to judge the drafter. Near-duplicates of them are not learned
-            from, see `overlap`.
-        skip_bad_lines: whether lines of `prompts` that cannot be used are reported and left out.
+        exclude_near: JSONL files of evaluation prompts. Training leaves out their near-duplicates, see `overlap`.
+        skip_bad_lines: whether unusable lines of `prompts` are reported and left out.
         cache_taps: whether the target's hidden states are kept on disk, not computed in every step.
         eval_conversations: number of held-out conversations.
         eval_prompts: number of held-out prompts that measure tau.
-        init_from: drafter to start from; `None` for none.
-        lora: rank of the updates that are trained instead of all weights; `None` to train all weights.
+        init_from: drafter to start from.
+        lora: rank of the updates that are trained; `None` to train all weights.
         publish_data: data set of the Hub that the target's own chats are sent to, as user/name; `None` sends none.
         family: family of the drafter, a name in `trainable.TRAINABLE`.
         drafter: fields of its configuration that differ from what its family derives from the target.
@@ -82,7 +78,7 @@ class TrainingPlan:
         return not self.prompts and self.dataset is None
 
     def describe_prompts(self) -> str:
-        """Returns a text that says where prompts and answers come from, without names of files."""
+        """Says where prompts and answers come from, without names of files."""
         files = f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"
         sources = [files] if self.prompts else []
         sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
@@ -99,7 +95,7 @@ class TrainingPlan:
         return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
 
     def check_invents(self) -> None:
-        """Raises a ValueError if the target is to invent what nobody would use, or a server what it cannot."""
+        """Raises a ValueError if options of inventing contradict others."""
         if self.answers_from is not None and self.invented_turns:
             raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
         for name, given in (("kinds", self.kinds), ("opening", self.openings)):

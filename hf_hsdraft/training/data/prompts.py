@@ -18,8 +18,6 @@ def prompts_from_dataset(
 
     Args:
         name: name of a data set on the Hub, or a local folder that `datasets` reads.
-        config: configuration of the data set.
-        split: split of the data set.
         column: column that holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or
             `from`/`value`); `None` for the first column with a usual name.
 

@@ -1,4 +1,4 @@
-"""A run's chats as a data set of the Hub, with a card. Only chats that the target answered are ever sent."""
+"""Publishes a run's chats as a data set of the Hub, with a card. Only chats that the target answered are ever sent."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class PublishedChats:
     """The data set that a run's chats become on the Hub.
 
     Attributes:
-        name: Of the repository, as user/name.
-        prompts: Where prompts and answers come from, in words.
-        source: Name of the data set that the prompts come from, as it was given; `None` for other sources.
+        name: name of the repository, as user/name.
+        prompts: description of where prompts and answers come from.
+        source: name of the data set that the prompts come from, as it was given; `None` for other sources.
         hub: `token` and `private`, as `HfApi` takes them.
     """
 
@@ -42,18 +42,12 @@ class PublishedChats:
     hub: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, recipe: Mapping[str, Any]) -> PublishedChats:
-        """Makes sure that the repository exists and can be written, before hours are spent.
-
-        Args:
-            recipe: Everything that decides the answers.
-
-        Returns:
-            The data set with the full name of its repository.
+        """Makes sure that the repository exists and is writable; returns the data set with its full name.
 
         Raises:
-            OSError: The Hub refuses or cannot be reached.
-            ValueError: The repository holds something else, or chats that were made with other settings; or it is
-                public while a private one was asked for.
+            OSError: the Hub refuses or cannot be reached.
+            ValueError: the repository holds something else, or chats of another recipe; or it is public while a private
+                one was asked for.
         """
         with told(self.name):
             api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
@@ -61,17 +55,11 @@ class PublishedChats:
         return replace(self, name=name)
 
     def send(self, folder: Path) -> str:
-        """Sends all rows of a folder of chats in one commit; what is there already is not sent again.
-
-        Args:
-            folder: Of the chats, a `RowFolder`.
-
-        Returns:
-            Address of the commit.
+        """Sends a folder's rows in one commit and returns its address. What is there already is not sent again.
 
         Raises:
-            OSError: The Hub refuses or cannot be reached. The same call may be repeated.
-            ValueError: The repository holds something else, or chats that were made with other settings.
+            OSError: the Hub refuses or cannot be reached. The same call may be repeated.
+            ValueError: the repository holds something else, or chats of another recipe.
         """
         with told(self.name), tempfile.TemporaryDirectory() as place:
             staged = Path(place)
@@ -157,12 +145,7 @@ def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_is_ours(api: HfApi, name: str, there: set[str], recipe: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a repository holds another data set, or chats made with other settings.
-
-    Args:
-        there: Its files.
-        recipe: Of the chats to send.
-    """
+    """Raises a ValueError if a repository with the files `there` holds another data set, or chats of another recipe."""
     if RECIPE not in there:
         others = sorted(there - {".gitattributes", CARD})
         if others:

@@ -17,16 +17,16 @@ from .conversations import Message, Prompt
 
 _OnSkip = Callable[[Prompt, str], None] | None
 
-# Ways to ask a server for samples of the whole distribution. The first that the server accepts is used. Without them,
-# servers apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
+# Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers
+# apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
 _DIALECTS: tuple[Mapping[str, Any], ...] = (
     {"top_k": -1},
     {"generation_config": json.dumps({"do_sample": True, "top_k": 0})},
     {},
 )
 
-# A server that runs the target gives the target's own answer to at least one of these. Not to all: where two tokens are
-# almost equally probable, another machine may choose the other.
+# A server that runs the target must give the target's answer to at least one of these. Not to all: where two tokens
+# nearly tie, another machine may choose the other.
 PROBES = (
     "Write the first line of a poem about rain.",
     "Why is the sky blue?",
@@ -52,34 +52,31 @@ def answer_by_server(
 ) -> Iterator[Answered]:
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
-    The temperature and the seed of a prompt depend on `seed` and the prompt's key alone. Closing the iterator drops
-    unfinished conversations, and so does an error. Requests that are under way are not waited for. `transformers serve
-    --continuous-batching` samples every request as it samples the first one, so it is for greedy answers only.
+    The server is tried at once. A prompt's temperature and seed depend on `seed` and its key alone. Closing the
+    iterator, or an error, drops unfinished conversations without waiting for their requests. `transformers serve
+    --continuous-batching` samples every request as it samples the first one, so use it for greedy answers only.
 
     Args:
         url: URL of the server, with or without `/v1`.
-        prompts: the prompts. Those with the same key are answered once.
+        prompts: prompts; duplicate keys are answered once.
         model: name of the target on the server; `None` for the only model that it lists. `transformers serve` lists no
             folders: pass the path that it was started with.
-        temperatures: values to draw the temperature of each prompt from; 0 is greedy. Repeat a value to weigh it.
+        temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         max_new_tokens: greatest number of tokens of an answer.
         concurrency: number of conversations at once.
         seed: seed of all draws.
         api_key: key of the server; `None` for the one in `HSDRAFT_API_KEY`, if there is any.
-        max_retries: greatest number of further attempts of a request, with growing pauses.
+        max_retries: greatest number of retries of a request, with growing pauses.
         timeout: seconds that a request may take.
         expected: the target's greedy answers to `PROBES`, of at most `PROBE_TOKENS` tokens each. The server has to give
-            one of them; `None` to take its word.
+            one of them; `None` to skip this check.
         on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
-
-    Returns:
-        An iterator over the finished conversations. The server has been tried before.
 
     Raises:
         ImportError: the `openai` package is missing.
         ConnectionError: the server cannot be reached or fails, now or during the iteration.
-        ValueError: an argument is out of range, the server refuses the API key or the model, or it answers otherwise
-            than the target.
+        ValueError: an argument is out of range, the server refuses the API key or the model, or its answers differ from
+            the target's.
     """
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
@@ -161,7 +158,7 @@ def _as_they_finish(
 
 
 def _started(work: Callable[..., Answered], *arguments: Any) -> Future[Answered]:
-    """Starts work in a thread that the end of the process does not wait for, as it would for those of an executor."""
+    """Starts work in a daemon thread: an executor's threads would delay the end of the process."""
     task: Future[Answered] = Future()
 
     def run() -> None:
@@ -175,7 +172,7 @@ def _started(work: Callable[..., Answered], *arguments: Any) -> Future[Answered]
 
 
 class _Refused(ValueError):
-    """The server does not answer this request, and would not at another attempt."""
+    """The server refuses this request, and would refuse a retry."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class _Server:
     dialect: Mapping[str, Any]
 
     def only_model(self) -> str:
-        """Returns the name of the only model listed. Raises a ValueError with the choices if there is not just one."""
+        """Returns the name of the only model listed; otherwise raises a ValueError with the choices."""
         try:
             names = [entry.id for entry in self._call(self.client.models.list).data]
         except (AttributeError, TypeError):  # the client raises them if a web page answers
@@ -198,11 +195,7 @@ class _Server:
         return names[0]
 
     def find_dialect(self, temperatures: Sequence[float]) -> Mapping[str, Any]:
-        """Returns the first dialect that the server accepts at all temperatures.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the first dialect that the server accepts at all temperatures; a ValueError if there is none."""
         for dialect in _DIALECTS:
             brief = replace(self, dialect=dialect, max_tokens=1)
             try:
@@ -244,10 +237,7 @@ class _Server:
     def reply(self, messages: list[Message], temperature: float, seed: int) -> tuple[str, int]:
         """Returns the next message and its number of tokens.
 
-        Raises:
-            _Refused: the server refuses this request.
-            ValueError: it would refuse every request.
-            ConnectionError: it cannot be reached, or fails.
+        A refusal of this request is a `_Refused`, of every request a ValueError; a failing server is a ConnectionError.
         """
         sampling = {"seed": seed, "extra_body": self.dialect} if temperature > 0 else {}
         fields = {"temperature": temperature, "top_p": 1.0, "max_tokens": self.max_tokens, **sampling}

@@ -15,12 +15,7 @@ from .conversations import TokenizedConversation
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens that a drafter can propose.
-
-    Attributes:
-        ids: their ids, ascending.
-        coverage: share of all answer tokens that are among them, 0 to 1.
-    """
+    """The tokens that a drafter can propose, ascending, and the share of all answer tokens that they cover, 0 to 1."""
 
     ids: list[int]
     coverage: float
@@ -29,13 +24,9 @@ class DraftVocabulary:
 def choose_draft_vocabulary(
     conversations: Iterable[TokenizedConversation], vocab_size: int, draft_vocab_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Picks the most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
+    """Picks the `draft_vocab_size` most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
 
-    Args:
-        conversations: conversations whose answer tokens are counted.
-        vocab_size: number of tokens of the target's vocabulary.
-        draft_vocab_size: number of tokens to pick.
-        always: ids that are picked however rare they are, such as the end of a turn.
+    Ids in `always`, such as the end of a turn, are picked however rare they are.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for conversation in conversations:
@@ -48,21 +39,16 @@ def choose_draft_vocabulary(
 
 @torch.no_grad()
 def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.Tensor) -> Any:
-    """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
+    """Returns a copy of a drafter with the draft vocabulary `ids`, ascending, which keeps what the drafter has learned.
 
-    Rows of known tokens are kept. Rows of new tokens are guessed from the target's output rows, by the linear map that
-    fits best for the known tokens.
-
-    Args:
-        drafter: the drafter.
-        ids: token ids of the new draft vocabulary, ascending.
-        output_rows: `[V, D]`, the target's output embedding.
+    Rows of known tokens are kept. Rows of new tokens are predicted from the target's output rows `[V, D]`, by the
+    linear map that fits the known tokens best.
     """
     old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)
     fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
     changed = type(drafter)(type(drafter.config).from_dict(fields)).to(drafter.device, drafter.dtype)
     changed.generation_config = copy.deepcopy(drafter.generation_config)
-    leave_folder(changed)  # it belongs to the former vocabulary
+    leave_folder(changed)  # it belongs to the old vocabulary
     place = torch.full((drafter.config.vocab_size,), -1)
     place[old_ids] = torch.arange(len(old_ids))
     place = place[new_ids]

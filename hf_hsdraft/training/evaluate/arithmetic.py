@@ -1,4 +1,4 @@
-"""Figures that are calculated from others, each with a line that shows how."""
+"""Calculated figures, each with a line that shows its arithmetic."""
 
 from __future__ import annotations
 
@@ -12,25 +12,15 @@ _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 
 @dataclass
 class Arithmetic:
-    """A calculation as it goes on.
-
-    Attributes:
-        figures: value of each figure by its name.
-        lines: the same figures as text, each with its formula and numbers.
-    """
+    """A calculation in progress: the value of each figure, and a line with its formula and numbers."""
 
     figures: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     def add(self, name: str, unit: str, formula: str, *numbers: float, sign: str = "x") -> float:
-        """Adds a figure that joins the numbers from left to right. Without numbers it is 0; the formula says why.
+        """Adds a figure that combines the numbers from left to right by `sign`: `"x"`, `"+"` or `"/"`.
 
-        Args:
-            name: of the figure.
-            unit: `""` for a plain number, `"s"`, `"B"` or `"FLOP"`.
-            formula: what the numbers are.
-            numbers: the numbers.
-            sign: how they are joined: `"x"`, `"+"` or `"/"`.
+        Without numbers it is 0, and the formula says why. Units are `""` for a plain number, `"s"`, `"B"` or `"FLOP"`.
         """
         self.figures[name] = functools.reduce(_JOINED[sign], numbers) if numbers else 0
         shown = f" {sign} ".join(readable(number, unit if sign == "+" else "") for number in numbers)
@@ -45,12 +35,7 @@ class Arithmetic:
 
 
 def readable(value: float, unit: str) -> str:
-    """Returns a number as text: in full without a unit, others with a unit that fits.
-
-    Args:
-        value: the number.
-        unit: `""` for a plain number, `"s"`, or a unit of amounts.
-    """
+    """Formats a number: in full without a unit, otherwise with a prefix that fits. Units are as in `Arithmetic.add`."""
     if unit in ("", "s"):
         if unit and 0 < value < 1:
             return f"{1e3 * value:.4g} ms"

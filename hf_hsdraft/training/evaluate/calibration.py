@@ -1,4 +1,4 @@
-"""Calibration of the drafter's confidence: how often its first choice is right, by how sure it is."""
+"""Calibration of the drafter: accuracy of its first choice by its confidence."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ BINS = 10
 class Calibration:
     """Confidence and accuracy of predictions, as tables of K depths x `BINS` equal bins of confidence.
 
-    Attributes:
-        count: number of predictions in a bin.
-        confidence: mean confidence of these predictions; 0 in an empty bin.
-        accuracy: share of these predictions whose first choice is the target's; 0 in an empty bin.
+    `accuracy` is the share of a bin's predictions whose first choice is the target's. Empty bins hold 0.
     """
 
     count: list[list[int]]
@@ -28,7 +25,7 @@ class Calibration:
 
     @classmethod
     def of(cls, parts: Iterable[LossParts], steps: int) -> Calibration:
-        """Returns the calibration of the measured predictions of some batches, for `steps` depths."""
+        """Collects the measured predictions of several batches, for `steps` depths."""
         count, confidence, right = (torch.zeros(steps * BINS) for _ in range(3))
         for part in parts:
             cell = part.depth.cpu() * BINS + (part.confidence.cpu() * BINS).long().clamp(max=BINS - 1)

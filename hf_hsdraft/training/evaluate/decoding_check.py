@@ -1,4 +1,4 @@
-"""Checks a drafter by decoding alone: whether texts are those of plain decoding, and how much of them was drafted."""
+"""Checks a drafter by decoding alone: whether outputs equal plain decoding's, and how much was drafted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from ...engine.divergence import Divergence, first_divergence
 
 @dataclass(frozen=True)
 class CheckedText:
-    """A text that was decoded with and without a drafter.
-
-    Attributes:
-        statistics: of the drafted call.
-        divergence: where both texts differ; `None` if they hold the same tokens.
-    """
+    """A text decoded with and without a drafter; `divergence` is `None` if both hold the same tokens."""
 
     statistics: DraftStatistics
     divergence: Divergence | None
@@ -32,13 +27,9 @@ class CheckedText:
 def check_texts(
     drafter: Any, target: Any, inputs: Sequence[dict[str, torch.Tensor]], max_new_tokens: int
 ) -> Iterator[CheckedText]:
-    """Decodes prompts greedily, plainly and with a drafter.
+    """Decodes prompts greedily, plainly and with a drafter of any family.
 
-    Args:
-        drafter: a drafter of any family.
-        target: the target.
-        inputs: `input_ids` and `attention_mask` of each prompt, `[1, length]`.
-        max_new_tokens: greatest number of new tokens of a text.
+    `inputs` holds `input_ids` and `attention_mask` of each prompt, `[1, length]`.
     """
     call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     for each in inputs:

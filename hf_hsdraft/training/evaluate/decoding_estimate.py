@@ -1,7 +1,7 @@
-"""Estimates what a drafter brings on a device that is not at hand. It calculates with sizes and shows how.
+"""Estimates by calculation how fast a drafter would decode on a device that is not at hand.
 
-A product with a weight matrix takes as long as reading the weights or as multiplying by them, whichever is longer. What
-is launched between products is not counted, and neither is what the host does. So the estimate is a limit.
+A product with a weight matrix takes as long as reading the weights or as multiplying by them, whichever is longer.
+Other kernels and the host's work are not counted, so the estimate is a limit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ class KeepsTexts(Protocol):
     """A drafter that keeps keys and values of whole texts."""
 
     def numbers_kept(self, length: int) -> int:
-        """Returns how many numbers it keeps of a text of so many tokens."""
+        """Returns how many numbers it keeps of a text of `length` tokens."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device, by what it reaches.
-
-    Attributes:
-        bytes_per_second: of its memory.
-        flops_per_second: of its products, in the dtype of the weights.
-    """
+    """Memory bandwidth of a device, and its rate of matrix products in the dtype of the weights."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -42,14 +37,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How is drafted.
+    """Settings of drafting.
 
     Attributes:
         depth: depth of a draft.
         width: number of nodes expanded at each depth.
         nodes: number of nodes verified besides the root.
-        tau: tokens emitted per target forward, the bonus token included; as it was measured.
-        length: number of tokens whose keys and values the target holds.
+        tau: measured tokens per target forward, the bonus token included.
+        length: number of tokens in the target's cache.
     """
 
     depth: int
@@ -60,7 +55,7 @@ class Drafting:
 
 
 def _cache_sizes(sizes: Any) -> tuple[int, int, int]:
-    """Returns layers, heads and the size of a head of a target's cache."""
+    """Returns layers, heads and head size of a target's cache."""
     kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     return sizes.num_hidden_layers, kv_heads, head_dim
@@ -74,9 +69,6 @@ def estimate_decoding(
     Args:
         config: configuration of the target.
         drafter: the drafter; its weights may be on the meta device.
-        plan: how is drafted.
-        device: what it runs on.
-        bytes_per_weight: of target and drafter.
 
     Raises:
         ValueError: a number is not above 0.

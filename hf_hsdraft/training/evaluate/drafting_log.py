@@ -1,4 +1,4 @@
-"""Logs what drafting does while a model is trained on its own texts, as in GRPO of TRL."""
+"""Logs drafting statistics while a model is trained on its own texts, as in GRPO of TRL."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _COUNTS = ("new_tokens", "row_forwards", "seconds")
 class DraftingLog(TrainerCallback):
     """Adds `hsdraft/...` to the logs of a trainer whose training steps call `generate()` of a model with a drafter.
 
-    The values are of the training steps since the last log, in this process. Calls of an evaluation do not count.
+    The values cover the training steps since the last log, in this process. Calls of an evaluation do not count.
 
     - `hsdraft/tau`: tokens per target forward and row.
     - `hsdraft/seconds`: seconds that the drafted calls took to decode.
     - `hsdraft/stepped_aside`: number of calls that were decoded without drafts; left out if there were none.
 
-    Training changes the target, and the drafter does not follow by itself. A warning is logged once when drafting
-    brings a third less than at the start. What drafting brings is tau - 1, since plain decoding has a tau of 1.
+    Training changes the target, but not the drafter. A warning is logged once when the gain, tau - 1, is a third less
+    than at the start.
 
     Args:
         attachment: the attachment of the trained model.
@@ -60,7 +60,7 @@ class DraftingLog(TrainerCallback):
         entry = self._entry()
         self._since = _nothing()
         logs.update(entry)
-        if state.log_history:  # it has a copy of the logs already
+        if state.log_history:  # which holds a copy of the logs already
             state.log_history[-1].update(entry)
         if "hsdraft/tau" in entry:
             self._compare(entry["hsdraft/tau"])
@@ -75,7 +75,7 @@ class DraftingLog(TrainerCallback):
         return entry
 
     def _compare(self, tau: float) -> None:
-        """Warns, once, when drafting brings a third less than at the start."""
+        """Warns once when the gain is a third less than at the start."""
         if len(self._first) < self._window:
             self._first.append(tau)
             return
@@ -96,15 +96,9 @@ def _nothing() -> dict[str, float]:
 
 
 def log_drafting(trainer: Any, attachment: Attachment, window: int = 4) -> DraftingLog:
-    """Puts a `DraftingLog` in front of a trainer's callbacks, so that those that report to wandb and others see it.
+    """Puts a `DraftingLog` in front of a trainer's callbacks, so that wandb and others get its values; returns it.
 
-    Args:
-        trainer: a `Trainer` of transformers, or one derived from it, such as TRL's `GRPOTrainer`.
-        attachment: the attachment of the trained model.
-        window: see `DraftingLog`.
-
-    Returns:
-        the callback.
+    `trainer` is a `Trainer` of transformers, or one derived from it, such as TRL's `GRPOTrainer`.
     """
     callback = DraftingLog(attachment, window)
     trainer.callback_handler.add_callback(callback)

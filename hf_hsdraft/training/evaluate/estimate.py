@@ -1,4 +1,4 @@
-"""Estimates what training a drafter would need. It calculates with two configurations and shows how.
+"""Estimates what training a drafter would need, from two configurations, and shows the arithmetic.
 
 It counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
 products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
@@ -48,7 +48,7 @@ class Estimate:
 
 
 def explain(estimate: Estimate) -> list[str]:
-    """Returns the lines to print: every figure with its arithmetic, and then what is not counted."""
+    """Returns every figure with its arithmetic, and then what is not counted."""
     return [*estimate.lines, _NOT_COUNTED]
 
 
@@ -62,10 +62,10 @@ class Work:
         chains_per_token: share of the positions where a chain starts, above 0.
         rolled_fraction: share of the chains that is followed beyond the first depth.
         conversations_tokens_per_step: number of positions that one device reads in one step.
-        cached: whether the target writes its features once, and does not run in every epoch.
-        flops_per_second: number of operations per second of one device; `None` to leave the time out.
-        target_bytes: number of bytes of a weight of the target, and of a weight that the drafter borrows.
-        world_size: number of devices, each with conversations of its own.
+        cached: whether the target's features are computed once and kept, not in every epoch.
+        flops_per_second: operations per second of one device; `None` to leave the time out.
+        target_bytes: bytes per weight of the target, and of the weights that the drafter borrows.
+        world_size: number of devices, each with other conversations.
         sharded: whether every device holds only its share of the target.
         chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
 
@@ -96,14 +96,10 @@ class Work:
 
 
 def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> Estimate:
-    """Estimates disk, memory, operations and time of training a drafter.
+    """Estimates disk, memory, operations and time of training a drafter, by the configurations of target and drafter.
 
-    Both models are built without storage, to count their parameters. All experts of a mixture count as used.
-
-    Args:
-        config: configuration of the target.
-        drafter: configuration of the drafter.
-        work: what the run does, by the fields of `Work`.
+    Both models are built without storage, to count their parameters. All experts of a mixture count as used. `work` are
+    fields of `Work`.
 
     Raises:
         ValueError: a number is out of range, or the drafter was made for another target.
@@ -127,7 +123,6 @@ def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> E
 
 
 def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:
-    """Adds what lies on disk and in the memory of a device."""
     add, known = sheet.add, sheet.figures
     features, wide, positions = len(d.target_tap_layers) + 1, d.target_hidden_size, run.conversations_tokens_per_step
     if run.cached:
@@ -155,12 +150,7 @@ def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[st
 
 
 def _add_operations(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int], body: int) -> None:
-    """Adds the operations and the time of the run.
-
-    Args:
-        parts: weights of the drafter by part.
-        body: weights of the target's layers.
-    """
+    """`parts` are weights by part of the drafter, `body` those of the target's layers."""
     add, rolls, drafts = sheet.add, sheet.figures["roll steps"], sheet.figures["predictions"]
     layers, modules, vocab, hidden = d.num_hidden_layers, d.num_step_modules, d.draft_vocab_size, d.hidden_size
     layer, key_values = parts["layers"] // layers, 2 * hidden * d.num_key_value_heads * d.head_dim

@@ -1,8 +1,8 @@
 """Checks whether training sees what decoding sees, at every depth and on the same text.
 
-A shift by one between training and decoding is a common error that raises no exception: training accuracy is nearly
-perfect, and hardly any draft is accepted. Here the logits of the training forward are compared with those of a real
-`generate()` call, for the drafter and for the target.
+A shift by one between training and decoding raises no exception: training accuracy is nearly perfect, and hardly any
+draft is accepted. So the logits of the training forward are compared with those of a real `generate()` call, for the
+drafter and for the target.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class DepthParity:
-    """What was found at one depth, over all rounds of some calls.
+    """Parity at one depth, over all rounds of some calls.
 
     Attributes:
-        depth: the depth, 1 .. K.
+        depth: 1 .. K.
         predictions: number of predictions compared.
         drafter: mean total variation between the drafter's distributions in training and in decoding, 0 to 1.
         target: the same for the target's distributions.
         accuracy: how often the drafter's first choice by training's logits is the next token of the text.
-        agreement: the same by decoding's logits. A chain that comes so far would be accepted so often.
+        agreement: the same by decoding's logits: the acceptance of a chain that reaches this depth.
     """
 
     depth: int
@@ -64,12 +64,7 @@ class DepthParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What was found at all depths, and the tolerance.
-
-    Attributes:
-        depths: what was found at each depth.
-        tolerance: greatest mean total variation allowed.
-    """
+    """Parity at all depths; `tolerance` is the greatest mean total variation allowed."""
 
     depths: list[DepthParity]
     tolerance: float
@@ -94,7 +89,7 @@ class ParityReport:
         ]
 
     def explain(self) -> str:
-        """Returns a text that says what is wrong at which depths; empty if nothing is wrong."""
+        """Says what is wrong at which depths; empty if nothing is wrong."""
         if not self.depths:
             return "nothing was drafted: the texts are too short to compare anything"
         wrong = [depth for depth in self.depths if max(depth.drafter, depth.target) > self.tolerance]
@@ -119,12 +114,11 @@ def parity(
     """Decodes prompts greedily, computes the same drafts as training does, and compares both.
 
     Args:
-        drafter: the drafter, of a family that can be trained.
-        target: the target.
+        drafter: a drafter of a family that can be trained.
         prompts: token ids `[1, length]` of each prompt.
         max_new_tokens: greatest number of tokens decoded after each prompt.
-        tolerance: greatest mean total variation allowed at each depth; 0 for that of the target's dtype.
-        labels_of: function by which training labels the chains of a pack.
+        tolerance: greatest mean total variation allowed at each depth; 0 for the default of the target's dtype.
+        labels_of: labels the chains of a pack.
     """
     steps = drafter.num_draft_steps
     rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
@@ -143,11 +137,10 @@ def parity(
 def _compare_text(
     drafter: Any, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
-    """Compares all predictions of one text.
+    """Yields for each prediction of a text the index of its depth, and the comparison.
 
-    Yields:
-        The index of the depth of a prediction, and with it the total variation of the drafter and of the target, and
-        whether the first choice is right in training and in decoding.
+    That is the total variations of drafter and target, and whether the first choice is right in training and in
+    decoding.
     """
     observed = _ObservedDrafter(drafter, prompt.shape[1])
     drafts, verified = observed.drafts, observed.verified
@@ -181,7 +174,7 @@ def _compare_text(
             decoded = _replayed(drafts[start], text[start + 1 : goal].tolist(), drafter.device)
             said = trained[row].log_softmax(-1)
             if bool(decoded.isnan().all()) and bool(said.isnan().all()):
-                continue  # frames that have no room for a further token
+                continue  # frames without room for a further token
             seen = verified[goal - 1][ids.to(verified[goal - 1].device)].float()
             truth = int(text[goal])
             yield (
@@ -215,17 +208,14 @@ def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device)
     states = None
     for level, token in enumerate(tokens, 1):
         log_probs, states = expansion(level, torch.tensor([[token]], device=device), states)
-    return log_probs[0, 0].log_softmax(-1)  # what frames do not say is no token
+    return log_probs[0, 0].log_softmax(-1)  # frames may leave probability to no token
 
 
 class ExpansionRecorder(Observer):
-    """Records what trees grow from, in a call with one text. It takes the place of a streamer.
+    """Records what trees grow from, in a call with one text. It is passed as the streamer.
 
-    Args:
-        length: number of tokens of the prompt.
-
-    Attributes:
-        drafts: expansions, by the position i of the last pair (h_i, x_{i+1}) that they know.
+    `length` is the number of tokens of the prompt. `drafts` holds expansions, by the position i of the last pair (h_i,
+    x_{i+1}) that they know.
     """
 
     def __init__(self, length: int) -> None:
@@ -239,24 +229,14 @@ class ExpansionRecorder(Observer):
         self._start = int(done.news[-1].positions[-1])
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Of a streamer: takes tokens."""
+        pass
 
     def end(self) -> None:
-        """Of a streamer: the text has ended."""
+        pass
 
 
 class _ObservedDrafter(WrappedDrafter):
-    """A drafter for one call that notes every draft and the target's logits.
-
-    Args:
-        drafter: drafter that makes the drafts, each from its own round alone and without n-grams.
-        length: number of tokens of the prompt.
-
-    Attributes:
-        recorder: to be given as streamer.
-        drafts: drafts, by the position that they start from.
-        verified: the target's logits `[V]`, by position.
-    """
+    """A drafter for one call that records every draft and the target's logits `[V]`, both by position."""
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
@@ -272,13 +252,7 @@ class _ObservedDrafter(WrappedDrafter):
 
 
 class _NotingVerifier(Verifier):
-    """Decides as another rule does, and notes the target's logits at the root and at each accepted node.
-
-    Args:
-        rule: the other rule.
-        verified: where the logits are noted, by position.
-        position: position of the first root, the prompt's last token.
-    """
+    """Judges by `rule`, and records the target's logits at the root and at each accepted node by position."""
 
     def __init__(self, rule: Verifier, verified: dict[int, torch.Tensor], position: int) -> None:
         self.exact, self.taps = rule.exact, rule.taps

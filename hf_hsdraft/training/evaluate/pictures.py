@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours by Okabe and Ito, which people with any colour vision can tell apart.
+# Okabe-Ito colours, distinguishable with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _BLUE, _ORANGE = COLOURS[:2]
 GREY = "#767676"
@@ -28,20 +28,17 @@ def draw_pictures(
     folder: str | Path,
     stage: Stage | None = None,
 ) -> list[Path]:
-    """Draws `learning_curves.png`, `acceptance.png` and `calibration.png`, as far as there are data for them.
+    """Draws `learning_curves.png`, `acceptance.png` and `calibration.png`, and returns the paths written.
+
+    A picture without data is left out. Only a finished picture replaces an older one.
 
     Args:
         history: `TrainerState.log_history`. By `step`, it is read for `loss` and `eval_loss` (nats) and `eval_tau`
             (tokens per target forward). Its last evaluation is read for `eval_accuracy_1..K` (first choice right after
             the true tokens) and `eval_acceptance_1..K` (drafted token accepted, in rounds that came so far).
-        calibration: `confidence`, `accuracy` and `count`, tables of K depths x B bins of equal width from 0 to 1. They
-            hold mean confidence and accuracy of the drafted tokens in a bin, and their number.
-        folder: folder of the pictures, which is created if it is missing. Only a finished picture replaces an older
-            one.
-        stage: told of the number of pictures done.
-
-    Returns:
-        The paths written. A picture without data is left out.
+        calibration: mean `confidence`, `accuracy` and `count` of the drafted tokens: tables of K depths x B equal bins
+            of confidence from 0 to 1.
+        folder: folder of the pictures, created if it is missing.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -62,14 +59,9 @@ def draw_pictures(
 
 
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
-    """Draws `speed_up.png`: speed-up and tau by category, for the fastest variant of the drafter in each benchmark.
+    """Draws `speed_up.png`: speed-up and tau by category, for the drafter's fastest variant in each benchmark.
 
-    Args:
-        benchmarks: benchmarks, as `hub.measured` enters them into `figures.json`.
-        folder: folder of the picture.
-
-    Returns:
-        The path written; `None` if no benchmark has categories.
+    `benchmarks` are as `hub.measured` enters them into `figures.json`. Returns `None` if none of them has categories.
     """
     panels = [each for each in benchmarks if len(each["by_category"].get(each["ours"][0], {})) > 1]
     if not panels:
@@ -112,7 +104,7 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure of a size in inches. It does not touch other figures that the process has open."""
+    """Returns an empty figure of a size in inches; other figures of the process are not touched."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -222,15 +214,7 @@ def _calibration(calibration: Mapping[str, list]) -> Figure | None:
 
 
 def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float, float, int]], first: bool) -> None:
-    """Draws accuracy over confidence at one depth, and below it the number of tokens of each bin.
-
-    Args:
-        top: axes of the accuracy.
-        bottom: axes of the numbers.
-        depth: the depth.
-        bins: confidence, accuracy and number of tokens of each bin.
-        first: whether the axes are the first of their row, which are labelled.
-    """
+    """Draws accuracy over confidence at one depth, and below it the size of each bin; `first` adds labels."""
     filled = [(sure, right, count) for sure, right, count in bins if count]
     error = sum(abs(sure - right) * count for sure, right, count in filled) / sum(count for _, _, count in filled)
     top.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")

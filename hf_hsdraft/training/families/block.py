@@ -24,13 +24,9 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class BlockPredictions(Predictions):
-    """Predictions of slots, which are drafted together. A head may tell each slot the token before it.
+    """Predictions of slots that are drafted together. A head may give each slot the token before it.
 
-    The parent of the first depth is the anchor's token. The head tells it too.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what it borrows of the target.
+    The parent of the first depth is the anchor's token, which the head gets too.
     """
 
     drafter: BlockDrafter
@@ -111,7 +107,7 @@ class BlockFamily(PublishedFamily):
             )
 
     def continued(self, drafter: BlockDrafter, fields: Mapping[str, Any]) -> None:
-        """As every family does. A confidence head is left out: no objective trains it, so it would be stale."""
+        """A confidence head is left out: no objective trains it, so it would be stale."""
         if drafter.config.confidence_head != "none":
             drafter.config, drafter.confidence_head = replace(drafter.config, confidence_head="none"), None
             logger.warning(

@@ -20,12 +20,7 @@ from .published import PublishedFamily
 
 @dataclass(frozen=True)
 class EaglePredictions(Predictions):
-    """Predictions of states that have read the tokens of their path.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what it borrows of the target.
-    """
+    """Predictions of states that have read the tokens of their path."""
 
     drafter: EagleDrafter
     weights: TargetWeights
@@ -53,7 +48,7 @@ class EaglePredictions(Predictions):
 
 
 class EagleFamily(PublishedFamily):
-    """Drafters that go on from the target's hidden states by their own ones, a token at a time."""
+    """Drafters that roll the target's hidden states forward, a token at a time."""
 
     name = "eagle3"
     drafter = EagleDrafter

@@ -21,13 +21,9 @@ from .travelling import TravellingFamily
 
 @dataclass(frozen=True)
 class InjectedPredictions(Predictions):
-    """Predictions of states that are drafted without tokens. An injector tells them the tokens of a path.
+    """Predictions of states that are drafted without tokens; an injector adds the tokens of a path.
 
     The first depth needs none: its states have read the parent.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what it borrows of the target.
     """
 
     drafter: HSDrafter
@@ -65,7 +61,7 @@ class HiddenStateFamily(TravellingFamily):
     takes_adapters = True
 
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
-        drafter.config.target_reference = None  # it is recorded anew at the end
+        drafter.config.target_reference = None  # it is recorded again at the end
         super().continued(drafter, fields)
 
     def layers(self, drafter: HSDrafter) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Records what tells a drafter's target from others: its name, commit, tokenizer, and a short text that it wrote."""
+"""Records what identifies a drafter's target: its name, commit, tokenizer, and a short text that it wrote."""
 
 from __future__ import annotations
 
@@ -20,18 +20,10 @@ _TOKENS = 96
 
 
 def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
-    """Notes in a drafter's configuration which target it was made for, so that `target_match` can recognise the target.
+    """Records a drafter's target in its configuration, so that `target_match` can recognise the target.
 
-    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part.
-
-    Args:
-        drafter: the drafter, whose configuration is changed.
-        target: its target.
-        tokenizer: the target's tokenizer.
-        name: name of the target; `None` for the name by which it was loaded.
-
-    Raises:
-        ValueError: the drafter was made for a target of other sizes.
+    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part. `name`
+    is `None` for the name by which the target was loaded. A drafter for a target of other sizes is a ValueError.
     """
     config = drafter.config
     config.target_reference = None
@@ -53,17 +45,7 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
 
 
 def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
-    """Notes in a drafter's configuration what its target is called, its tokenizer, and its special tokens.
-
-    Args:
-        drafter: the drafter, whose configuration is changed.
-        target: its target.
-        tokenizer: the target's tokenizer.
-        name: name of the target; `None` for the name by which it was loaded.
-
-    Raises:
-        ValueError: the drafter was made for a target of other sizes.
-    """
+    """Records the target's name, tokenizer and special tokens in a drafter's configuration. See `record_target`."""
     drafter.check(target)
     config = drafter.config
     own_name = getattr(target, "name_or_path", "") or ""
@@ -76,10 +58,7 @@ def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = No
 
 @torch.no_grad()
 def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
-    """Returns a prompt and the most probable tokens after it.
-
-    It does not use `generate()`, because a target may change the defaults of that.
-    """
+    """Returns a prompt and its greedy continuation, without `generate()`, whose defaults a target may change."""
     text, cache, read = prompt, None, prompt
     for _ in range(tokens):
         output = target(read, **{CACHE: cache}, use_cache=True)

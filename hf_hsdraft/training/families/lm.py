@@ -22,8 +22,8 @@ from ..loss.branches import Branches
 from .family import Choose, TrainableFamily
 from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
 
-_OPTIONS = ("tree_size", "beam_width")  # drafting options, which decide no weights
-_PRUNED_BY = 5  # a drafter that nobody has made has a fifth of the target's layers
+_OPTIONS = ("tree_size", "beam_width")  # drafting options, which do not affect the weights
+_PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 
 
 class LMFamily(TrainableFamily):
@@ -31,11 +31,11 @@ class LMFamily(TrainableFamily):
 
     name = "lm"
     drafter: Any = TrainedLM
-    drafts_as: Any = CausalLMDrafter  # class of its drafters where they are not trained
+    drafts_as: Any = CausalLMDrafter  # class of its drafters outside training
     least = {"num_hidden_layers": 1}  # noqa: RUF012
     # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012
-    steps = 5  # K where nobody says otherwise
+    steps = 5  # default K
 
     @property
     def fields(self) -> set[str]:
@@ -55,7 +55,6 @@ class LMFamily(TrainableFamily):
         return self.made(with_layers(target, self._kept(target, fields)), target, fields)
 
     def _steps(self, fields: Mapping[str, Any], default: int) -> int:
-        """K, number of tokens of a chain."""
         steps: int = fields.get("num_draft_steps", default)
         if not 1 <= steps <= CausalLMDrafter.num_draft_steps:
             raise ValueError(
@@ -65,7 +64,7 @@ class LMFamily(TrainableFamily):
         return steps
 
     def _kept(self, target: Any, fields: Mapping[str, Any]) -> list[int]:
-        """The target's layers that a drafter is made of which nobody has made before."""
+        """The target's layers that a fresh drafter consists of."""
         count = decoder_layers(text_config(target))
         wanted = fields.get("num_hidden_layers", max(count // _PRUNED_BY, min(count, 2)))
         return evenly(count, wanted, "num_hidden_layers")
@@ -76,17 +75,11 @@ class LMFamily(TrainableFamily):
         return self._ready(self.made(model.eval(), target, fields), fields)
 
     def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
-        """Returns a drafter of a language model. The weights that training changes are set to need gradients.
-
-        Args:
-            model: the language model.
-            target: the target.
-            fields: fields of the plan.
-        """
+        """Returns a drafter of a language model, whose trained weights are set to need gradients."""
         return TrainedLM(model.requires_grad_(True))
 
     def check_start(self, drafter: Any, target: Any, tokenizer: Any) -> None:
-        """As every family's. All tokens of the texts must have rows in the drafter's embedding too."""
+        """All tokens of the texts must also have rows in the drafter's embedding."""
         super().check_start(drafter, target, tokenizer)
         rows, most = len(drafter.model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
         if most >= rows:
@@ -107,7 +100,7 @@ class LMFamily(TrainableFamily):
         self._ready(drafter, fields)
 
     def _ready(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
-        """Gives a drafter the fields that no weights depend on, and checks that it can be trained."""
+        """Sets the fields that no weights depend on, and checks that the drafter can be trained."""
         config, options = text_config(drafter.model), drafter.generation_config
         _check_trainable(drafter)
         size = min(config.vocab_size, len(drafter.model.get_input_embeddings().weight))
@@ -137,7 +130,7 @@ class LMFamily(TrainableFamily):
         return self._ready(self._of_same_model(self.drafter, drafter), {})
 
     def _of_same_model(self, kind: Any, drafter: Any) -> Any:
-        """Returns a drafter of some class that drafts by the same language model, with the same options."""
+        """Returns a drafter of class `kind` with the same language model and options."""
         made = kind(drafter.model, drafter.tokenizer)
         made.generation_config = drafter.generation_config
         return made

@@ -18,7 +18,7 @@ _OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configur
 
 
 class PublishedFamily(TrainableFamily):
-    """What these families share: configurations are frozen dataclasses, and hold nothing about drafting.
+    """Families whose configurations are frozen dataclasses without drafting options.
 
     Attributes:
         config: class of the configurations, with `for_target(target, **fields)`.
@@ -40,7 +40,7 @@ class PublishedFamily(TrainableFamily):
         return config
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns a configuration by the fields that are its own. A quarter of the vocabulary is drafted by default."""
+        """Returns a configuration. By default a quarter of the vocabulary is drafted."""
         own = {name: value for name, value in fields.items() if name not in _OPTIONS}
         size = target.config.get_text_config().vocab_size
         ids = own.get("draft_vocab_ids")
@@ -48,11 +48,7 @@ class PublishedFamily(TrainableFamily):
         return self.config.for_target(target, **_named(own))
 
     def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
-        """Gives a drafter the drafting options among some fields.
-
-        Raises:
-            ValueError: one is invalid.
-        """
+        """Sets the drafting options among some fields; an invalid one is a ValueError."""
         for name in _OPTIONS:
             if name in fields:
                 setattr(drafter.generation_config, name, fields[name])

@@ -1,4 +1,4 @@
-"""The families of drafters that can be trained. Those of methods are loaded when they are asked for."""
+"""The families of drafters that can be trained. Families of methods are loaded on demand."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family f
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
     """Returns a family by its name.
 
-    Args:
-        name: name of the family.
-        fields: fields of a drafter's configuration that a plan sets.
-
-    Raises:
-        ValueError: there is no such family, or a field is one of another family only.
+    An unknown name, or a field of a drafter's configuration that belongs to another family only, is a ValueError.
     """
     if name not in TRAINABLE:
         raise ValueError(f"family={name!r} is unknown: expected one of {few(sorted(TRAINABLE))}")
@@ -47,11 +42,7 @@ def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
 
 
 def family_for(plan: TrainingPlan) -> TrainableFamily:
-    """Returns the family that a plan names; no target is needed for it.
-
-    Raises:
-        ValueError: there is no such family, or it has not what the plan asks for.
-    """
+    """Returns the family that a plan names, without a target; a ValueError if it lacks what the plan asks for."""
     family = trainable(plan.family, plan.drafter)
     if plan.lora is not None and not family.takes_adapters:
         raise ValueError(
@@ -67,12 +58,12 @@ def family_for(plan: TrainingPlan) -> TrainableFamily:
 
 
 def _most_special_first() -> list[TrainableFamily]:
-    """Returns all families; those whose drafters derive from others' come first."""
+    """Returns all families; subclasses' drafters come before those that they derive from."""
     return sorted(TRAINABLE.values(), key=lambda family: -len(family.drafter.__mro__))
 
 
 def as_trained(drafter: Any) -> Any | None:
-    """Returns a drafter as training takes it; `None` if it can only draft, by its family or by its form."""
+    """Converts a drafter to its training form; `None` if it can only draft."""
     for family in _most_special_first():
         try:
             taken = family.taken(drafter)
@@ -85,11 +76,7 @@ def as_trained(drafter: Any) -> Any | None:
 
 
 def family_of(drafter: Any) -> TrainableFamily:
-    """Returns the family of a drafter.
-
-    Raises:
-        ValueError: drafters of this class cannot be trained.
-    """
+    """Returns the family of a drafter; a ValueError if drafters of this class cannot be trained."""
     for family in _most_special_first():
         if isinstance(drafter, family.drafter):
             return family

@@ -22,14 +22,10 @@ from ..loss.predictions import Predictions, trained
 
 @dataclass(frozen=True)
 class LMTrainingConfig(CausalLMDrafterConfig):
-    """What training asks a drafter's configuration for. It is not saved: the folder is that of the language model.
+    """What training asks of a drafter's configuration. It is not saved: the folder holds the language model's.
 
-    Attributes:
-        vocab_size: number of tokens that the model and its target both have.
-        draft_vocab_size: the same.
-        num_draft_steps: K, number of tokens of a chain.
-        target_name: name of the target, for the card.
-        hidden_size: width of the model.
+    `vocab_size` and `draft_vocab_size` are the number of tokens that the model and its target share, `num_draft_steps`
+    is K, and `target_name` is for the card.
     """
 
     vocab_size: int = 0
@@ -45,11 +41,8 @@ class LMTrainingConfig(CausalLMDrafterConfig):
 class TrainedLM(CausalLMDrafter):
     """A small language model with the forward of training. It drafts, and is saved, as `CausalLMDrafter`.
 
-    Its predictions follow the true tokens. So depth d of the chain at position i is what the model says at position
-    i + 1 + d. Chains that leave the text are read as branches of it.
-
-    Attributes:
-        apart: whether the tokens of a chain are read apart from the text even where they are the text's own.
+    Its predictions follow the true tokens, so depth d of the chain at position i is the model's output at position
+    i+1+d. Chains that leave the text are read as branches of it; with `apart`, also those that equal the text.
     """
 
     loss_function: Any = None
@@ -81,13 +74,13 @@ class TrainedLM(CausalLMDrafter):
 
         Args:
             taps: `[T, taps * D]`, the target's hidden states.
-            embeds: `[T, D]`, the model's embeddings of the next tokens x_{i+1}; of the last one, of the first token.
+            embeds: `[T, D]`, the model's embeddings of the next tokens x_{i+1}; for the last one, of the first token.
             position_ids: `[T]`, int64, position of each token in its text.
             starts: `[S]`, int64, position i of each chain.
             document_ids: `[T]`, int64, the text of each token.
             path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth.
             num_rolled: number R of chains, the first ones, that go beyond the first depth; `None` for all.
-            labels: what `loss_function(drafter, hidden_states, labels)` compares with; `None` for no loss.
+            labels: passed to `loss_function`; `None` for no loss.
         """
         text, rolled, depths = embeds.roll(1, dims=0), starts[:num_rolled], path_embeds.shape[1]
         later = torch.arange(1, depths, device=starts.device)
@@ -107,17 +100,11 @@ class TrainedLM(CausalLMDrafter):
     def before(
         self, taps: torch.Tensor, document_ids: torch.Tensor, starts: torch.Tensor, rows: Branches
     ) -> torch.Tensor | None:
-        """Returns what is known of the target where each row is read; `None` as nothing is looked at."""
+        """Returns what is known of the target where each row is read; here nothing."""
         return None
 
     def states(self, inputs: torch.Tensor, rows: Branches, known: torch.Tensor | None) -> torch.Tensor:
-        """Returns the final states `[N, D]` of rows.
-
-        Args:
-            inputs: `[N, D]`, embeddings of the rows' tokens.
-            rows: what they see, and where they stand.
-            known: what `before` gives.
-        """
+        """Returns the final states `[N, D]` of rows with embeddings `inputs` `[N, D]`; `known` is from `before`."""
         masks, positions = {}, rows.positions[None]
         attention = text_config(self.model)._attn_implementation
         for kind in ability_of(self.model).kinds:
@@ -132,7 +119,7 @@ class TrainedLM(CausalLMDrafter):
         return states
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's, but weights with two names are there once: files hold no tensor twice."""
+        """Keeps tied weights once: files hold no tensor twice."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name in self._second_names():
@@ -140,12 +127,12 @@ class TrainedLM(CausalLMDrafter):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As every module's; weights with two names may be there once."""
+        """Accepts tied weights that are there once."""
         twins = {name: state_dict[first] for name, first in self._second_names().items() if first in state_dict}
         return super().load_state_dict({**twins, **state_dict}, *args, **kwargs)
 
     def _second_names(self) -> dict[str, str]:
-        """The further names of weights that have several, and the first name of each."""
+        """Maps the further names of tied weights to their first names."""
         names = {id(weight): name for name, weight in self.named_parameters()}
         every = self.named_parameters(remove_duplicate=False)
         return {name: names[id(weight)] for name, weight in every if names[id(weight)] != name}
@@ -153,12 +140,7 @@ class TrainedLM(CausalLMDrafter):
 
 @dataclass(frozen=True)
 class LMPredictions(Predictions):
-    """Predictions of states that have read the tokens of their path.
-
-    Attributes:
-        drafter: the drafter.
-        weights: what training needs of it.
-    """
+    """Predictions of states that have read the tokens of their path."""
 
     drafter: TrainedLM
     weights: TargetWeights

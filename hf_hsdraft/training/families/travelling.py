@@ -1,4 +1,4 @@
-"""Training of drafters that are saved with their code, in the package's own format."""
+"""Training of drafters in the package's own format, which are saved with their code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weig
 
 
 class TravellingFamily(TrainableFamily):
-    """What these families share: configurations of transformers, which hold drafting options too."""
+    """Families whose configurations are transformers', drafting options included."""
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         return self.drafter.config_class.for_target(target, **fields)
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
-        # It learns to look back no further than the longest text.
+        # Training never looks back further than the longest text.
         return self.with_chosen_vocabulary(target, {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}, choose)
 
     def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
@@ -34,7 +34,7 @@ class TravellingFamily(TrainableFamily):
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
         config.target_name = fields.get("target_name", config.target_name)
-        leave_folder(drafter)  # and recipe and figures, which do not hold for the drafter of this run
+        leave_folder(drafter)  # and its recipe and figures, which are not this run's
         for name in _FREE:
             if name in fields and hasattr(config, name):
                 setattr(config, name, fields[name])

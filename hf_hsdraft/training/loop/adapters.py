@@ -10,12 +10,8 @@ from torch import nn
 def with_lora(drafter: Any, rank: int) -> Any:
     """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
-    Its `save_pretrained` writes an adapter. `drafter.load_adapter(folder)` puts it on the base drafter. `set_adapter`
-    and `disable_adapters` switch between calls.
-
-    Args:
-        drafter: the base drafter.
-        rank: rank of each update, 1 or more. The updates are scaled by 2 (`lora_alpha = 2 * rank`).
+    The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter, which
+    `drafter.load_adapter(folder)` puts on the base drafter. `set_adapter` and `disable_adapters` switch between calls.
 
     Raises:
         ImportError: peft is missing.

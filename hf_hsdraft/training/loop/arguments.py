@@ -27,7 +27,7 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, as `"ctc"` for a drafter whose
+        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, such as `"ctc"` for a drafter whose
             slots are frames with a blank.
         ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
         ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
@@ -37,13 +37,13 @@ class DrafterTrainingArguments(TrainingArguments):
             rounds that drafting along the text comes to, see `draft_opd`.
         rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
-            for a mean over all predictions, each of which has the weight of its depth; `"d-pace"` for weights by the
-            drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
+            for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
+            estimate of how far each chain is accepted, see `depth_weights.d_pace`.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states, in all steps (FastVLM).
-        regression_steps: number of steps over which that weight falls to 0.
+        regression_steps: number of steps over which `regression_weight` falls to 0.
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
@@ -98,7 +98,7 @@ class DrafterTrainingArguments(TrainingArguments):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
         if self.ce_share is not None:
-            objective_of(self.objective, self.ce_share)  # raises where the objective has no such share
+            objective_of(self.objective, self.ce_share)  # raises if the objective has no such share
         if self.rejected_drafts is not None and self.data_policy != "draft-opd":
             raise ValueError(
                 f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
@@ -144,11 +144,7 @@ class DrafterTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def weights_of_depths(self, steps: int) -> list[float]:
-        """Returns the weight of each of K depths, the same in all chains.
-
-        Raises:
-            ValueError: `depth_weights` has another length.
-        """
+        """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""
         if self.depth_weighting == "d-pace":
             return [1.0] * steps
         if self.depth_weights is None:
@@ -160,9 +156,7 @@ class DrafterTrainingArguments(TrainingArguments):
     def check_metric(self, steps: int, generates: bool) -> None:
         """Raises a ValueError if an evaluation would not measure `metric_for_best_model`.
 
-        Args:
-            steps: number K of draft steps.
-            generates: whether evaluations decode held-out prompts.
+        `steps` is K; `generates` says whether evaluations decode held-out prompts.
         """
         depths = range(1, steps + 1)
         known = ["loss", *(f"accuracy_{depth}" for depth in depths)]
@@ -179,12 +173,7 @@ class DrafterTrainingArguments(TrainingArguments):
 
 @patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str) -> DrafterTrainingArguments:
-    """Makes the arguments of a run.
-
-    Args:
-        out: folder of the run.
-        overrides: fields that differ from their defaults.
-        device_type: type of the device that it trains on.
+    """Makes the arguments of a run in folder `out`; `overrides` are fields that differ from their defaults.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -197,8 +186,8 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     if overrides.get("max_minutes") is not None and clocked:
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
-    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
-    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
+    fields["push_to_hub"] = False  # push the finished drafter, not the checkpoints
+    fields.setdefault("disable_tqdm", True)  # the run reports its progress itself
     if "num_train_epochs" in fields and "max_steps" not in fields:
         fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
@@ -206,7 +195,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
             raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
     if "eval_steps" in fields and "save_steps" not in fields:
         fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
-    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
+    # The state is made here: the arguments' would time out after half an hour on CPUs.
     timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
     PartialState(cpu=fields["use_cpu"], timeout=timeout)
     args = DrafterTrainingArguments(**fields)
@@ -218,10 +207,9 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
 
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
-    """Reads command-line options of `DrafterTrainingArguments`. Returns the fields that are given.
+    """Parses command-line options of `DrafterTrainingArguments` to the fields that are given.
 
-    Raises:
-        ValueError: there is no such option, or its value has the wrong type.
+    An unknown option, or a value of the wrong type, is a ValueError.
     """
     parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
     for action in parser._actions:

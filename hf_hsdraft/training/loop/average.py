@@ -1,6 +1,6 @@
-"""Makes one drafter of several: the average of their weights (Wortsman et al. 2022, "Model soups").
+"""Averages the weights of drafters (Wortsman et al. 2022, "Model soups").
 
-Runs that began with the same drafter end in one valley of the loss. The loss is often lower between their ends than at
+Runs that share a starting point end in one valley of the loss, and the loss is often lower between their ends than at
 any of them. An average costs nothing when drafting. Which shares are best has to be measured.
 """
 
@@ -52,11 +52,10 @@ def check_shares(count: int, shares: Sequence[float]) -> None:
 
 
 def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter:
-    """Returns the weighted average of drafters, in float32 on the CPU. All but the weights is the first drafter's.
+    """Returns the weighted average of drafters, in float32 on the CPU.
 
-    So its files of methods are those of the average, too. All of these drafters have the same draft vocabulary.
-
-    Whether they began with the same drafter is not checked, because nothing in them tells it.
+    Everything but the weights, files of methods included, is copied from the first drafter. All must have the same
+    draft vocabulary. Whether they share a starting point is not checked, because nothing in them tells it.
 
     Args:
         drafters: two or more drafters of one architecture, for one target.
@@ -94,9 +93,8 @@ def average_folders(
     Args:
         names: folders, or names on the Hub.
         shares: see `average`.
-        out: new or empty folder. It is complete afterwards, or as it was.
+        out: new or empty folder. After an error it is as it was.
         target: the loaded model that they draft for. It writes the text by which it will be recognised.
-        tokenizer: the target's tokenizer.
         target_name: name of the target to store; `None` for the name in the first drafter.
 
     Raises:
@@ -159,7 +157,7 @@ def _warn_of_loss(result: HSDrafter, drafters: Sequence[HSDrafter]) -> None:
 
 
 def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HSDrafter]) -> dict[str, Any]:
-    """Returns the recipe: how the average and each of its parts were made, and what else their recipes say."""
+    """How the average and each of its parts were made, and what else their recipes say."""
     recipes = [{} if each.loaded_from is None else read_recipe(each.loaded_from) for each in drafters]
     parts = ", ".join(f"{share / sum(shares):.3g} of {name}" for share, name in zip(shares, names, strict=True))
     training = {"averaged": f"{parts}; in float32, stored in bfloat16"}
@@ -177,7 +175,7 @@ def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HS
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Returns names that tell the parts apart. Names that occur several times get a number."""
+    """Numbers names that occur several times."""
     count, seen = Counter(names), Counter[str]()
     result = []
     for name in names:

@@ -12,31 +12,30 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-_EVALUATION = 1 / 8  # greatest share of the time that an evaluation takes
-_FINISH, _FINISH_SECONDS = 0.1, 20.0  # share of the time that saving and pictures get, and the most that they need
+_EVALUATION = 1 / 8  # greatest share of the time for an evaluation
+_FINISH, _FINISH_SECONDS = 0.1, 20.0  # share of the time for saving and pictures, and its upper limit
 
 Item = TypeVar("Item")
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training so that the whole of it takes some minutes: from the first step to the saved drafter.
+    """Ends training so that all of it, from the first step to the saved drafter, takes `minutes`.
 
-    Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training stops early
-    enough for a last evaluation and for what comes after it. An evaluation takes an eighth of the time at most:
-    `within` cuts it, and later ones measure as much as the first one did.
+    Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training reserves time
+    for a last evaluation and for what comes after it. An evaluation takes an eighth of the time at most: `within` cuts
+    it, and later ones measure as much as the first one did.
 
-    All processes go by the clock of the first one, so that their learning rates and last steps are the same.
+    All processes follow the clock of the first one, so that their learning rates and last steps are the same.
 
     Args:
-        minutes: the minutes.
         warmup: share of the training in which the learning rate rises. After that it falls as a cosine.
         spent: seconds spent before this process.
 
     Attributes:
         spent: seconds spent when the clock was last read, those before this process included.
-        evaluation_seconds: what the last evaluation took; `None` before the first one.
+        evaluation_seconds: duration of the last evaluation; `None` before the first one.
         measured: how much an evaluation measures, by name; empty before the first one.
-        ended: minutes of the budget that ended training; 0 while it goes on.
+        ended: minutes of the budget that ended training; 0 while it continues.
     """
 
     def __init__(self, minutes: float, warmup: float = 0.05, spent: float = 0.0) -> None:
@@ -50,12 +49,7 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     @classmethod
     def resumed(cls, minutes: float, stored: Mapping[str, Any]) -> TimeBudget:
-        """Returns a budget that goes on where another one was.
-
-        Args:
-            minutes: the minutes, those before the resumption included.
-            stored: attributes of the other one; empty for a new run.
-        """
+        """Resumes a budget by its stored attributes, which are empty for a new run."""
         budget = cls(minutes)
         for name, value in stored.items():
             setattr(budget, name, value)
@@ -63,7 +57,7 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     @property
     def evaluation_limit(self) -> float:
-        """Greatest number of seconds that an evaluation takes."""
+        """Greatest number of seconds of an evaluation."""
         return _EVALUATION * 60.0 * self.minutes
 
     @property
@@ -72,12 +66,12 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     @property
     def _reserve(self) -> float:
-        """Seconds that are kept for the last evaluation and for what comes after it."""
+        """Seconds kept for the last evaluation and for what comes after it."""
         return self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
 
     @property
     def _left(self) -> float:
-        """Seconds that training may still take."""
+        """Seconds left for training."""
         return 60.0 * self.minutes - self._reserve - self.spent
 
     @property
@@ -86,24 +80,19 @@ class TimeBudget(TrainerCallback, ExportableState):
         return min(1.0, self.spent / max(self.spent + self._left, 1e-9))
 
     def scale(self) -> float:
-        """Returns the factor of the peak learning rate now."""
+        """Returns the current factor of the peak learning rate."""
         if self.progress < self.warmup:
             return max(self.progress / self.warmup, 1e-3)
         return 0.5 * (1.0 + math.cos(math.pi * (self.progress - self.warmup) / (1.0 - self.warmup)))
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Returns a scheduler that sets the learning rates of an optimizer."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
 
     def within(self, items: Iterable[Item], name: str, seconds: float) -> Iterator[Item]:
-        """Yields what an evaluation has time for: the first time until `seconds` have passed, later as many again.
+        """Yields what an evaluation has time for, at least one item.
 
-        So the figures of all evaluations are comparable. At least one item is yielded.
-
-        Args:
-            items: what could be measured.
-            name: what it is.
-            seconds: time for it.
+        The first time it yields items until `seconds` have passed, later as many again, so that the figures of all
+        evaluations are comparable. `name` identifies the items.
         """
         known, begin, done = self.measured.get(name), time.monotonic(), 0
         for item in items:

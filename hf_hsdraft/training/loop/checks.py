@@ -37,14 +37,7 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
 
 
 def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any) -> None:
-    """Raises a ValueError where a drafter cannot be trained in the way that is asked for.
-
-    Args:
-        family: the drafter's family.
-        config: the drafter's configuration.
-        target: the target.
-        args: arguments of the training.
-    """
+    """Raises a ValueError where a drafter with this configuration cannot be trained as the arguments ask."""
     _check_objective(family, config, args)
     family.check_policy(args.data_policy)
     width, wanted = family.width(config), text_config(target).hidden_size
@@ -84,7 +77,7 @@ def check_template_keeps_turns(tokenizer: Any) -> None:
 
 
 def _check_drafting(target: Any, family: TrainableFamily, input_ids: torch.Tensor) -> None:
-    """Raises a ValueError unless the target decodes with a drafter for it. The smallest possible one is tried."""
+    """Tries the smallest drafter; raises a ValueError unless the target decodes with it."""
     drafter = family.fresh(target, family.least, 1, lambda size: list(range(size))).to(target.device, target.dtype)
     kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
     kwargs |= {"input_ids": input_ids, "eos_token_id": None}
@@ -113,14 +106,13 @@ def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
 
 
 def fingerprint(target: Any) -> str:
-    """Returns a text that tells targets and dtypes apart, because answers and features of one do not fit another.
+    """Returns a digest that identifies target and dtype, because answers and features of one do not fit another.
 
-    It is a digest of some values of every weight that this process has. All processes of a sharded target have to take
-    part.
+    It covers some values of every weight of this process. All processes of a sharded target have to take part.
     """
     digest = hashlib.sha256()
     for parameter in target.parameters():
-        if parameter.is_meta or not parameter.numel():  # it is offloaded, or another process has it
+        if parameter.is_meta or not parameter.numel():  # offloaded, or in another process
             continue
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         digest.update(whole.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -129,17 +121,10 @@ def fingerprint(target: Any) -> str:
 
 
 def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
-    """Writes the settings of a run into its folder, or checks that the run was trained with these settings.
+    """Writes the settings of a run into its folder; a ValueError names those that differ from the folder's.
 
-    Before the first checkpoint all settings may change: answers and features have checks of their own.
-
-    Args:
-        out: folder of the run.
-        settings: the settings.
-        may_change: names of settings that may always change.
-
-    Raises:
-        ValueError: the folder holds a run with other settings. The message names those that differ.
+    Before the first checkpoint all settings may change, as answers and features have their own checks; settings named
+    in `may_change` always may.
     """
     path = out / _PLAN
     settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
@@ -158,15 +143,11 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
 
 @contextlib.contextmanager
 def only_run(out: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, other processes' locks too. The lock ends with the process.
-
-    Raises:
-        RuntimeError: another run is at work there.
-    """
+    """Locks a folder against other runs, until the process ends at the latest. Another run there is a RuntimeError."""
     lock = FileLock(out / _LOCK)
     try:
         lock.acquire(timeout=0)
-    except NotImplementedError:  # of a file system without locks
+    except NotImplementedError:  # a file system without locks
         pass
     except Timeout:
         raise RuntimeError(f"another run is at work in {out}: wait until it ends, or use a new --out") from None
@@ -184,12 +165,12 @@ def check_no_other_run(out: Path) -> None:
 
 
 def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
-    """Notes in a run's folder that its drafter is saved, after how many steps, and by which limits training ended."""
+    """Records that a run's drafter is saved, after how many steps, and by which limits training ended."""
     write_json(out / _FINISHED, {"steps": steps, "limits": limits})
 
 
 def is_finished(out: Path, limits: dict[str, float]) -> bool:
-    """Returns whether the run in a folder ended with these limits, or with wider ones."""
+    """Whether the run in a folder ended with these limits, or with wider ones."""
     path = out / _FINISHED
     if not path.exists():
         return False
@@ -198,9 +179,9 @@ def is_finished(out: Path, limits: dict[str, float]) -> bool:
 
 
 def last_checkpoint(out: Path) -> Path | None:
-    """Returns the newest complete checkpoint of a run; `None` if there is none.
+    """Returns the newest complete checkpoint of a run, if any.
 
-    The Trainer writes its state last. So a checkpoint is complete if its state can be read.
+    The Trainer writes its state last, so a checkpoint is complete if its state can be read.
     """
     found = [path for path in (out / "checkpoints").glob("checkpoint-*") if read_state(path)]
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
@@ -216,6 +197,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def steps_done(out: Path) -> int:
-    """Returns the number of steps at the last checkpoint in a run's folder; 0 if there is none."""
+    """Returns the number of steps at a run's last checkpoint; 0 if there is none."""
     last = last_checkpoint(out)
     return int(last.name.rsplit("-", 1)[1]) if last else 0

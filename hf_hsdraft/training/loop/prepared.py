@@ -1,4 +1,4 @@
-"""What can be said of a run before its target is loaded."""
+"""Checks of a run that need no target."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from .arguments import DrafterTrainingArguments, training_arguments
 def prepared(
     plan: TrainingPlan, arguments: Mapping[str, Any], device_type: str
 ) -> tuple[TrainingPlan, DrafterTrainingArguments]:
-    """Checks a plan and the arguments of its run, and completes both.
-
-    Args:
-        plan: the plan.
-        arguments: fields of `DrafterTrainingArguments` that differ from the defaults of the family.
-        device_type: type of the device that the drafter is trained on.
+    """Checks a plan and the arguments of its run, which differ from the family's defaults, and completes both.
 
     Raises:
         ValueError: plan and arguments do not fit together.
@@ -38,7 +33,7 @@ def prepared(
     family_for(plan).check_policy(args.data_policy)
     if args.objective in WHOLE_LOSSES:
         plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
-        family_for(plan)  # raises where such a drafter has no such fields
+        family_for(plan)  # raises for fields that such a drafter lacks
     if plan.init_from is not None:
         with loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))

@@ -1,4 +1,4 @@
-"""What a run says while it works: lines, and how far each stage of the work is.
+"""Progress reports of a run: lines, and stages of work.
 
 In a terminal an open stage is a bar. Elsewhere it is a line now and then, so that a log stays readable.
 """
@@ -23,7 +23,7 @@ EVERY = 20.0  # seconds
 
 
 class Reporter:
-    """Takes what a run says. It is called with a line; `stage` is for work that takes a while.
+    """Reports the progress of a run. It is called with a line; `stage` is for work that takes a while.
 
     Args:
         say: takes a line.
@@ -40,7 +40,7 @@ class Reporter:
 
     @classmethod
     def of(cls, report: Callable[[str], object]) -> Reporter:
-        """Returns a reporter as it is, and makes one of a function that takes lines."""
+        """Wraps a function that takes lines; a reporter is returned as it is."""
         return report if isinstance(report, Reporter) else cls(report)
 
     def __call__(self, line: str) -> None:
@@ -48,13 +48,9 @@ class Reporter:
 
     @contextlib.contextmanager
     def stage(self, name: str, unit: str, total: float | None = None, done: float = 0) -> Iterator[Stage]:
-        """Opens a stage, whose last line is said when the block ends without an error.
+        """Opens a stage, whose last line is reported when the block ends without an error.
 
-        Args:
-            name: what is done.
-            unit: what is counted.
-            total: amount of the whole; `None` if `Stage.advance` will tell.
-            done: amount that was done before, in an earlier run.
+        `total` is `None` until `Stage.start` tells it; `done` was done by an earlier run.
         """
         stage = Stage(name, unit, total, done)
         said, lock, ended = -math.inf, threading.Lock(), threading.Event()
@@ -96,11 +92,9 @@ class Stage:
         name: what is done.
         unit: what is counted.
         total: amount of the whole; `None` while it is unknown.
-        done: amount that is done.
-        note: what else there is to say.
-        advanced: whether anything was done.
-        further: seconds that will be spent on something that is not counted.
-        also: what else is left, of which it is not known how long it takes; empty for nothing.
+        note: text added to the line.
+        further: seconds that will be spent on work that is not counted.
+        also: description of further work of unknown duration; empty for none.
     """
 
     def __init__(self, name: str, unit: str, total: float | None = None, done: float = 0) -> None:
@@ -114,17 +108,17 @@ class Stage:
 
     @property
     def started(self) -> bool:
-        """Whether there is anything to say."""
+        """Whether there is anything to report."""
         return self.total is not None and (self.advanced or self.done < self.total)
 
     def start(self, total: float, done: float = 0) -> None:
-        """Tells how much there is to do, of a stage that was opened before this was known."""
+        """Sets the amount of a stage that was opened before it was known."""
         self.total, self.done, self._first = total, done, done
         self._begin = self._since = time.perf_counter()
         self.show()
 
     def advance(self, done: float, note: str | None = None) -> None:
-        """Tells how much is done, and what else there is to say; `None` leaves that as it is."""
+        """Sets how much is done, and the note unless it is `None`."""
         now = time.perf_counter()
         self._worked, self._since, self._step = self._worked + now - self._since, now, done - self.done
         self.done, self.advanced = done, True
@@ -132,11 +126,11 @@ class Stage:
         self.show()
 
     def leave_out(self, seconds: float) -> None:
-        """Takes the seconds just spent on something that is not counted out of the pace."""
+        """Excludes the seconds just spent on other work from the pace."""
         self._since += seconds
 
     def seconds_left(self) -> float | None:
-        """Returns about how long the rest takes, at the pace so far; `None` if there is no pace yet.
+        """Estimates the seconds left at the pace so far; `None` if there is no pace yet.
 
         Between two advances it falls as time passes. Where one takes longer than expected, it stays at what follows.
         """
@@ -148,7 +142,6 @@ class Stage:
         return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
 
     def line(self, ended: bool = False) -> str:
-        """Returns a line that says how far the stage is."""
         of = "" if self.total is None else f"/{_amount(self.total)}"
         text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
         left = self.seconds_left()
@@ -158,12 +151,7 @@ class Stage:
 
 
 class TrainingProgress(TrainerCallback):
-    """Tells a stage how far the Trainer is: in minutes with a time budget, in steps without one.
-
-    Args:
-        stage: the stage.
-        budget: the time budget; `None` for a run by steps.
-    """
+    """Reports to a stage how far the Trainer is: in minutes with a time budget, in steps without one."""
 
     def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
         self._stage = stage
@@ -197,7 +185,7 @@ class TrainingProgress(TrainerCallback):
             self._stage.advance(self._stage.done, ", ".join(filter(None, [self._stage.note, why])))
 
     def _expect(self, state: Any, evaluated: int) -> None:
-        """Tells the stage which evaluations are still to come, of a run that is evaluated up to some step."""
+        """Tells the stage which evaluations are still to come after step `evaluated`."""
         every = int(getattr(state, "eval_steps", 0) or 0)
         left = state.max_steps // every - evaluated // every if every else 0
         unknown = left > 0 and self._evaluation is None
@@ -210,7 +198,7 @@ class TrainingProgress(TrainerCallback):
 
 
 def training_figures(logs: dict[str, float]) -> str:
-    """Returns the figures of an entry of the training log, in words."""
+    """Formats the figures of an entry of the training log."""
     words = {
         "loss": "loss {:.3f}",
         "accuracy_1": "first depth right {:.0%}",
@@ -220,7 +208,7 @@ def training_figures(logs: dict[str, float]) -> str:
 
 
 def evaluation_figures(metrics: dict[str, float]) -> str:
-    """Returns the figures of an evaluation, in words."""
+    """Formats the figures of an evaluation."""
     words = {
         "eval_tau": "tau {:.2f}",
         "eval_loss": "held-out loss {:.3f}",
@@ -231,7 +219,7 @@ def evaluation_figures(metrics: dict[str, float]) -> str:
 
 
 def span(seconds: float) -> str:
-    """Returns a time in words, with two digits or so."""
+    """Formats a duration with about two digits."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""Makes a small language model of a target by taking layers out of it: the beginning of a drafter."""
+"""Makes a small language model by removing layers of a target: the start of a drafter."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ from ...runtime.target_limits import text_config
 from ..files import write_json
 
 RECIPE = "pruning_recipe.json"
-_TRIED = 12  # tokens that the saved model reads, to see that it is the one that was meant
+_TRIED = 12  # tokens that the saved model reads in its check
 
 
 def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLike[str], name: str = "") -> Any:
-    """Saves an ordinary model of transformers with some of a target's layers.
+    """Saves an ordinary transformers model with some of a target's layers, and returns it as loaded from the folder.
 
-    Tokenizer and generation configuration are saved beside it, and the recipe in a JSON file.
+    Tokenizer, generation configuration and recipe are saved beside it.
 
     Args:
-        target: the target, of any type whose layers stand in one list.
-        tokenizer: its tokenizer; `None` for none.
+        target: a target of any type whose layers are in one list.
         kept: ascending numbers of the layers to keep, from 0 on.
-        out: folder, which is new or empty.
+        out: new or empty folder.
         name: name of the target, for the recipe, which is published with the model; of a path, only the last part.
-
-    Returns:
-        The model, as it was loaded from the folder.
 
     Raises:
         FileExistsError: the folder holds something.
@@ -76,9 +72,9 @@ def check_empty(folder: Path) -> None:
 
 @torch.no_grad()
 def _check_saved(small: Any, folder: Path) -> None:
-    """Raises a ValueError unless the files hold the model that was saved: a type may tell its layers apart otherwise.
+    """Raises a ValueError unless the files hold the saved model.
 
-    Some types of models decide by fields that are not known here what a layer of some number is.
+    Some types decide by fields that are not known here what a layer of some number is.
     """
     what = type(small).__name__
     advice = "expected a model whose layers are told apart by its configuration's lists alone"

@@ -1,4 +1,4 @@
-"""How a drafter was trained, in the words of the log and of its card."""
+"""Describes how a drafter was trained, for the log and the card."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: Trainab
 
 
 def what_is_computed(trainer: DrafterTrainer) -> str:
-    """Returns a text that says what the loss is made of, and how many predictions are compared at a time."""
+    """Describes the terms of the loss, and how many predictions are compared at a time."""
     args, loss = trainer.args, trainer.loss
     rejected = "" if args.rejected_drafts is None else f" (rejected_drafts {args.rejected_drafts})"
     return (
@@ -52,7 +52,6 @@ def what_is_computed(trainer: DrafterTrainer) -> str:
 
 
 def _terms(args: DrafterTrainingArguments) -> str:
-    """The terms of the loss with what they weigh."""
     share = CE_SHARES.get(args.objective) if args.ce_share is None else args.ce_share
     terms = [args.objective if share is None else f"{args.objective} (ce_share {share:g})"]
     if args.cosine_weight > 0:
@@ -64,7 +63,6 @@ def _terms(args: DrafterTrainingArguments) -> str:
 
 
 def _weights(trainer: DrafterTrainer) -> str:
-    """What the predictions of each depth weigh."""
     if trainer.args.depth_weighting == "d-pace":
         return "depth weights by D-PACE"
     numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)

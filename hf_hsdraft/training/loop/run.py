@@ -84,21 +84,16 @@ _ARGUMENTS_FIXED = (
 def train(
     target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
 ) -> Any:
-    """Makes prompts and answers, trains a drafter on them, and keeps the best one by tau.
+    """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
-    A killed run goes on where it stopped: prompts, answers and features are kept, and the trainer resumes from its last
-    checkpoint. Each of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only,
-    see `load_target`. The drafter is small, and every process has all of it.
+    A killed run resumes: prompts, answers and features are kept, and the trainer resumes from its last checkpoint. Each
+    of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only, see
+    `load_target`. The drafter is small, and every process has all of it.
 
     Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
         plan: what to learn from and what to make.
         arguments: fields of `DrafterTrainingArguments` that differ from their defaults.
-        report: told of the progress: a function that takes lines, or a `Reporter`.
-
-    Returns:
-        The drafter as it was saved.
+        report: a function that takes lines, or a `Reporter`.
 
     Raises:
         ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
@@ -146,11 +141,7 @@ def train(
 def _checked_sources(
     plan: TrainingPlan, seed: int, tokenizer: Any, report: Reporter
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Returns the finished conversations and the prompts of a plan, see `read_sources`.
-
-    Raises:
-        ValueError: there are too few, or the tokenizer's template cannot render them.
-    """
+    """`read_sources`, with a ValueError if there are too few, or the tokenizer's template cannot render them."""
     bad: list[str] = []
     finished, prompts = read_sources(plan, seed, bad.append if plan.skip_bad_lines else None, report)
     for line in bad:
@@ -167,7 +158,7 @@ def _checked_sources(
 def _published_chats(
     plan: TrainingPlan, args: DrafterTrainingArguments, recipe: Mapping[str, Any]
 ) -> PublishedChats | None:
-    """The data set that this process sends chats to, made sure of; `None` if there is none."""
+    """The verified data set that this process sends chats to, if any."""
     if plan.publish_data is None or not PartialState().is_main_process:
         return None
     hub = {"token": args.hub_token, "private": args.hub_private_repo}
@@ -177,7 +168,7 @@ def _published_chats(
 def _publish(
     out: Path, chats: PublishedChats | None, repository: str, args: DrafterTrainingArguments, report: Report
 ) -> None:
-    """Sends what is to be on the Hub: the chats first, as the drafter's card names them."""
+    """Sends the chats first, as the drafter's card names them, and then the drafter."""
     if chats is not None:
         report(f"chats sent: {chats.send(out / 'data')}")
         name_data_set(out, chats.name)
@@ -197,7 +188,6 @@ def _train_on(
     conversations: Sequence[Conversation],
     report: Reporter,
 ) -> None:
-    """Trains a drafter on some conversations and saves it."""
     out, state = Path(plan.out), PartialState()
     pairs = _tokenized(tokenizer, plan, in_order(conversations, args.seed), report)
     tokenized = [pair[1] for pair in pairs]
@@ -249,11 +239,7 @@ def _train_on(
 def _tokenized(
     tokenizer: Any, plan: TrainingPlan, conversations: Sequence[Conversation], report: Reporter
 ) -> list[tuple[Conversation, TokenizedConversation]]:
-    """Returns the conversations that hold something to learn, each with its tokens.
-
-    Raises:
-        ValueError: too few are left.
-    """
+    """Returns the conversations with something to learn, each with its tokens; a ValueError if too few are left."""
     pairs = []
     with report.stage("tokenizing", "conversations", len(conversations)) as stage:
         for chat in conversations:
@@ -289,7 +275,7 @@ def _drafter_to_train(
     if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
         start = family.with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
-    torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
+    torch.manual_seed(args.seed)  # answering has advanced the RNG differently in each process
     return start or fresh_drafter(family, target, tokenizer, tokenized, plan, report)
 
 
@@ -302,7 +288,7 @@ def _cached_taps(
     identity: str,
     report: Reporter,
 ) -> Any:
-    """Returns the features of conversations of so many tokens, which this process has written its share of."""
+    """Returns the features of all conversations, after this process has written its share."""
     state = PartialState()
     size = feature_bytes(tokens, len(taps), target.config.get_text_config().hidden_size)
     report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
@@ -320,13 +306,7 @@ def _cached_taps(
 
 
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
-    """Takes the steps that are left, and loads the best drafter.
-
-    Args:
-        trainer: the trainer.
-        last: the checkpoint that it goes on from; `None` for none.
-        report: told of the progress.
-    """
+    """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
     if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
@@ -341,12 +321,12 @@ def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None
     if best:
         report(f"best {args.metric_for_best_model} {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
     if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
-        # The last figures are to be those of the saved drafter.
+        # The last figures must be the saved drafter's.
         trainer.show(int(best.rsplit("-", 1)[1]) if best else trainer.state.global_step)
 
 
 def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
-    """Returns the limits that end training, by name. With a wider limit a finished run goes on."""
+    """The limits that end training, by name. With a wider limit a finished run continues."""
     if args.max_minutes is not None:
         limits = {"max_minutes": args.max_minutes}
     elif args.max_steps > 0:
@@ -359,10 +339,10 @@ def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
 
 
 def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
-    """Returns whether training had taken its last step before it was interrupted."""
+    """Whether training had taken its last step before it was interrupted."""
     state = read_state(last)
     if args.max_minutes is not None:
-        clock = _clock(last)  # earlier versions trained until the time was over, and noted no end
+        clock = _clock(last)  # earlier versions trained until the time was over, and recorded no end
         return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= args.max_minutes
     if args.max_steps > 0:
         return bool(state["global_step"] >= args.max_steps)
@@ -370,7 +350,7 @@ def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
 
 
 def _clock(last: Path) -> dict[str, Any]:
-    """Returns what a checkpoint says of its time budget; nothing for a run by steps."""
+    """Returns a checkpoint's time budget; empty for a run by steps."""
     clock: dict[str, Any] = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
     return clock
 
@@ -386,7 +366,7 @@ def _tau_prompts(
     plan: TrainingPlan,
     args: DrafterTrainingArguments,
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns inputs for the first user messages of held-out chats, as far as they leave room for an answer."""
+    """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     asked = [text for chat in chats for text in [_first_user_message(chat)] if text is not None]
     encoded = [encode_prompt(tokenizer, text, target.device) for text in asked[: plan.eval_prompts]]
@@ -421,7 +401,7 @@ def _save(
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **training_recipe(trainer, plan, family)}}
-    recipe["target"] = trainer.drafter.config.target_name  # the config.json of a language model does not name it
+    recipe["target"] = trainer.drafter.config.target_name  # a language model's config.json does not name it
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
@@ -449,7 +429,7 @@ def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments)
     )
     told = asdict(plan)
     for name in () if plan.invents else ("kinds", "openings"):
-        del told[name]  # they decide nothing
+        del told[name]  # without effect on the result
     return {
         **told,
         "prompts": [Path(name).name for name in plan.prompts],
@@ -466,7 +446,7 @@ def _callbacks(args: DrafterTrainingArguments) -> list[Any]:
 
 
 def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | None:
-    """Returns the clock of a run, which has counted the time before the last checkpoint; `None` for a run by steps."""
+    """The clock of a run, with the time before its last checkpoint; `None` for a run by steps."""
     if args.max_minutes is None:
         return None
     return TimeBudget.resumed(args.max_minutes, {} if last is None else _clock(last))
@@ -477,4 +457,4 @@ def _first_user_message(chat: Conversation) -> str | None:
 
 
 def _silent(_: str) -> None:
-    """Takes the reports of all processes but the first, and drops them."""
+    """Drops the reports of all processes but the first."""

@@ -14,15 +14,7 @@ from ..families.family import TrainableFamily
 def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, plan: TrainingPlan) -> Any:
     """Loads the drafter to start from; returns `None` if the plan names none.
 
-    Args:
-        family: the family that the plan names.
-        target: the target.
-        tokenizer: the target's tokenizer.
-        plan: the plan of the run.
-
-    Raises:
-        ValueError: it was made for another target or tokenizer, is of another family, or does not have the sizes that
-            the plan asks for.
+    One for another target or tokenizer, of another family, or without the sizes that the plan asks for is a ValueError.
     """
     if plan.init_from is None:
         return None
@@ -49,16 +41,7 @@ def fresh_drafter(
     plan: TrainingPlan,
     report: Report,
 ) -> Any:
-    """Returns a drafter with random weights.
-
-    Args:
-        family: its family.
-        target: the target.
-        tokenizer: the target's tokenizer.
-        tokenized: the conversations that it will learn from.
-        plan: the plan of the run.
-        report: told of the draft vocabulary.
-    """
+    """Returns a fresh drafter, whose draft vocabulary is chosen by the conversations `tokenized`."""
 
     def choose(size: int) -> list[int]:
         return draft_vocabulary(target, tokenizer, tokenized, size, report)

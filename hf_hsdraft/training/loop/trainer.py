@@ -54,7 +54,7 @@ class TrainingDiverged(RuntimeError):
 
 
 def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
-    """Returns the conversations of a step as they are. They are packed later, where the target can make features."""
+    """Returns the conversations of a step as they are: they are packed where the target can make features."""
     return {"conversations": list(conversations)}
 
 
@@ -63,11 +63,10 @@ class DrafterTrainer(Trainer):
 
     Args:
         model: a drafter of a family that can be trained, or a PEFT model of one.
-        args: arguments of the training.
-        target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
+        target: makes features that are not on disk, labels for drafted tokens, and the texts for tau.
         tau_prompts: inputs of `generate()` for measuring tau.
         budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
-        report: told how far evaluations are; `None` to say nothing, and to leave what is printed to the Trainer.
+        report: reports how far evaluations are; `None` to report nothing, and to leave printing to the Trainer.
         kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
             computed in every step.
     """
@@ -94,7 +93,7 @@ class DrafterTrainer(Trainer):
         check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
-        # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
+        # The frozen head has the products' dtype: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
         self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
@@ -102,7 +101,7 @@ class DrafterTrainer(Trainer):
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
             _recompute_layers(drafter)
-            args.activation_checkpointing = False  # the Trainer's own works for layers that are called as modules only
+            args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
             super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
@@ -114,7 +113,7 @@ class DrafterTrainer(Trainer):
         self._recent: LossParts | None = None
         self._tokens, self._since = 0, time.perf_counter()
         self.calibration: Calibration | None = None
-        self.held_out = (0, 0)  # numbers of conversations and of prompts that the last evaluation measured
+        self.held_out = (0, 0)  # conversations and prompts that the last evaluation measured
 
     @property
     def drafter(self) -> Any:
@@ -151,7 +150,7 @@ class DrafterTrainer(Trainer):
         chains, labels = self._chains(drafter, pack, seeds)
         count = labels.count
         if model.training and self.accelerator.num_processes > 1:
-            # Gradients are averaged over all processes. With the average count they are those of one large batch.
+            # Gradients are averaged over all processes. The average count makes them equal to one large batch's.
             count = self.accelerator.reduce(count.float(), reduction="mean")
         weight = (
             args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
@@ -235,7 +234,7 @@ class DrafterTrainer(Trainer):
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
             calibration = Calibration.of(parts, len(parts[0].count))
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
-            # All processes decide by the same numbers which checkpoint is the best, and when to stop.
+            # All processes must choose the same best checkpoint, and stop at the same step.
             [metrics] = broadcast_object_list([metrics])
             note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
             if (measured := sum(self.held_out)) < everything:
@@ -277,7 +276,7 @@ class DrafterTrainer(Trainer):
         return metrics
 
     def show(self, step: int) -> None:
-        """Makes the figures of a checkpoint, which is loaded, the last ones of the log."""
+        """Makes the figures of the loaded checkpoint the last ones of the log."""
         if step in self._figures:
             metrics, self.calibration = self._figures[step]
             self.log(dict(metrics))
@@ -285,10 +284,9 @@ class DrafterTrainer(Trainer):
             self.evaluate()
 
     def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
-        """Returns how far training is from decoding: the greatest total variation of all depths.
+        """Returns the greatest total variation between training and decoding over all depths.
 
-        Raises:
-            ParityError: they are further apart than rounding explains. Such training would never improve tau.
+        A `ParityError` is raised if it is more than rounding explains: such training would never improve tau.
         """
         ids = [prompt["input_ids"] for prompt in prompts]
         report = parity(self.snapshot(), self.target, ids, self.args.eval_new_tokens, labels_of=true_labels)
@@ -297,9 +295,9 @@ class DrafterTrainer(Trainer):
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
     def _decode(self, prompts: Iterable[dict[str, torch.Tensor]]) -> Iterator[DraftStatistics]:
-        drafter = copy.copy(self.snapshot())  # shares the weights, and gets options of its own
+        drafter = copy.copy(self.snapshot())  # shares the weights, not the options
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
-        drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
+        drafter.generation_config.ngram_length = 0  # tau must not depend on repetitions in the texts
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
         leave_folder(drafter)  # nor on what is not trained here
         for prompt in prompts:
@@ -312,7 +310,7 @@ class DrafterTrainer(Trainer):
             ).statistics
 
     def restore(self, checkpoint: Path) -> None:
-        """Takes over the state of a run that ended at a checkpoint, and its best or last weights."""
+        """Restores the state of a run that ended at a checkpoint, and its best or last weights."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
             self.state.best_model_checkpoint = str(checkpoint)
@@ -321,8 +319,7 @@ class DrafterTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Loads the best checkpoint from the folder of the run, which may have been moved since.
 
-        Raises:
-            FileNotFoundError: it is gone. The Trainer itself would only warn, and keep its weights.
+        A missing one is a FileNotFoundError; the Trainer itself would only warn, and keep its weights.
         """
         best = Path(self.args.output_dir) / Path(str(self.state.best_model_checkpoint)).name
         if not best.is_dir():
@@ -340,7 +337,6 @@ class DrafterTrainer(Trainer):
 
 
 def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor) -> Any:
-    """Returns the loss that the arguments name."""
     on_cpu = drafter.device.type == "cpu"
     if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
@@ -359,14 +355,14 @@ def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, 
 
 
 def _recompute_layers(drafter: Any) -> None:
-    """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
+    """Lets the backward recompute the trunk's layers, which would take most of a step's memory for long packs."""
     for layer in family_of(drafter).layers(drafter):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 @contextlib.contextmanager
 def _without_frozen_config(drafter: Any) -> Iterator[None]:
-    """Hides a configuration that is a dataclass from the Trainer, which would set `use_cache` in any that it finds."""
+    """Hides a dataclass configuration from the Trainer, which would set `use_cache` in it."""
     config = drafter.config
     if is_dataclass(config):
         drafter.config = None

@@ -1,4 +1,4 @@
-"""Tokens of chains as further rows of a forward: behind the texts of a pack, each sees its text and its own chain."""
+"""Tokens of chains as further rows of a forward: behind the texts of a pack, each sees its text and its chain."""
 
 from __future__ import annotations
 

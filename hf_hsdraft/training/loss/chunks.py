@@ -1,4 +1,4 @@
-"""Sums over many rows that keep the intermediate results of a few rows only."""
+"""Sums over many rows, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def sum_over_chunks(
             rows.
         rows: tensors `[N, ...]`, which are split in the same way.
         parameters: other tensors that the loss depends on and that need gradients.
-        rows_per_chunk: number of rows of a chunk.
 
     Returns:
         The summed loss and the values `[N, ...]`.

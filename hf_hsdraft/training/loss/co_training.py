@@ -1,4 +1,4 @@
-"""Trains a drafter beside its target: while the target learns from its own texts, the drafter learns from them too."""
+"""Trains a drafter beside its target: while the target learns from its roll-outs, the drafter learns from them too."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .objectives import OBJECTIVES
 class CoTraining(TrainerCallback):
     """Updates a drafter on the roll-outs of GRPO or a similar training, every few steps of it.
 
-    The target is read as it is at that step: its hidden states, embeddings and output rows are taken anew. It gets no
-    gradients, and its mode and random numbers stay as they are. The roll-outs come from a reward function that
-    `recording` has wrapped. Each process updates its own drafter; use it in one process, or drafters become different.
+    Each update uses the target's current hidden states, embeddings and output rows. The target gets no gradients, and
+    its mode and the RNG are restored. The roll-outs come from a reward function that `recording` has wrapped. Each
+    process updates its own drafter; use it in one process, or the drafters diverge.
 
     Args:
         target: the trained model, without wrappers other than PEFT's.
-        drafter: its drafter in float32, of a family that can be trained; usually the one that is attached.
+        drafter: its drafter in float32, of a family that can be trained; usually the attached one.
         tokenizer: the target's tokenizer, for the prompts.
-        every: number of training steps from one update to the next.
-        passes: how often an update goes through the roll-outs.
-        learning_rate: of AdamW, whose state is kept from update to update.
+        every: number of training steps between updates.
+        passes: number of passes of an update over its roll-outs.
+        learning_rate: of AdamW, whose state is kept between updates.
         batch_size: number of roll-outs of a gradient step.
         objective: name in `objectives.OBJECTIVES`.
         depth_decay: depth d weighs `depth_decay ** d`.
@@ -84,11 +84,7 @@ class CoTraining(TrainerCallback):
     def recording(self, reward: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a reward function of TRL keep the roll-outs of training steps for the next update.
 
-        Args:
-            reward: a reward function. One of several is enough.
-
-        Returns:
-            a function with the same name and the same rewards.
+        The returned function has the same name and the same rewards. It is enough to wrap one of several.
 
         Raises:
             TypeError: this is no plain function, but a reward model, a name of one, or an async function.
@@ -98,7 +94,7 @@ class CoTraining(TrainerCallback):
 
         @functools.wraps(reward)
         def recorded(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> Any:
-            if self.target.training:  # else it is an evaluation
+            if self.target.training:  # not an evaluation
                 for prompt, completion in zip(prompts, completion_ids, strict=True):
                     self.add(self._prompt_ids(prompt), completion)
             return reward(prompts=prompts, completion_ids=completion_ids, **kwargs)
@@ -106,12 +102,7 @@ class CoTraining(TrainerCallback):
         return recorded
 
     def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> None:
-        """Keeps a roll-out for the next update.
-
-        Args:
-            prompt_ids: token ids of the prompt, as the target read it.
-            completion_ids: token ids that the target wrote.
-        """
+        """Keeps a roll-out, the token ids of prompt and completion, for the next update."""
         answer = [False] * len(prompt_ids) + [True] * len(completion_ids)
         if len(answer) > 2 and any(answer[2:]):  # a chain predicts x_2 at the earliest
             ids = torch.tensor([*prompt_ids, *completion_ids])
@@ -122,10 +113,7 @@ class CoTraining(TrainerCallback):
             self.update()
 
     def update(self) -> float:
-        """Trains the drafter on the roll-outs that were kept, and forgets them.
-
-        Returns:
-            the mean loss of the gradient steps, in nats.
+        """Trains the drafter on the kept roll-outs and drops them; returns the mean loss of the gradient steps in nats.
 
         Raises:
             ValueError: no roll-outs were kept.
@@ -152,7 +140,7 @@ class CoTraining(TrainerCallback):
         return self.losses[-1]
 
     def _loss(self) -> tuple[TargetWeights, ChainLoss]:
-        """What the drafter borrows of the target as it is now, and the loss with it."""
+        """What the drafter borrows of the target now, and the loss with it."""
         embedding, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
         device = self.drafter.device
         with torch.no_grad():
@@ -189,7 +177,7 @@ class CoTraining(TrainerCallback):
 
 @contextlib.contextmanager
 def _evaluating(target: Any) -> Iterator[None]:
-    """Inside, a model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
+    """Puts a model into evaluation mode, and restores the mode of each of its modules afterwards."""
     training = [module for module in target.modules() if module.training]
     target.eval()
     try:

@@ -1,4 +1,8 @@
-"""How much each prediction of a chain counts in the loss: coefficients `[S, K]` for S chains of K depths."""
+"""Weights of predictions in the loss: coefficients `[S, K]` for S chains of K depths.
+
+Arguments: `weights` of depths, `[K]`, or of predictions, `[S, K]`; `valid` `[S, K]`, bool, True where the loss counts a
+prediction; `count` `[K]`, number of predictions at each depth.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,15 @@ _FLOOR = 0.5
 
 
 def mean_of_depths(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns coefficients by which the loss is the weighted mean, over the depths, of the mean of each depth.
+    """Returns coefficients that make the loss the weighted mean, over the depths, of the mean of each depth.
 
-    Args:
-        weights: `[K]`, weight of each depth. They are divided by their sum.
-        valid: `[S, K]`, bool, True where the loss counts a prediction.
-        count: `[K]`, number of predictions at each depth.
+    `weights` `[K]` are divided by their sum.
     """
     return valid * (weights / weights.sum() / count.clamp(min=1))
 
 
 def mean_of_predictions(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns coefficients by which the loss is the sum of weighted predictions, divided by the number of predictions.
-
-    Args:
-        weights: `[K]` or `[S, K]`, weight of each prediction.
-        valid: `[S, K]`, bool, True where the loss counts a prediction.
-        count: `[K]`, number of predictions at each depth.
-    """
+    """Returns coefficients that make the loss the sum of weighted predictions, divided by the number of predictions."""
     return valid * (weights / count.sum().clamp(min=1))
 
 
@@ -39,7 +34,6 @@ def d_pace(probabilities: torch.Tensor, valid: torch.Tensor, floor: float = _FLO
 
     Args:
         probabilities: `[S, K]`, the drafter's probability q_j(y_j) of each label. They need no gradients.
-        valid: `[S, K]`, bool, True where a prediction has a label.
         floor: between 0 and 1. It keeps the weights of deep predictions up while the drafter is still bad.
 
     Returns:

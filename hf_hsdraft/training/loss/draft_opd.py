@@ -1,12 +1,12 @@
 """Training on the blocks that drafting meets (Draft-OPD): chains start where the target rejected a draft.
 
-Speculative decoding emits the target's own text. So along a text that the target wrote, its rounds can be replayed
-without generating: a draft is accepted for as long as it agrees with the text, and the next round starts behind the
-token at which it differs. This is exact for greedy texts, and for sampled ones under verification that follows the
-target's own draws. The drafts are chains of first choices of the drafter as it is at that step, not trees.
+Speculative decoding emits the target's own text, so along a text that the target wrote its rounds can be replayed
+without generating: a draft is accepted while it agrees with the text, and the next round starts behind the token at
+which it differs. This is exact for greedy texts, and for sampled ones under verification that follows the target's own
+draws. The drafts are chains of first choices of the current drafter, not trees.
 
 The loss has two streams. Stream A: the emitted tokens of each round, by the objective of the training. Stream B: the
-rejected drafts of the round, by `rejected_draft`. Their sum is divided by the number of emitted tokens and the sum of
+rejected drafts of the round, by `rejected_draft`. Their sum is divided by the number of emitted tokens plus the sum of
 the weights of stream B.
 """
 
@@ -27,7 +27,7 @@ _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its dept
 
 @dataclass(frozen=True)
 class Replay:
-    """What drafting along the texts of a pack comes to, for a chain at every position at which one may start.
+    """Replayed rounds of a pack, with a chain at every position at which one may start.
 
     Attributes:
         anchors: `[A]`, int64, ascending, positions i of the chains at which a round starts. Its root is x_{i+1}.
@@ -42,13 +42,9 @@ class Replay:
 
 @torch.no_grad()
 def replay(drafter: Any, weights: TargetWeights, pack: Pack, rows: int | None = None) -> Replay:
-    """Drafts along the texts of a pack, as rounds of decoding would.
+    """Drafts along the texts of a pack, which the target wrote, as rounds of decoding would.
 
-    Args:
-        drafter: the drafter.
-        weights: weights that the drafter borrows from its target.
-        pack: the pack, with texts that the target wrote.
-        rows: number of predictions whose logits are computed at a time; `None` for those of all chains.
+    `rows` is the number of predictions whose logits are computed at a time; `None` for all chains'.
     """
     steps, starts = drafter.num_draft_steps, chain_starts(pack)
     columns = starts.new_zeros(len(pack.input_ids), steps)
@@ -72,7 +68,7 @@ def _rounds(starts: list[int], answer: list[bool], accepted: list[int]) -> list[
     """Returns where rounds start, answer by answer. The target itself writes the first token of each."""
     anchors = []
     for _, group in itertools.groupby(enumerate(starts), key=lambda pair: pair[1] - pair[0]):
-        run = [start for _, start in group]  # one answer: positions that follow each other
+        run = [start for _, start in group]  # one answer: consecutive positions
         start = run[0] if answer[run[0] + 1] else run[0] + 1
         while start <= run[-1]:
             anchors.append(start)
@@ -89,13 +85,9 @@ def two_streams(
     labels: ChainLabels,
     rejected_drafts: int = 1,
 ) -> ChainLabels:
-    """Returns labels by which chains learn from what they emitted and from what was rejected of them.
+    """Returns labels for chains to learn from what they emitted and from what was rejected.
 
     Args:
-        replayed: what the chains drafted.
-        target: the target.
-        weights: weights that the drafter borrows from it.
-        pack: the pack.
         chains: the chains, at some of the anchors.
         labels: labels by the text. They are kept up to the token at which a draft was rejected.
         rejected_drafts: greatest number of rejected drafts of a round that stream B counts. The draft at depth d, which

@@ -1,4 +1,4 @@
-"""The training loss, which compares every draft depth with the target's own distribution.
+"""The training loss, which compares every draft depth with the target's distribution.
 
 Depth d of the chain at position i predicts x_{i+2+d}. It is given the tokens up to its parent x_{i+1+d}. Logits exist
 only for a chunk of predictions at a time.
@@ -23,8 +23,8 @@ from .depth_weights import d_pace, mean_of_depths, mean_of_predictions
 from .objectives import Objective, hard_labels, rejected_draft
 from .predictions import Predictions
 
-# Takes logits of drafter and target, `[N, V']` each, and the places of their predictions, `[N]`. Returns a sum over
-# them and a detached value of each.
+# Takes logits of drafter and target, `[N, V']`, and the places of their predictions, `[N]`. Returns a sum over them and
+# a detached value of each.
 Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
@@ -52,12 +52,7 @@ class Pack:
 
     @classmethod
     def of(cls, conversations: Sequence[Features], pad_to_multiple_of: int = 1) -> Pack:
-        """Packs conversations.
-
-        Args:
-            conversations: features of each conversation.
-            pad_to_multiple_of: T becomes a multiple of this. A backend can use its kernels again for the same shape.
-        """
+        """Packs conversations, padded to a multiple of `pad_to_multiple_of` tokens: a backend can reuse its kernels."""
         lengths = [len(features.input_ids) for features in conversations]
         padding = -sum(lengths) % pad_to_multiple_of
 
@@ -87,8 +82,8 @@ class Chains:
     Attributes:
         starts: `[S]`, int64, position i of each chain in the pack.
         num_rolled: number R of chains, the first ones, that are followed beyond the first depth. Deeper depths matter
-            less and cost as much, so it is better to follow only some chains.
-        real: `[S]`, bool, False for chains that only fill the shape up.
+            less and cost as much, so only some chains are followed.
+        real: `[S]`, bool, False for chains that only pad the shape.
     """
 
     starts: torch.Tensor
@@ -118,11 +113,11 @@ class ChainLabels:
         teacher: `[U, D]`, final hidden states of the target.
         rows: `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token.
         valid: `[S, K]`, bool, True where the loss counts the prediction.
-        count: `[K]`, number by which the loss of a depth is divided. All processes of a step use the same.
+        count: `[K]`, divisor of the loss of each depth, the same in all processes of a step.
         regression: weight of the hidden-state regression in this step.
         measured: whether confidence and accuracy of the first choice are measured too.
-        rejected: drafts that the loss also counts, by `rejected_draft`; `None` for none. With them or with weights
-            that differ from chain to chain, the loss is divided by the sum of `count`.
+        rejected: drafts that the loss also counts, by `rejected_draft`; `None` for none. With them or with weights that
+            differ from chain to chain, the loss is divided by the sum of `count`.
     """
 
     tokens: torch.Tensor
@@ -147,9 +142,10 @@ class LossParts:
         count: `[K]`, number of predictions at each depth.
         regression: scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no
             weight.
-        confidence: `[N]`, probability of each prediction's first choice; empty where it is not measured.
-        right: `[N]`, 1 where that choice is the target's; empty where it is not measured.
-        depth: `[N]`, depth of each prediction; empty where nothing is measured.
+        confidence: `[N]`, probability of each prediction's first choice. It is empty, as `right` and `depth` are, where
+            nothing is measured.
+        right: `[N]`, 1 where that choice is the target's.
+        depth: `[N]`, depth of each prediction.
     """
 
     loss: torch.Tensor
@@ -178,14 +174,12 @@ def sample_chains(
 ) -> Chains:
     """Draws chain starts from every conversation of a pack.
 
-    The draws from a conversation depend on its seed alone, not on the rest of the pack. So two processes with half of
+    The draws from a conversation depend on its seed alone, not on the rest of the pack, so two processes with half of
     the pack each learn from the same chains as one process with all of it.
 
     Args:
-        pack: the pack.
         per_conversation: greatest number of chains of a conversation.
         rolled_fraction: share of them that is followed beyond the first depth.
-        seeds: seed of each conversation.
         pad_to_multiple_of: the number of rolled chains and the number of others become multiples of this.
         starts: `[A]`, int64, positions that are drawn from; `None` for all `chain_starts`.
     """
@@ -202,7 +196,7 @@ def sample_chains(
         short.append(own[cut:])
     parts = [torch.cat(rolled), torch.cat(short)]
     padding = [-len(part) % pad_to_multiple_of for part in parts]
-    if not len(parts[0]):  # there is nothing to learn here, but other processes of the step wait for gradients
+    if not len(parts[0]):  # nothing to learn here, but other processes of the step wait for gradients
         padding[0] = pad_to_multiple_of
     padded = [F.pad(part, (0, extra), value=-1) for part, extra in zip(parts, padding, strict=True)]
     every = torch.cat(padded).to(pack.input_ids.device)
@@ -229,15 +223,10 @@ def unroll(
     tokens: torch.Tensor,
     labels: ChainLabels | None = None,
 ) -> Any:
-    """Runs the forward of training over some chains of a pack.
+    """Runs the forward of training over some chains of a pack, with the loss if there are labels.
 
-    Args:
-        model: a drafter, or what training has wrapped around it.
-        predictions: what the drafter predicts.
-        pack: the pack.
-        chains: the chains.
-        tokens: `[S, K]`, int64, the parents. A drafter whose states know no tokens does not look at them.
-        labels: labels of the loss; `None` for no loss.
+    `model` is a drafter, or what training has wrapped around it. `tokens` are the parents, `[S, K]`, int64; a drafter
+    whose states know no tokens ignores them.
     """
     return model(
         taps=pack.taps,
@@ -253,7 +242,7 @@ def unroll(
 
 @dataclass(frozen=True)
 class ChainLoss:
-    """The loss. It is the drafter's `loss_function`, which is called inside the drafter's forward.
+    """The drafter's `loss_function`, which is called inside its forward.
 
     Args:
         weights: weights that the drafter borrows from its target.
@@ -264,8 +253,8 @@ class ChainLoss:
         chunk_logits: number of logits that are computed at a time, for drafter and target each; at most twice as many
             of the target are held.
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
-        d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
-            takes another product by the drafter's head and one by the target's for each prediction, without gradients.
+        d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more without
+            gradients, which takes another product with the drafter's head and the target's for each prediction.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
         by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, and
             where drafts were rejected.
@@ -298,7 +287,7 @@ class ChainLoss:
         place = torch.cat(_places(hidden_states))
         weights, rejected = torch.tensor(list(self.depth_weights), device=device), labels.rejected
         assert len(weights) == steps, "one weight a depth"
-        if self.d_pace and torch.is_grad_enabled():  # nobody reads the loss of an evaluation
+        if self.d_pace and torch.is_grad_enabled():  # the loss of an evaluation is not used
             weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
         by_prediction = self.by_prediction or self.d_pace or rejected is not None
         mean = mean_of_predictions if by_prediction else mean_of_depths
@@ -340,7 +329,7 @@ class ChainLoss:
         labels: ChainLabels,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sum of what `score` makes of all predictions, and its values, depth by depth."""
+        """Sums `score` over all predictions, depth by depth; returns the sum and its values."""
         device, rows = hidden_states[0].device, labels.rows.flatten()
 
         def compare(
@@ -357,12 +346,12 @@ class ChainLoss:
                 return score(logits.float(), teacher.float(), place)
 
         total, values, places = torch.zeros((), device=device), list[torch.Tensor](), _places(hidden_states)
-        # Depths at which logits need nothing of the paths are compared apart from the others.
+        # Depths whose logits do not depend on the paths are compared apart from the others.
         for told, depths in itertools.groupby(range(len(hidden_states)), key=lambda depth: states[depth] is not None):
             alike = list(depths)
             columns: list[Any] = [hidden_states, places, *([states] if told else [])]
             parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
-            # Predictions of the same token stand side by side, so that the target's logits are computed once.
+            # Predictions of the same token are adjacent, so that the target's logits are computed once.
             order = rows[parts[1]].argsort()
             more, further = sum_over_chunks(
                 compare, [part[order] for part in parts], predictions.parameters, self.rows_per_chunk
@@ -387,9 +376,9 @@ def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _label_probabilities(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
-    """Returns `[S, K]`, the drafter's probabilities of what `hard_labels` takes for right; 1 where it predicts nothing.
+    """Returns `[S, K]`, the drafter's probabilities of the labels of `hard_labels`; 1 where it predicts nothing.
 
-    The weights of a chain's first depth need those of the last, so all logits are computed once more beforehand.
+    The weights of a chain's first depth need the last depth's, so all logits are computed once more beforehand.
     """
 
     def score(logits: torch.Tensor, teacher: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -424,15 +413,12 @@ def loss_parts(
     regression: torch.Tensor,
     measured: bool,
 ) -> LossParts:
-    """Returns the loss with what was measured of each prediction.
+    """Returns the loss with what was measured of each prediction, see `LossParts`.
 
     Args:
-        loss: scalar.
         statistics: `[N, 3]`, of each prediction the divergence, the confidence of its first choice, and 1 where that is
             the target's.
         depth: `[N]`, int64, depths of the predictions.
-        steps: number K of depths.
-        regression: scalar, see `LossParts`.
         measured: whether confidence and accuracy were measured.
     """
     count = torch.bincount(depth, minlength=steps)

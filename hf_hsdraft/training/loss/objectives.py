@@ -4,7 +4,7 @@ Each takes logits of the drafter and of the target over the draft vocabulary, bo
 each row, `[N]`, in nats. All but `hard_labels`, `ce_tv` and `kl_ce` are zero exactly where both distributions are
 equal.
 
-The divergences are those of DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
+The divergences are from DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
 sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` defines.
 """
 
@@ -23,7 +23,7 @@ from ...core.methods import Registry
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-CE_SHARES = {"ce_tv": 0.1, "kl_ce": 0.5}  # share of the cross-entropy where nobody says otherwise
+CE_SHARES = {"ce_tv": 0.1, "kl_ce": 0.5}  # default shares of the cross-entropy
 _LK_DECAY = 3.0
 
 
@@ -38,7 +38,7 @@ def reverse_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def jensen_shannon(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The mean of the divergences of both distributions from their even mixture; at most log 2."""
+    """Mean divergence of both distributions from their even mixture; at most log 2."""
     log_p, log_q = teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     log_mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return (_kl(log_p, log_mixture) + _kl(log_q, log_mixture)) / 2
@@ -57,26 +57,14 @@ def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["ce_tv"]) -> torch.Tensor:
     """`ce_share` of `hard_labels` and the rest of `total_variation` (the loss of DSpark).
 
-    The parts are those of the package speculators: the cross-entropy is with the target's first choice, and the total
-    variation is half the L1 distance. DeepSpec takes the cross-entropy with the text's token and the whole L1 distance:
-    its second part weighs twice as much at the same share.
-
-    Args:
-        logits: `[N, V']`, of the drafter.
-        teacher: `[N, V']`, of the target.
-        ce_share: share of the cross-entropy, 0 to 1.
+    The parts follow the package speculators. DeepSpec takes the cross-entropy with the text's token and the whole L1
+    distance, not half of it: its second part weighs twice as much at the same share.
     """
     return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
 
 
 def kl_ce(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["kl_ce"]) -> torch.Tensor:
-    """`ce_share` of `hard_labels` and the rest of `forward_kl`: two of the three parts of FastVLM's loss.
-
-    Args:
-        logits: `[N, V']`, of the drafter.
-        teacher: `[N, V']`, of the target.
-        ce_share: share of the cross-entropy, 0 to 1.
-    """
+    """`ce_share` of `hard_labels` and the rest of `forward_kl`: two of the three parts of FastVLM's loss."""
     return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * forward_kl(logits, teacher)
 
 
@@ -100,11 +88,8 @@ def lk_hybrid(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Returns log alpha `[N]`: rejection sampling accepts a token drawn from q with probability alpha.
 
-    It is summed in logarithms, so that it is finite where p and q hardly overlap.
-
-    Args:
-        log_p: `[N, V']`, log-probabilities of the target within the draft vocabulary.
-        log_q: `[N, V']`, of the drafter.
+    It is summed in logarithms, so that it is finite where p and q hardly overlap. `log_p` and `log_q`, `[N, V']`, are
+    log-probabilities of target and drafter within the draft vocabulary.
     """
     return torch.minimum(log_p, log_q).logsumexp(dim=-1)
 
@@ -113,12 +98,7 @@ def rejected_draft(logits: torch.Tensor, teacher: torch.Tensor, drafted: torch.T
     """KL(drafter | target), estimated by one drafted token: exp(r) - r - 1 with r = log p - log q (Draft-OPD).
 
     Its gradient lowers q where the target finds the token less probable than the drafter does. It is at most V' large
-    for a first choice of the drafter, as q is 1 / V' or more.
-
-    Args:
-        logits: `[N, V']`, of the drafter.
-        teacher: `[N, V']`, of the target.
-        drafted: `[N]`, int64, columns of the drafted tokens.
+    for a first choice of the drafter, as q is 1 / V' or more. `drafted` `[N]` holds the columns of the drafted tokens.
     """
     ratio = F.cross_entropy(logits, drafted, reduction="none") - F.cross_entropy(teacher, drafted, reduction="none")
     return ratio.exp() - ratio - 1
@@ -139,10 +119,10 @@ OBJECTIVES: dict[str, Objective] = {
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """An objective of a method that compares all depths of a chain at once, for drafters that learn by no other.
+    """A method's objective that compares all depths of a chain at once, for drafters that learn by no other.
 
     Attributes:
-        fields: what the configuration of such a drafter says.
+        fields: configuration fields of such a drafter.
         check: raises a ValueError where such a configuration and training arguments do not go together.
         made: makes the drafter's `loss_function`, of training arguments, drafter, the weights that it borrows, the
             target's output rows of the draft vocabulary, and the number of logits to compute at a time.
@@ -157,14 +137,9 @@ WHOLE_LOSSES: Registry[WholeLoss] = Registry("objective")
 
 
 def objective_of(name: str, ce_share: float | None = None) -> Objective:
-    """Returns an objective by its name.
+    """Returns an objective by its name in `OBJECTIVES`.
 
-    Args:
-        name: a name in `OBJECTIVES`.
-        ce_share: see `ce_tv` and `kl_ce`; `None` for the objective as it is.
-
-    Raises:
-        ValueError: another objective than `ce_tv` and `kl_ce` is to have a `ce_share`, or it is out of range.
+    A `ce_share` out of range, or for another objective than `ce_tv` and `kl_ce`, is a ValueError.
     """
     if ce_share is None:
         return OBJECTIVES[name]

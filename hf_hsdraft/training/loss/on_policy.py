@@ -25,20 +25,11 @@ def drafted_labels(
     labels: ChainLabels,
     every: int = 1,
 ) -> ChainLabels:
-    """Returns labels in which rolled chains follow tokens that the drafter draws, not the text.
+    """Returns labels in which rolled chains follow tokens that the drafter draws; the other chains keep `labels`.
 
     The target reads the text and all drawn branches in one forward. A branch sees its document up to the branch's
-    parent, and its own tokens.
-
-    Args:
-        drafter: the drafter.
-        target: the target.
-        weights: weights that the drafter borrows from its target.
-        pack: the pack.
-        chains: the chains.
-        labels: labels by the text. The other chains keep them.
-        every: 1 for all rolled chains, 2 for every second one, and so on. The draws depend on the state of the random
-            numbers, so several processes do not draw the same as one.
+    parent, and its own tokens. With `every` 2, only every second rolled chain is drafted, and so on. The draws depend
+    on the state of the RNG, so several processes do not draw the same as one.
     """
     steps = labels.tokens.shape[1]
     chosen = torch.arange(0, chains.num_rolled, every, device=chains.starts.device)
@@ -57,14 +48,9 @@ def drafted_labels(
 def labelled_by_target(
     target: Any, pack: Pack, chains: Chains, labels: ChainLabels, chosen: torch.Tensor
 ) -> ChainLabels:
-    """Returns labels in which some chains have the target's distributions after their own parents.
+    """Returns labels in which the chains `chosen`, `[C]`, have the target's distributions after their own parents.
 
-    Args:
-        target: the target.
-        pack: the pack.
-        chains: the chains.
-        labels: labels with the parents. The parent of the first depth is the text's own.
-        chosen: `[C]`, int64, the chains whose other parents may be tokens that are not in the text.
+    The parent of the first depth is the text's own; the others may be tokens that are not in the text.
     """
     drawn = labels.tokens[chosen, 1:]
     teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
@@ -92,14 +78,10 @@ def draft(
     choose: Callable[[torch.Tensor], torch.Tensor],
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Drafts along chains, each token after those before it.
+    """Drafts `count` tokens along each chain, each token after those before it.
 
     Args:
-        drafter: the drafter.
-        weights: weights that the drafter borrows from its target.
-        pack: the pack.
         starts: `[S]`, int64, position of each chain.
-        count: number of tokens of each chain.
         choose: takes logits `[N, V']`, float32; returns the column of the draft vocabulary that is drafted, `[N]`.
         rows: number of chains whose logits are computed at a time; `None` for all.
 
@@ -132,7 +114,7 @@ def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.T
     branches = Branches.of(pack.position_ids, pack.document_ids, starts, drawn.shape[1])
     mask, positions = branches.seen[None, None], branches.positions
     config = target.config.get_text_config()
-    if config._attn_implementation == "eager":  # it would add a bool mask to the scores
+    if config._attn_implementation == "eager":  # eager attention would add a bool mask to the scores
         mask = torch.zeros(mask.shape, dtype=target.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(target.dtype).min
         )

@@ -1,4 +1,4 @@
-"""What a drafter predicts, as losses see it: they need not know how its head is made.
+"""What a drafter predicts, as losses see it, however its head is made.
 
 Letters in the shapes: S chains, K draft steps, D size of a drafted state, V' draft vocabulary, N predictions.
 """
@@ -34,19 +34,14 @@ class Predictions:
         raise NotImplementedError
 
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Returns what the drafter's forward takes besides what every forward of training takes.
-
-        Args:
-            tokens: `[S, k]`, int64, the parents of the first k depths.
-        """
+        """Returns further inputs of the drafter's forward, by the parents of the first k depths, `[S, k]`, int64."""
         return {}
 
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Returns for each depth what is known of the paths `[rows, ...]`; `None` where logits need nothing of it.
+        """Returns for each depth a state of the paths `[rows, ...]`; `None` where logits do not depend on them.
 
-        Args:
-            tokens: `[S, k]`, int64, the parents of the first k depths.
-            hidden_states: drafted states `[rows, D]` of these depths. Their rows are the first chains.
+        `tokens` `[S, k]` are the parents of the first k depths, `hidden_states` their drafted states `[rows, D]`, whose
+        rows are the first chains.
         """
         return [None] * len(hidden_states)
 
@@ -55,14 +50,11 @@ class Predictions:
         raise NotImplementedError
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what stands for the target's final hidden states, `[N, width]`, of drafted states `[N, D]`.
-
-        The width is the one that the family names.
-        """
+        """Returns what is compared with the target's final hidden states: `[N, width]`, of drafted states `[N, D]`."""
         raise NotImplementedError
 
 
 def trained(*modules: nn.Module | None) -> list[nn.Parameter]:
-    """Returns the parameters of modules that are trained. `None` stands for a module that a drafter has not."""
+    """Returns the trained parameters of modules; `None` stands for a missing module."""
     known = [module for module in modules if module is not None]
     return [parameter for module in known for parameter in module.parameters() if parameter.requires_grad]

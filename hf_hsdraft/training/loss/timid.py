@@ -1,4 +1,4 @@
-"""Fresh heads that know the target's directions and say little.
+"""Initialises a drafter's head from the target's, scaled down.
 
 An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps to
 unlearn that.
@@ -20,7 +20,7 @@ def start_timidly(
     up: torch.Tensor | None = None,
     head: nn.Linear | None = None,
 ) -> None:
-    """Takes over from the target what a drafter of its width needs, so that it can use the head from the first step on.
+    """Initialises a drafter of the target's width from the target, so that it can use the head from the first step on.
 
     The final norm gets the scale of the target's final hidden states. A bias of low rank gets the leading directions of
     the target's head.
@@ -30,7 +30,7 @@ def start_timidly(
         rows: `[V', D]`, the target's output rows of the draft vocabulary.
         finals: `[N, D]`, float32, some final hidden states of the target.
         up: `[V', r]`, weight of the last product of a bias of rank r, which is changed; `None` for no such bias.
-        head: a head of the drafter's own, which becomes the target's; `None` if it has none.
+        head: the drafter's own head, which becomes the target's; `None` if it has none.
     """
     norm.copy_(finals.pow(2).mean(dim=0).sqrt())
     rows = rows.to(norm.device, torch.float32)
