@@ -236,8 +236,9 @@ def test_without_the_package_a_repository_stays_complete(bench, pushed):
     """Saved and sent by the code that came with it: all files, and documents unless they are of other weights."""
     bench.hub.put("user/taken", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"somebody's"})
     bench.hub.put("user/cared-for", {"README.md": b"my own words", "figures.json": b"{}", "app.py": b"print()"})
-    former = {"config.json": b'{"model_type": "hsdraft"}', "hub_entry.py": b"1", "app.py": b"2"}
-    bench.hub.put("user/former", former)
+    former = {"model_type": "hsdraft", "code_files": ["former.py", "../app.py", "hub_entry.py"]}
+    files = {"former.py": b"1", "app.py": b"2", "hub_entry.py": b"3", "model.safetensors.index.json": b"{}"}
+    bench.hub.put("user/former", {"config.json": json.dumps(former).encode(), **files})
     found = bench.child(
         ALONE
         + f"""
@@ -272,7 +273,7 @@ answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_m
     assert json.loads(sent["config.json"])["auto_map"] == json.loads(before["config.json"])["auto_map"]
     theirs = bench.hub.files("user/cared-for")
     assert set(theirs) == REPOSITORY | {"figures.json", "app.py"} and theirs["README.md"] == b"my own words"
-    brought_up = bench.hub.files("user/former")  # somebody's own stays
+    brought_up = bench.hub.files("user/former")  # its former code is gone, somebody's own stays
     assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up["hub_entry.py"] == before["hub_entry.py"]
     assert set(bench.hub.files("user/remote", "changed")) <= REPOSITORY
     assert _files(bench.folder / "remote" / "same") == REPOSITORY - {".gitattributes"}

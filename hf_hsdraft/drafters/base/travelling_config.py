@@ -12,12 +12,24 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-# isort: off
 from ...core.checks import (
-    FORMAT_VERSION, LONGEST_NAME, MOST_NODES, POSITIVE, Limit, check_field, check_fields, choice, demand, integer,
-    is_code_file, is_integer, public_name, setting, settings, short,
-)  # fmt: skip
-# isort: on
+    FORMAT_VERSION,
+    LONGEST_NAME,
+    MOST_NODES,
+    POSITIVE,
+    Limit,
+    check_field,
+    check_fields,
+    choice,
+    demand,
+    integer,
+    is_code_file,
+    is_integer,
+    public_name,
+    setting,
+    settings,
+    short,
+)
 
 logger = logging.get_logger(__name__)
 

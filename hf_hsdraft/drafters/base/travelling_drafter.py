@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from ...core.checks import public_name
+from ...core.checks import is_code_file, public_name
 
 logger = logging.get_logger(__name__)
 
@@ -34,6 +35,7 @@ _INPUTS = {*_CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_k
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that can drop rejected tokens
 _STATEFUL = {"SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
 _OF_A_PUSH = ("repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description")
+_OF_WEIGHTS = re.compile(r"(model|pivot_verifier)\b.*\.safetensors|(figures|training_recipe)\.json|refiner/")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
@@ -98,7 +100,7 @@ class TravellingDrafter(PreTrainedModel):
             raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
         if (revision := options.get("revision")) and not options.get("create_pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        there = api.list_repo_files(repo_id, revision=revision)
+        there, stale = api.list_repo_files(repo_id, revision=revision), set[str]()
         if adapter.is_file():  # without a path of this machine
             (folder / "generation_config.json").unlink(missing_ok=True)
             fields = json.loads(adapter.read_text(encoding="utf-8"))
@@ -108,6 +110,9 @@ class TravellingDrafter(PreTrainedModel):
             config, _ = PreTrainedConfig.get_config_dict(repo_id, revision=revision, token=token)
             if (found := config.get("model_type")) != self.config.model_type:
                 raise ValueError(f"{repo_id} holds a model of type {found!r}, not a drafter: nothing was sent")
+            code = set(filter(is_code_file, config.get("code_files") or ()))
+            stale = {each for each in there if each in code or _OF_WEIGHTS.match(each)}
+        options["delete_patterns"] = sorted(each for each in stale if not (folder / each).is_file()) or None
         options["ignore_patterns"] = ["README.md"] if "README.md" in there else None
         options.setdefault("commit_message", "Upload drafter")
         return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
