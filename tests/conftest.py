@@ -25,6 +25,17 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.core.tuning import Tuning
 
+# Tests that README's command leaves out, by folder or file; those of a test's own are beside it.
+_MARKS = {"training": "train", "remote": "server", "serve": "server", "test_hub": "process"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for place in (item.path.parent.name, item.path.stem):
+            if place in _MARKS:
+                item.add_marker(_MARKS[place])
+
+
 VOCAB = 97
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"

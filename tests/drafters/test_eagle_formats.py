@@ -80,6 +80,7 @@ MISREAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misread", MISREAD)
 def test_what_is_misread_is_found_by_the_comparison(files, misread):
     """The comparison would be worth nothing if it missed one of these."""
@@ -89,6 +90,7 @@ def test_what_is_misread_is_found_by_the_comparison(files, misread):
     assert parity_of("misread", drafter, eagle_target(), reference).difference > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_shifted_position_is_found_by_the_comparison(files, monkeypatch, shift):
     """Positions of the accepted pairs alone; shifting all of them would change nothing."""
@@ -335,6 +337,7 @@ SAVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", SAVED)
 def test_what_is_saved_is_loaded_by_speculators_and_by_us(tmp_path, monkeypatch, variant):
     import speculators

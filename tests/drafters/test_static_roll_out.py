@@ -90,6 +90,7 @@ def rolled_out(graphs: Graphs, drafter: HSDrafter) -> int:
     return sum(taps in shapes for shapes in graphs.shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 1.5}])
 def test_generate_compiles_it_once(prompt, graphs, settings):
     """Whatever the prompt, and whatever is accepted; the next call finds it as it was."""
@@ -125,6 +126,7 @@ def test_an_adapted_drafter_is_not_compiled_for_every_call(prompt, graphs, targe
     assert rolled_out(graphs, drafter) == 0
 
 
+@pytest.mark.slow
 def test_other_lengths_and_depths_are_graphs_of_their_own(prompt, graphs):
     """None of them becomes a graph of variable sizes, which the backend here refuses; near lengths share one."""
     drafter, config, found = make_drafter(make_target()), graphs.config(), []

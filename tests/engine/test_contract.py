@@ -891,6 +891,7 @@ def test_rows_that_have_ended_are_read_no_more(target, drafter, rows_read):
 WHY_ROWS_STAY = ["own cache", "attentions", "synced", "windows", "token types", "lists", "hooks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", WHY_ROWS_STAY)
 def test_all_rows_are_read_to_the_end_where_they_cannot_leave(target, rows_read, monkeypatch, why):
     target = make_windowed("eager") if why == "windows" else make_target("eager") if why == "attentions" else target
@@ -950,6 +951,7 @@ def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatc
     assert held[0] == 0 < held[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_target, make_windowed])
 def test_the_cache_holds_the_end_of_every_row(make):
     """Also of a row that ends in the last round while a longer one, that ended before, decides the length."""

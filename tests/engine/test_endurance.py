@@ -42,6 +42,7 @@ class FailingProcessor(LogitsProcessor):
         return scores
 
 
+@pytest.mark.slow
 def test_500_calls_in_two_threads_with_exceptions(target, drafter):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (1, length), generator=generator) for length in (3, 9, 17, 30)]

@@ -86,6 +86,7 @@ def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
     assert drafted.tolist() == plain.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -390,6 +390,7 @@ def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, 
     assert attachment.statistics.stepped_aside == {} and "end" not in streamer.got
 
 
+@pytest.mark.slow
 def test_continuous_batching_says_that_it_never_drafts(target, drafter, batch, caplog):
     """Its texts are plain decoding's; a server that runs already is told by `attach`, and other models hear nothing."""
     texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]

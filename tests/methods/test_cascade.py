@@ -279,6 +279,7 @@ def three_levels(target, kind: str, verification: str) -> CascadeDrafter:
     return cascade
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verification", "kind", "rows"),
     [("walk", "n-grams", 4), ("rejection", "n-grams", 1), ("rejection", "n-grams", 4), ("rejection", "model", 4)],

@@ -123,6 +123,7 @@ def test_the_recipe_of_a_repository_stays_exact(target, folder, plain):
     assert target.generate(ids, **NEW, custom_generate=str(folder), trust_remote_code=True).tolist() == text
 
 
+@pytest.mark.slow
 def test_code_that_travelled_stays_exact(target, folder, plain, tmp_path):
     """Without the package transformers' own loop verifies, whatever rule is saved or set."""
     import shutil

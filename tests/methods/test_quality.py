@@ -327,6 +327,7 @@ def test_speeds_of_a_busy_machine_are_left_out():
     assert "tau" in columns and "gain" not in columns
 
 
+@pytest.mark.slow
 def test_systems_answer_the_same_questions(target, tokenizer):
     drafter = make_drafter(target)
     drafter.generation_config.tree_sizing = "fixed"
@@ -413,6 +414,7 @@ def saved(tokenizer, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_commands(saved, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pair = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter")]

@@ -474,6 +474,7 @@ def run(target, tokenizer, plan, **arguments):
     return training_helpers.run(target, tokenizer, plan, **{**TRAINABLE["self"].arguments, **arguments})
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
     steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
     run(chatty, tokenizer, planned(tmp_path), **steps)
@@ -503,6 +504,7 @@ def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokeniz
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
     whole = run(chatty, tokenizer, planned(tmp_path, out=str(tmp_path / "whole"), cache_taps=True))
     steps = training_helpers.kill_at_step_three(monkeypatch)

@@ -30,6 +30,7 @@ def pair():
     return target, tokenizer, HSDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 def test_greedy_text_is_identical_and_takes_fewer_forwards(pair):
     target, tokenizer, drafter = pair
     tokens = forwards = 0
@@ -46,6 +47,7 @@ def test_greedy_text_is_identical_and_takes_fewer_forwards(pair):
     assert tokens / forwards > 1.5
 
 
+@pytest.mark.slow
 def test_an_attached_drafter_changes_no_text(pair):
     target, tokenizer, _ = pair
     inputs = encode_prompt(tokenizer, PROMPTS[0])
@@ -93,6 +95,7 @@ def kinds_of_drafts(target, tokenizer, drafter):
         yield output.statistics.draft_kind
 
 
+@pytest.mark.slow
 def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch):
     target, tokenizer = load_target(None, torch.bfloat16)
     drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)

@@ -214,6 +214,7 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
         assert len(graphs.shapes) == graphs_of_both + 1
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
     """Verification and single steps: two shapes, also if plain decoding was compiled before."""
     target = make_target()

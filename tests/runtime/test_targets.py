@@ -387,6 +387,7 @@ def test_one_layer_of_another_library_that_rounds_its_inputs_is_found(kind, refu
         check(target, "tree", 1)
 
 
+@pytest.mark.slow
 def test_compiled_targets():
     target = make_target()
     plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)

@@ -253,6 +253,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
             tokens, scores = tokens_, scores_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hidden states", "chain", "ensemble", "resample"])
 def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
     """Of a drafter that knows nothing; `VOCAB` tokens are few enough for it to meet the target's draws by the race."""

@@ -98,6 +98,7 @@ def small():
     return small_target()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     ("verification", "builder"), [("walk", "beam"), ("rejection", "gumbel"), ("rejection", "stochastic_beam")]
