@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
+from .core.methods import load, offered
 
 _MODULES = {
     "Attachment": "generate.attachment",
@@ -40,38 +41,16 @@ _MODULES = {
     "load_target": "runtime.target_loading",
     "register_drafter": "drafters.base.registry",
 }
-__all__ = [
-    "Attachment",
-    "AttachmentStatistics",
-    "AutoDrafter",
-    "BlockConfig",
-    "BlockDrafter",
-    "CachebackDrafter",
+_OF_METHODS = {
     "CascadeDrafter",
-    "CausalLMDrafter",
-    "DraftStatistics",
-    "DraftTree",
-    "EagleConfig",
-    "EagleDrafter",
-    "HSCandidateGenerator",
-    "HSDraftConfig",
-    "HSDraftEncoderDecoderOutput",
-    "HSDraftGenerateOutput",
-    "HSDrafter",
     "LayerSkipDrafter",
     "SelfDraftConfig",
     "SelfDrafter",
     "SpecFormerConfig",
     "SpecFormerDrafter",
     "SteeredLMDrafter",
-    "__version__",
-    "attach",
-    "attached",
-    "connect",
-    "detach",
-    "load_target",
-    "register_drafter",
-]
+}
+__all__ = sorted(["__version__", *_MODULES, *offered("name")])
 
 
 def _install() -> None:
@@ -94,9 +73,8 @@ def _install() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in _OF_METHODS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .core.methods import load, offered
     from .transformers_version import needs_newer
 
     if (why := needs_newer()) is not None:
@@ -117,6 +95,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# `hsdraft --help` lists the commands at once, without PyTorch. What follows -- is not for the command.
-if Path(*sys.argv[:1]).name not in ("hsdraft", "hsdraft.exe") or "--help" not in sys.argv or "--" in sys.argv:
+def _is_help() -> bool:
+    """Whether this process is `hsdraft --help`, which lists the commands at once, without PyTorch."""
+    name = Path(*sys.argv[:1]).name
+    if name == "-m":  # while Python looks for the module that it will run
+        name = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+    is_command = name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli")
+    return is_command and "--help" in sys.argv and "--" not in sys.argv  # what follows -- is for another command
+
+
+if not _is_help():
     _install()

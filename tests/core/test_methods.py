@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,9 @@ for drafter in (make_drafter(target), CachebackDrafter()):
     assert sum(drafted.statistics.drafted_nodes) > 0
 listed = CliRunner().invoke(app, ["--help"]).output
 assert "\\n  bench " in listed and "\\n  plan " not in listed
+from hf_hsdraft import *
+
+assert "CascadeDrafter" not in globals() and HSDrafter is type(make_drafter(target))
 with pytest.raises(ImportError, match="CascadeDrafter is not here: it belongs to a method"):
     from hf_hsdraft import CascadeDrafter
 (Path(sys.argv[1]) / "config.json").write_text(json.dumps({"model_type": "specformer"}))
@@ -118,21 +122,10 @@ def test_the_core_works_with_the_folder_away(tmp_path):
 
 LATER = """
 import sys
-import hf_hsdraft
-from transformers import AutoModel
-
-loaded = [name for name in sys.modules if name.startswith("hf_hsdraft.methods.")]
-assert not loaded, loaded
-for folder in sys.argv[1:]:
-    print(type(AutoModel.from_pretrained(folder)).__name__)
-"""
-
-
-ASKED = """
-import sys
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
+from transformers import AutoModel
 
 def loaded():
     return [name.removeprefix("hf_hsdraft.methods.") for name in sys.modules if name.startswith("hf_hsdraft.methods.")]
@@ -146,14 +139,12 @@ assert TREE_BUILDERS["p_best"].whole
 drafter.generation_config.verification = "typical"
 assert "typical_delta" in DraftOptions.of(drafter).own
 assert sorted(loaded())[2:] == ["lossy.relaxed", "lossy.typical", "refinement", "refinement.p_best_trees"]
+for folder in sys.argv[1:]:
+    print(type(AutoModel.from_pretrained(folder)).__name__)
 """
 
 
-def test_a_method_is_loaded_when_an_option_names_it():
-    child(ASKED, Path(methods.__file__).parents[2])
-
-
-def test_a_method_is_loaded_when_transformers_asks_for_it(tmp_path):
+def test_a_method_is_loaded_when_an_option_names_it_or_transformers_asks_for_it(tmp_path):
     """Without code from the folder: importing the package is enough, as it was before there were methods."""
     target = make_target()
     for name, drafter in (("slots", make_specformer(target)), ("layers", make_self(target))):
@@ -174,7 +165,9 @@ print("loaded:", *({"torch", "transformers"} & sys.modules.keys()))
     for command in ("plan", "train"):
         printed = child(code, package, command, "--help")
         assert f"hsdraft {command} [OPTIONS]" in printed and printed.endswith("loaded:\n")
-    assert "\n  plan " in child(code, package, "--help")
+    command = [sys.executable, "-X", "importtime", "-m", "hf_hsdraft.cli", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=package, check=True)
+    assert "\n  plan " in run.stdout and not re.search(r"\| +(torch|transformers)$", run.stderr, re.MULTILINE)
 
 
 def test_all_that_is_offered_is_there():
@@ -196,6 +189,7 @@ def test_public_names_are_those_that_type_checkers_read():
     found = {alias.name: line.module for line in stub.body if isinstance(line, ast.ImportFrom) for alias in line.names}
     assert set(found) == set(hf_hsdraft.__all__) <= set(dir(hf_hsdraft))
     assert hf_hsdraft._MODULES.items() <= found.items()
+    assert set(methods.offered("name")) == hf_hsdraft._OF_METHODS
     for name in set(found) - {"__version__"}:
         module = importlib.import_module(f"hf_hsdraft.{found[name]}")
         assert getattr(hf_hsdraft, name) is getattr(module, name)
