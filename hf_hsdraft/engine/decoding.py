@@ -25,8 +25,7 @@ from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
 from .drafting import Drafting
 from .local_target import LocalTarget
-from .loop import Observer, decode
-from .observers import PaceTimer, StatisticsKeeper
+from .loop import Keeper, Observer, decode
 
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: the drafter's state
 
@@ -71,11 +70,11 @@ def speculative_decoding(
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
     statistics = DraftStatistics() if statistics is None else statistics
-    keeper = StatisticsKeeper(statistics, device_of(target), timed=returned)
+    keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         output = _read_prompts(runtime, texts, input_ids, generation_config)
-        keeper.enter("prefill_seconds")
+        keeper.enter("prefill")
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
@@ -111,7 +110,7 @@ def _grow(
     drafter: Drafter,
     output: TargetOutput,
     inputs_embeds: torch.Tensor | None,
-    keeper: StatisticsKeeper,
+    keeper: Keeper,
     refused: Callable[[DraftingRefused], None],
 ) -> Session | None:
     """Grows the texts to their ends after the prompts' forward, which returned `output`.
@@ -138,7 +137,7 @@ def _run_rounds(
     drafter: Drafter,
     output: TargetOutput,
     inputs_embeds: torch.Tensor | None,
-    keeper: StatisticsKeeper,
+    keeper: Keeper,
     refused: Callable[[DraftingRefused], None],
 ) -> Session:
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
@@ -155,12 +154,12 @@ def _run_rounds(
         call.options.packed_weights, room, lambda: slower_packed(call.target, target.kind(drafting.session))
     )
     target.set_pace(drafting)
-    timer = PaceTimer(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
+    keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))
     if not limits.presumed:
         texts.stream()
     try:
-        decode(target, drafting, [keeper, timer, *call.observers])
+        decode(target, drafting, [keeper, *call.observers])
     except BaseException:
         if limits.presumed:  # the cache holds what was emitted, so stream it too
             texts.stream()

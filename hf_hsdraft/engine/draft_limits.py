@@ -83,6 +83,10 @@ class DraftLimits:
         kind: `"tree"` or `"chain"`.
         reason: why it is not what was asked for; empty if it is.
         presumed: whether the target has not been tried yet: it may turn out that it cannot be drafted for.
+        known_until: text length up to which the target's ability is known.
+        steps: tokens read in single steps, to try the target; `None` if none are wanted.
+        ends: for each text, the furthest position to which a draft may reach, as of `look_ahead`.
+        alike_until: first cache slot beyond those that the target reads alike, as of `look_ahead`.
     """
 
     def __init__(self, call: Call, tapped: int, refused: Callable[[DraftingRefused], None] = refuse) -> None:
@@ -91,8 +95,9 @@ class DraftLimits:
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused = refused
         self.presumed = False
-        self._known_until = sys.maxsize  # text length up to which the target's ability is known
-        self._steps: Steps | None = None  # tokens read in single steps, to try the target
+        self.known_until = sys.maxsize
+        self.steps: Steps | None = None
+        self.look_ahead()
 
     def find(self, logits: torch.Tensor) -> None:
         """Finds out what the target can do, by `logits` `[B, V]` for the first new tokens, before the first draft.
@@ -117,7 +122,7 @@ class DraftLimits:
             else:
                 known = tried_ability(runtime, self._texts.batch(), logits, doubling=doubling, chains=bool(in_step))
         assert known is not None
-        self._known_until = known.until
+        self.known_until = known.until
         ability = known
         if in_step:  # the furthest row decides for all, as in plain decoding
             ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
@@ -193,27 +198,27 @@ class DraftLimits:
         name = type(self._runtime.target).__name__
         logger.warning_once(f"{name} is drafted for with chains instead of trees: {ability.reason}.")
 
-    def note_step(self, root: int, logits: torch.Tensor) -> None:
-        """Takes the logits `[1, V]` after the last token of a single text: a trial may use them."""
-        if self._steps is not None:
-            self._steps.add([root], logits)
+    def look_ahead(self) -> None:
+        """Finds how far drafts may reach, which holds until a text or the cache has grown beyond that."""
+        target, length = self._runtime.target, self._runtime.length
+        reach = zip(self.positions.roots, self.positions.reach(target), strict=True)
+        self.ends = [root + each for root, each in reach]
+        self.alike_until = length + slots_read_alike(target, length)
 
     def keep_up(self, rows: Sequence[int]) -> bool:
-        """Tries the target once there are tokens to try it with, and again once the texts have outgrown what is known.
+        """Tries the target once there are tokens to try it with, and again beyond `known_until` or after a refusal.
 
         If it misreads them, drafts become chains, or the rounds continue without drafts. A batch whose rows have
         different lengths then reads trees of the root alone, as plain decoding reads a batch. Returns whether the
         options have changed. Raises a DraftingRefused if the first trial finds that the target reads no drafts at all.
         """
         runtime = self._runtime
-        if runtime.refusal is not None and self.options.depth > 0 and self._texts.active:
-            self.presumed, self._steps = False, None
+        if runtime.refusal is not None:
+            self.presumed, self.steps = False, None
             self._refused(runtime.refusal)
             runtime.read_chains()
             self._draft_nothing(str(runtime.refusal))
             return True
-        if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
-            return False
         ragged = runtime.trees and len(self._texts.rows) > 1  # counts rows that have left too
         chains = not runtime.trees and not self.presumed
         known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
@@ -222,7 +227,7 @@ class DraftLimits:
         refusal = self._refusal(known) if self.presumed else None
         if refusal is not None:
             self._refuse(refusal)
-        first, self.presumed, self._steps, self._known_until = self.presumed, False, None, known.until
+        first, self.presumed, self.steps, self.known_until = self.presumed, False, None, known.until
         if known.trees or (known.chains and not runtime.trees):
             return False
         if known.chains and not ragged:
@@ -246,39 +251,23 @@ class DraftLimits:
         try:
             self._refused(refusal)
         except DraftingRefused:
-            if self._steps is not None:
-                self._steps.rewind()
+            if self.steps is not None:
+                self.steps.rewind()
             raise
 
     def _tried(self, rows: Sequence[int], ragged: bool, chains: bool) -> Ability | None:
         """What a trial finds; `None` until one is possible. Until then nothing is drafted."""
         runtime = self._runtime
-        if self._steps is not None:
-            return ability_by(self._steps, chains) if self._steps.complete else None
+        if self.steps is not None:
+            return ability_by(self.steps, chains) if self.steps.complete else None
         every = self.positions.reach(runtime.target)
         # All processes would have to try in the same round.
         if self._synced_gpus or not _trial_fits(runtime, min(every[row] for row in rows)):
             return None
         if self._tries_with_own_steps:
-            self._steps = Steps.begin(runtime, self._texts.batch())
+            self.steps = Steps.begin(runtime, self._texts.batch())
             return None
         return tried_again(runtime, self._texts.batch()[list(rows)], ragged, chains)
-
-    def depths(self, active: Sequence[int], sharing: int) -> dict[int, int]:
-        """How deep to draft for each active text, limited by its greatest length, a forward's reach, and the cache.
-
-        `sharing` is the number of texts that share the sizes of the options.
-        """
-        runtime = self._runtime
-        most = min(runtime.deepest, self._known_until - runtime.length - 1)
-        columns = self.options.shared_by(sharing).tree_size + 1 if runtime.trees else 0
-        if self.options.depth == 0 or columns > slots_read_alike(runtime.target, runtime.length):
-            most = 0
-        reach = [min(each, most) for each in self.positions.reach(runtime.target)]
-        depths = {row: max(min(self._texts.room(row) - 1, reach[row]), 0) for row in active}
-        if runtime.in_step and depths:
-            depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
-        return depths
 
     def _in_any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process, where all have to run the same forwards."""

@@ -10,7 +10,7 @@ from ..core.draft_tree import DraftTree, certainty, merge_trees
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.ngrams.ngram_session import NgramSession
-from ..pace.pacing import CostPace, FixedPace, KindOfCall, Pace, pace_for
+from ..pace.pacing import CostPace, KindOfCall, Pace, pace_for
 from ..trees.tree_builders import Expansion
 
 
@@ -38,7 +38,7 @@ class Drafting:
         if self._listeners:
             session.on_expansion = self._tell
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
-        self.pace: Pace = FixedPace()
+        self.pace: Pace = Pace()
         self.depth = 0
         self._sessions = [session] if ngrams is None else [ngrams, session]
         self._continuing = ngrams if call.options.ngram_continuation else None
@@ -51,7 +51,7 @@ class Drafting:
     def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:
         """Sets how much to draft: by measured costs of `kind`, or fixed. `share` is the share of texts that stay."""
         if options.tree_sizing == "fixed" or options.depth == 0:
-            self.pace = FixedPace()
+            self.pace = Pace()
         else:
             before = self.pace if isinstance(self.pace, CostPace) else None
             self.pace = pace_for(self._call.target, self._drafter, kind, options.costs, before, share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class LocalTarget:
         self._call, self._limits, self._taps = call, limits, taps
         self._runtime, self._texts, self._roots = call.runtime, call.texts, limits.positions.roots
         self.rows = list(range(call.rows))
+        self._shared = limits.options  # of each text, as of `set_pace`
         self._closed: set[int] = set()  # texts whose last token has been read
         several = call.rows > 1 and not call.synced_gpus and not call.runtime.records
         self._texts_leave = several and call.runtime.let_rows_leave(keep=call.outlives)
@@ -66,7 +68,9 @@ class LocalTarget:
             self.rows = staying
             drafting.keep(staying)
             self.set_pace(drafting, share)  # the remaining trees share what is verified
-        if self._limits.keep_up(self.rows):
+        limits, runtime = self._limits, self._runtime
+        outgrown = runtime.refusal is not None or runtime.length >= limits.known_until
+        if outgrown and limits.options.depth and self._texts.active and limits.keep_up(self.rows):
             self.set_pace(drafting)
             if self._limits.options.depth == 0 and self._call.rows > 1:
                 drafting.rest()
@@ -75,10 +79,7 @@ class LocalTarget:
         active = self._texts.active
         lengths = {row: self._texts.new_tokens(row) for row in active}
         decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
-        # Fixed sizes stay the same when texts leave.
-        options = self._limits.options
-        sharing = self._call.rows if options.tree_sizing == "fixed" else len(self.rows)
-        depths, options = self._limits.depths(active, sharing), options.shared_by(sharing)
+        depths, options = self._depths(active), self._shared
         return [
             Wanted(
                 row,
@@ -93,6 +94,21 @@ class LocalTarget:
             for row in active
         ]
 
+    def _depths(self, active: Sequence[int]) -> dict[int, int]:
+        """How deep to draft for each active text, limited by its greatest length, a forward's reach, and the cache."""
+        limits, runtime, roots = self._limits, self._runtime, self._roots
+        if runtime.length >= limits.alike_until or any(map(operator.gt, roots, limits.ends)):
+            limits.look_ahead()
+        columns = self._shared.tree_size + 1
+        most = min(runtime.deepest, limits.known_until - runtime.length - 1)
+        if limits.options.depth == 0 or (runtime.trees and runtime.length + columns > limits.alike_until):
+            most = 0
+        reach = [min(end - root, most) for end, root in zip(limits.ends, roots, strict=True)]
+        depths = {row: max(min(self._texts.room(row) - 1, reach[row]), 0) for row in active}
+        if runtime.in_step and depths:
+            depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
+        return depths
+
     def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
         return self._runtime.undone_on_error()
 
@@ -100,7 +116,8 @@ class LocalTarget:
         read = {row: self._undrafted(row) for row in self.rows}
         read.update(zip(self._texts.active, trees, strict=True))
         output = self._runtime.verify(list(read.values()), self._texts.batch())
-        self._limits.note_step(self._texts.last_token(0), output.logits[:, 0])
+        if self._limits.steps is not None:
+            self._limits.steps.add([self._texts.last_token(0)], output.logits[:, 0])
         return Read(read, output)
 
     def accept(self, read: Read) -> dict[int, Verdict]:
@@ -174,7 +191,10 @@ class LocalTarget:
 
     def set_pace(self, drafting: Drafting, share: float = 1.0) -> None:
         """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed."""
-        drafting.set_pace(self._limits.options.shared_by(len(self.rows)), self.kind(drafting.session), share)
+        options = self._limits.options
+        # Fixed sizes stay the same when texts leave.
+        self._shared = options.shared_by(self._call.rows if options.tree_sizing == "fixed" else len(self.rows))
+        drafting.set_pace(options.shared_by(len(self.rows)), self.kind(drafting.session), share)
 
     def kind(self, session: Session) -> KindOfCall:
         rows, runtime, foresight = len(self.rows), self._runtime, self._call.foresight

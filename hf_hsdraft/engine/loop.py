@@ -16,13 +16,18 @@ process (`local_target`) or at a server (`remote`). Clocks, statistics and the p
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted
+from ..runtime.acceleration import Acceleration
 from ..trees.tree_builders import Expansion
+from .call_output import DraftStatistics
 from .drafting import Drafting, Wanted
 
 
@@ -34,35 +39,27 @@ class Target(Protocol):
 
     def goes_on(self) -> bool:
         """Whether a text still grows."""
-        ...
 
     def prepare(self, drafting: Drafting) -> None:
         """Before a round: removes texts that have ended, and renews limits that no longer hold."""
-        ...
 
     def asks(self) -> list[Wanted]:
         """The wanted drafts, for the texts that still grow."""
-        ...
 
     def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
         """Undoes what a forward has read if it, or what follows it inside, is interrupted."""
-        ...
 
     def verify(self, trees: Sequence[DraftTree]) -> Any:
         """Reads the trees of `asks`, in this order, in one forward."""
-        ...
 
     def accept(self, read: Any) -> Any:
         """Decides which path of each tree is accepted, and which token follows it."""
-        ...
 
     def commit(self, read: Any, verdicts: Any) -> None:
         """Emits what is accepted, and keeps it in the cache."""
-        ...
 
     def news(self, read: Any, verdicts: Any) -> list[Accepted]:
         """What each text got, in the order of `asks`."""
-        ...
 
 
 def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) -> None:
@@ -130,13 +127,76 @@ class Observer:
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
 
     def began(self) -> None:
-        pass
+        """The asks of the round are about to be made."""
 
     def drafted(self) -> None:
-        pass
+        """The trees are made."""
 
     def verified(self) -> None:
         """The forward is done and acceptance is decided."""
 
     def ended(self, done: Round) -> None:
         """All is emitted and kept, and the sessions have observed it."""
+
+
+class Keeper(Observer):
+    """Records a call in its statistics, and reports its rounds to the pace. With `timed` it waits for the device."""
+
+    _drafting: Drafting | None = None
+    _acceleration: Acceleration | None = None
+
+    def __init__(self, statistics: DraftStatistics, device: torch.device, timed: bool) -> None:
+        self.statistics, self._timed, self._waits = statistics, timed, timed and device.type == "cuda"
+        self._device, self._seconds = device, dict[str, float]()  # of each part of a round
+        self._begin = self._last = self._now()
+
+    def report_to(
+        self, drafting: Drafting, acceleration: Acceleration | None = None, repaced: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Reports rounds to the pace from now on. `repaced` is called when forwards change, and with them costs."""
+        self._drafting, self._acceleration, self._repaced = drafting, acceleration, repaced
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.cuda.synchronize(self._device)
+        measures = self._drafting is not None and self._drafting.pace.measures
+        return time.perf_counter() if self._timed or measures else 0.0
+
+    def enter(self, part: str) -> None:
+        """Ends a part of a round or of the call: `"draft"`, ..."""
+        now = self._now()
+        self._seconds[part], self._last = now - self._last, now
+        if self._timed:
+            name = f"{part}_seconds"
+            setattr(self.statistics, name, getattr(self.statistics, name) + self._seconds[part])
+
+    def finish(self) -> None:
+        self.statistics.total_seconds = self._now() - self._begin
+
+    def began(self) -> None:
+        self._last = self._now()
+
+    def drafted(self) -> None:
+        self.enter("draft")
+
+    def verified(self) -> None:
+        self.enter("verify")  # reading the choices has waited for the device
+
+    def ended(self, done: Round) -> None:
+        if self._timed:
+            self.enter("commit")
+        self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle rounds keep processes in step
+        self.statistics.row_forwards += len(done.nodes) * done.forwards
+        self.statistics.accepted_lengths += done.accepted
+        self.statistics.drafted_nodes += done.nodes
+        self.statistics.relaxed_tokens += sum(each.num_relaxed for each in done.news)
+        if self._drafting is not None and done.emitted:
+            self._report(self._drafting, done)
+
+    def _report(self, drafting: Drafting, done: Round) -> None:
+        acceleration, seconds = self._acceleration, self._seconds
+        forward = None if acceleration is not None and acceleration.packs else seconds["verify"]
+        emitted = sum(done.emitted) / len(done.emitted)
+        drafting.pace.note_round(max(done.nodes), emitted, forward, done.depth, seconds["draft"], done.progress)
+        if acceleration is not None and acceleration.after_round():
+            self._repaced()

@@ -1,10 +1,10 @@
 """The pace: how deep to draft and how many nodes to verify, so that decoding takes the least time.
 
-All times are in plain rounds, see `round_costs`. An accepted token saves one plain round; a draft and each verified
-node cost a part of one. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how often the
-drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace never changes
-the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered, and each run
-drafts the same trees.
+All times are in plain rounds, see `costs_and_habits`. An accepted token saves one plain round; a draft and each
+verified node cost a part of one. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how often
+the drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace never
+changes the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered, and
+each run drafts the same trees.
 """
 
 from __future__ import annotations
@@ -19,59 +19,11 @@ from typing import Any
 
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
-from .calibration import Calibration
-from .round_costs import Costs, MeasuredCosts
-
-
-@dataclass
-class Habits:
-    """How well the drafts of a text have done. Means and sums give more weight to later rounds."""
-
-    calibration: Calibration
-    gains: list[float]  # by depth: mean number of tokens that it adds, less the cost of verifying its nodes
-    drafts: int = 0  # drafts behind `gains`
-    tokens: float = TUNING.first_tokens  # emitted in a round, mean
-    time: float = TUNING.first_time  # of a round, mean, in plain rounds
-    accepted: float = 0.0  # drafted tokens accepted
-    expected: float = 0.0  # drafted tokens expected to be accepted
-    saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
-
-    @classmethod
-    def assumed(cls, depth: int) -> Habits:
-        """Returns the prior for a drafter's first text."""
-        return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
-
-    def of_depth(self, depth: int) -> Habits:
-        """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""
-        gains = self.gains[:depth]
-        while len(gains) < depth:
-            gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
-        return replace(self, gains=gains)
-
-    def for_another_text(self) -> Habits:
-        """Returns the habits with less weight, as a prior for the next text."""
-        return replace(
-            self,
-            calibration=self.calibration.softened(),
-            gains=list(self.gains),
-            drafts=min(self.drafts, TUNING.kept_drafts),
-            accepted=TUNING.kept_trust * self.accepted,
-            expected=TUNING.kept_trust * self.expected,
-        )
-
-    @property
-    def trust(self) -> float:
-        """Number of accepted tokens for each expected one."""
-        return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
-
-    @property
-    def rate(self) -> float:
-        """Tokens emitted in the time of a plain round; at least 1, the rate of plain decoding."""
-        return max(self.tokens / self.time, 1.0)
+from .costs_and_habits import Costs, Habits, MeasuredCosts
 
 
 class Pace:
-    """How much to draft and to verify in each round. This class limits nothing."""
+    """How much to draft and to verify in each round. This class drafts and verifies all there is."""
 
     measures = False
 
@@ -115,10 +67,6 @@ class Pace:
             draft_seconds: time of the draft.
             progress: number of tokens by which the shortest text has grown; `None` for `emitted`.
         """
-
-
-class FixedPace(Pace):
-    """Drafts and verifies all there is in each round."""
 
 
 class CostPace(Pace):

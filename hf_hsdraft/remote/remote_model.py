@@ -17,7 +17,7 @@ from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
-from ..engine.observers import StatisticsKeeper
+from ..engine.loop import Keeper
 from ..verify.registry import VERIFIERS
 from .link import Address
 from .link_pool import LinkPool
@@ -117,7 +117,7 @@ class RemoteModel:
         self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
     ) -> DraftStatistics:
         statistics = DraftStatistics()
-        keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
+        keeper = Keeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         try:

@@ -10,10 +10,8 @@ import torch
 
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.drafting import Drafting
-from ..engine.loop import Observer, Round, decode
-from ..engine.observers import PaceTimer, StatisticsKeeper
+from ..engine.loop import Keeper, Observer, Round, decode
 from ..pace.pacing import KindOfCall
-from ..runtime.acceleration import Acceleration
 from .remote_target import RemoteTarget
 
 
@@ -32,7 +30,7 @@ def decode_rounds(
     target: RemoteTarget,
     drafter: Drafter | None,
     call: Call | None,
-    keeper: StatisticsKeeper,
+    keeper: Keeper,
     observers: Sequence[Observer],
 ) -> None:
     """Runs the prompt and all rounds of a text; without a drafter the server decodes by itself.
@@ -41,7 +39,7 @@ def decode_rounds(
     """
     keeper.began()
     first = target.open()
-    keeper.enter("prefill_seconds")
+    keeper.enter("prefill")
     keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, 1
     for each in observers:
         each.ended(Round([], [], [first], 1, 0))
@@ -60,6 +58,6 @@ def decode_rounds(
     by = (type(session).__qualname__, *session.kind, options.beam_width, repr(sorted(options.own.items())))
     depth = 0 if session.free else options.depth
     drafting.set_pace(options, KindOfCall(by, by, depth, options.tree_size))
-    timer = PaceTimer(drafting, Acceleration(call.target), lambda: None)
-    decode(target, drafting, [keeper, timer, *observers])
+    keeper.report_to(drafting)
+    decode(target, drafting, [keeper, *observers])
     session.end()

@@ -23,8 +23,7 @@ from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.convolution import BlockConvolution
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
-from hf_hsdraft.trees.best_first import best_first_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees, best_first_trees
 
 STEPS = 4
 KINDS = {

@@ -72,7 +72,7 @@ class TinySession(Session):
         logits = self.drafter.table(roots).unflatten(1, (-1, VOCAB)) * self.options.own["tiny_scale"]
         width = 1 if asks[0].chain else self.options.beam_width
         limits = TreeLimits(asks[0].size, width, 0.0, [ask.depth for ask in asks])
-        return TREE_BUILDERS["beam"](Blocks(logits), roots, ids, limits)
+        return TREE_BUILDERS["beam"].grow(Blocks(logits), roots, ids, limits)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -355,12 +355,12 @@ def test_statistics_add_up(target, trained, prompt):
 
 
 def test_no_clock_is_read_unless_statistics_are_asked_for(target, trained, prompt, monkeypatch):
-    from hf_hsdraft.engine import observers
+    from hf_hsdraft.engine import loop
 
     def forbidden(*args, **kwargs):
         raise AssertionError("read a clock in a call that did not ask for statistics")
 
-    monkeypatch.setattr(observers.time, "perf_counter", forbidden)
+    monkeypatch.setattr(loop.time, "perf_counter", forbidden)
     target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
 
 

@@ -147,7 +147,7 @@ def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
         return [DRAWN_DRAFTS[builder](table) for _ in range(count)]
     limits = TreeLimits(*_SIZES.get(builder, (8, 3)), threshold=0.0, max_depths=[2] * count)
     roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
-    return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
+    return TREE_BUILDERS[builder].grow(FullExpansion(table.expand, depth=2), roots, ids, limits)
 
 
 def check(

@@ -12,11 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.engine import observers
+from hf_hsdraft.engine import loop
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.pace.calibration import Calibration
-from hf_hsdraft.pace.pacing import CostPace, Habits, KindOfCall
-from hf_hsdraft.pace.round_costs import Costs, MeasuredCosts
+from hf_hsdraft.pace.costs_and_habits import Calibration, Costs, Habits, MeasuredCosts
+from hf_hsdraft.pace.pacing import CostPace, KindOfCall
 
 COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
 
@@ -283,7 +282,7 @@ def test_given_costs_draft_the_same_in_every_run(target, prompt, monkeypatch):
     drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.01, 0.02
     call = {"max_new_tokens": 40, "assistant_model": drafter, "return_dict_in_generate": True}
     nodes = [target.generate(prompt, **call).statistics.drafted_nodes]
-    monkeypatch.setattr(observers.time, "perf_counter", iter(range(10**6)).__next__)
+    monkeypatch.setattr(loop.time, "perf_counter", iter(range(10**6)).__next__)
     nodes.append(target.generate(prompt, **call).statistics.drafted_nodes)
     assert nodes[0] == nodes[1] and 0 in nodes[0]  # an untrained drafter is soon left alone
 

@@ -223,7 +223,7 @@ def beam_of_one(best, paths):
 def test_nodes_of_block_drafts_can_be_drawn_too(builder):
     logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(1))
     limits = TreeLimits(12, 3, 0.0, [3, 3])
-    trees = TREE_BUILDERS[builder](BlockExpansion(logits), torch.tensor([1, 2]), torch.arange(9), limits)
+    trees = TREE_BUILDERS[builder].grow(BlockExpansion(logits), torch.tensor([1, 2]), torch.arange(9), limits)
     for row, tree in enumerate(trees):
         assert_well_formed(tree)
         steps = logits[row].log_softmax(-1)

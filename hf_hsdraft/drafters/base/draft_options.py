@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ...core.checks import MOST_NODES, few, is_integer, is_number, printable, short
 from ...core.options import Option
 from ...core.tuning import TUNING
-from ...pace.round_costs import Costs
+from ...pace.costs_and_habits import Costs
 from ...trees.builder_registry import TREE_BUILDERS
 from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
@@ -45,7 +45,8 @@ class DraftOptions:
         threshold: `assistant_confidence_threshold`, least probability of a drafted path.
         tree_builder: a name in `TREE_BUILDERS`.
         verification: a name in `VERIFIERS`.
-        temperature: for drawing nodes of a sampled tree.
+        drawn: whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires.
+        temperature: for drawing nodes; 1 if they are not drawn.
         ngram_length: longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams.
         ngram_continuation: most n-gram nodes appended to the most probable drafted path.
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes.
@@ -60,6 +61,7 @@ class DraftOptions:
     threshold: float
     tree_builder: str = "beam"
     verification: str = "walk"
+    drawn: bool = False
     temperature: float = 1.0
     ngram_length: int = 0
     ngram_continuation: int = 0
@@ -67,15 +69,6 @@ class DraftOptions:
     costs: Costs | None = None
     packed_weights: bool | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def drawn(self) -> bool:
-        """Whether nodes are drawn from the drafter's distribution, as `rejection` requires."""
-        return TREE_BUILDERS[self.tree_builder].draws
-
-    @property
-    def draw_temperature(self) -> float:
-        return self.temperature if self.drawn else 1.0
 
     def shared_by(self, rows: int) -> DraftOptions:
         """Options of each row of a batch: rows share two thirds of `tree_size`, with at least two nodes each.
@@ -133,7 +126,8 @@ class DraftOptions:
             threshold=option("assistant_confidence_threshold"),
             tree_builder=builder,
             verification=option("verification"),
-            temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
+            drawn=draws,
+            temperature=call.temperature if draws and sampled else 1.0,  # type: ignore[union-attr]
             # Drawn nodes need known probabilities; dropping some would bias the output.
             ngram_length=option("ngram_length") if not draws else 0,
             ngram_continuation=option("ngram_continuation") if not draws else 0,

@@ -58,6 +58,6 @@ class ParallelSession(ReadingSession):
     def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         """As `expansion`, from given slots `[B, slots, D]`."""
         logits, bias = self.predicted(hidden, depth)
-        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        rows, temperature = [ask.row for ask in asks], options.temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)

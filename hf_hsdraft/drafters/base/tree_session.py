@@ -10,9 +10,8 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
+from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_first_trees
 from ...verify.foresight import Foresight, Race
 from .decoder_layer import LayerSizes
 from .draft_memory import DraftMemory
@@ -34,6 +33,7 @@ class TreeSession(Session):
         self._options, self._vocab_ids = options, vocab_ids
         fits = foresight is not None and int(vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if fits and not options.drawn else None
+        self._build = TREE_BUILDERS[options.tree_builder].grow
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -71,10 +71,8 @@ class TreeSession(Session):
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
-            build = best_first_trees
-        return build(expansion, roots, ids, limits)
+        best_first = self._build is beam_trees and options.beam_width > 1 and not expansion.has_states
+        return (best_first_trees if best_first else self._build)(expansion, roots, ids, limits)
 
 
 @dataclass

@@ -108,7 +108,7 @@ class EagleSession(ReadingSession):
         self.read_pending(rows)
         if self._trial is not None:
             self._trial.decide()
-        race, temperature = self.race(rows, depth), options.draw_temperature
+        race, temperature = self.race(rows, depth), options.temperature
         drafted = self.rows_after(rows)
         if mask is None:
             return self.expansion_class(network, weights, drafted, depth, temperature, race)

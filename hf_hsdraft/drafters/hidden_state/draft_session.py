@@ -241,7 +241,7 @@ class HSDraftSession(TreeSession):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        rows, temperature = [ask.row for ask in asks], options.temperature
         race = self.race(rows, hidden.shape[1])
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race, refinement)

@@ -176,7 +176,7 @@ class CausalLMSession(TreeSession):
     def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
         """As `expansion`, for all rows of a group; `first` `[B, 1, V]`: logits after the roots."""
         race = self.race(texts.rows, depth)
-        return LMExpansion(texts, first, depth, self._vocab_size, options.draw_temperature, race)
+        return LMExpansion(texts, first, depth, self._vocab_size, options.temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
         own = expansion.texts.copied()  # drafts are dropped after each round

@@ -20,8 +20,7 @@ from ...core.tuning import TUNING
 from ...runtime.cache_slots import CacheSlots, move_slots
 from ...runtime.target_limits import text_config
 from ...runtime.target_outputs import TargetOutput, target_output
-from ...trees.drafted_levels import DraftedLevels
-from ...trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
+from ...trees.tree_masks import AttentionKind, DraftedLevels, TreeBatch, as_attention_takes_it, tree_mask
 from .lm_limits import empty_cache, most_tokens
 
 

@@ -221,7 +221,7 @@ class CascadeDrafter(nn.Module, Drafter):
         first, *others = self.levels
         models = [model_of(level) for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
-        temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
+        temperature, pending = call.options.temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
         session: Session = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
         taps = first.taps_of(models[0])
@@ -252,7 +252,8 @@ class CascadeDrafter(nn.Module, Drafter):
             beam_width=1,
             threshold=0.0,
             tree_builder="stochastic_beam" if drawn else "beam",
-            temperature=options.temperature,
+            drawn=drawn,
+            temperature=options.temperature if drawn else 1.0,
             tree_sizing="fixed",
         )
 

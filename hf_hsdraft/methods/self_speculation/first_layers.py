@@ -27,8 +27,7 @@ from ...runtime.target_call import TargetCall
 from ...runtime.target_limits import known_until, text_config
 from ...runtime.text_configs import decoder_layers
 from ...runtime.tree_reading import node_inputs, read_trees
-from ...trees.drafted_levels import DraftedLevels
-from ...trees.tree_masks import AttentionKind, TreeBatch
+from ...trees.tree_masks import AttentionKind, DraftedLevels, TreeBatch
 from .layer_split import LayerSplit
 from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
 

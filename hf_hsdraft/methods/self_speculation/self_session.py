@@ -92,7 +92,7 @@ class SelfSession(TreeSession):
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         assert self._first is not None
         race = self.race([ask.row for ask in asks], depth)
-        return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.draw_temperature, race)
+        return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         first = self._first

@@ -80,6 +80,6 @@ class SpecFormerSession(ParallelSession):
     def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
             return super().expansion_of(asks, hidden, depth, options)
-        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.draw_temperature
+        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.temperature
         race = self.race([ask.row for ask in asks], depth)
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, race)
