@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Drafter
-from ...drafters.language_model.lm_trial import ability_of
+from ...drafters.language_model.lm_ability import ability_of
 from .lm_reader import LMReader
 
 

@@ -14,8 +14,8 @@ from ...core.checks import public_name
 from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
+from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.branches import Branches
