@@ -17,12 +17,12 @@ from hf_hsdraft import AutoDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.block import block_context
-from hf_hsdraft.drafters.block.block_session import BlockBias, BlockSession
+from hf_hsdraft.drafters.block import context
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
-from hf_hsdraft.drafters.block.convolution import BlockConvolution
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
+from hf_hsdraft.drafters.block.network import BlockConvolution
+from hf_hsdraft.drafters.block.session import BlockBias, BlockSession
 from hf_hsdraft.trees.best_first import best_first_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
@@ -389,7 +389,7 @@ def test_a_chain_is_drafted_where_one_is_asked_for(target):
 @pytest.mark.parametrize("kind", ["vanilla", "fill-in", "sliding", "selector", "own mask"])
 def test_training_computes_what_decoding_drafts(kind, target, monkeypatch):
     """Many blocks over two packed texts in one forward, against a session for each block."""
-    monkeypatch.setattr(block_context, "_BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr(context, "_BLOCKS_AT_ONCE", 3)
     drafter = make_block_drafter(target, kind)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     texts = [list(range(5, 18)), list(range(40, 49))]
@@ -414,42 +414,6 @@ def test_training_computes_what_decoding_drafts(kind, target, monkeypatch):
         [wanted] = session.slots([0], [text[place + 1]])
         for depth in range(drafter.num_draft_steps if block < 5 else 1):
             assert torch.allclose(drafts[depth][block], wanted[drafter.config.first_slot + depth], atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "selector"])
-def test_the_teacher_forced_bias_is_that_of_a_tree(kind, target):
-    drafter, text = make_block_drafter(target, kind), list(range(5, 18))
-    session = session_of(drafter, target)
-    session.observe([news(drafter, target, text, 0, 8)])
-    hidden = session.slots([0], [text[8]])
-    expansion = session.expansion_of([Ask(0, text[8], depth=STEPS, size=9)], hidden, 3, DraftOptions.of(drafter))
-    states, nodes, before = None, None, None
-    weights = session.weights
-    for depth in range(3):
-        token = torch.tensor([text[8 + depth]])
-        states = drafter.advance(token, before, states)
-        before = hidden[:, drafter.config.first_slot + depth]
-        logits = drafter.logits(before, weights) + drafter.token_bias(depth, before, states)
-        wanted, nodes = expansion(depth + 1, token[None], nodes)
-        kept = ~wanted[0, 0].isinf()
-        assert torch.allclose(logits[0, kept].log_softmax(-1), wanted[0, 0, kept], atol=1e-4)
-
-
-def test_gradients_reach_every_part(target):
-    drafter = make_block_drafter(target, "gated").train()
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    told = news(drafter, target, list(range(5, 18)), 0, 12)
-    output = drafter(
-        told.taps.detach(), weights.embed(told.following), told.positions, torch.tensor([3, 6]),
-        mask_embeds=weights.embed(torch.tensor(3)), labels=None,
-    )  # fmt: skip
-    states, loss = drafter.advance(torch.tensor([7, 8])), torch.zeros(())
-    for depth, hidden in enumerate(output.hidden_states):
-        loss = loss + (drafter.logits(hidden, weights) + drafter.token_bias(depth, hidden, states)).logsumexp(-1).sum()
-    loss.backward()
-    without = [name for name, parameter in drafter.named_parameters() if parameter.grad is None]
-    assert not without
 
 
 def test_training_without_the_masks_embedding_is_an_error(target):
@@ -499,12 +463,6 @@ def test_a_part_of_the_vocabulary_needs_ids(target):
         BlockDrafter.for_target(target, draft_vocab_ids=[3, 2])
     with pytest.raises(ValueError, match=f"holds {VOCAB}: expected ids below"):
         BlockDrafter.for_target(target, draft_vocab_ids=[3, VOCAB])
-
-
-def test_a_recurrent_head_of_the_fill_in_layout_is_not_trained(target):
-    drafter = make_block_drafter(target, "rnn", sample_from_anchor=False)
-    with pytest.raises(ValueError, match="can draft, but not be trained"):
-        drafter.advance(torch.tensor([1]))
 
 
 def test_saving_over_another_drafter_leaves_nothing_of_it(target, tmp_path):

@@ -16,8 +16,7 @@ from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
-from hf_hsdraft.drafters.eagle import eagle_session
-from hf_hsdraft.drafters.eagle.eagle_network import initialise
+from hf_hsdraft.drafters.eagle import session as session_module
 from hf_hsdraft.engine.loop import Observer
 
 PADDED = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6], [9, 8, 9, 31, 9, 8, 44, 8], [0, 11, 12, 13, 14, 15, 16, 17]])
@@ -39,7 +38,7 @@ def make_eagle(target, seed: int = 1, **fields) -> EagleDrafter:
     """An untrained drafter that drafts as much as it may, whatever the machine."""
     torch.manual_seed(seed)
     drafter = EagleDrafter(EagleConfig.for_target(target, **{"num_draft_steps": 4, **fields})).eval()
-    initialise(drafter, std=0.3)
+    drafter.reset_parameters(std=0.3)
     options = drafter.generation_config
     options.node_cost = options.depth_cost = 0.0
     options.tree_sizing, options.ngram_length, options.tree_size, options.beam_width = "fixed", 0, 40, 5
@@ -199,13 +198,13 @@ def test_long_prompts_are_read_in_blocks(target, monkeypatch, tuned):
     whole, options = session_of(drafter, target)
     whole.observe([news_of(0, 150)])
     expected = drafts(whole, options)[0]
-    sizes, attention = [], eagle_session.batched_attention
+    sizes, attention = [], session_module.batched_attention
 
     def noting(queries, keys, values, seen=None):
         sizes.append(queries.shape[1] * keys.shape[2])
         return attention(queries, keys, values, seen)
 
-    monkeypatch.setattr(eagle_session, "batched_attention", noting)
+    monkeypatch.setattr(session_module, "batched_attention", noting)
     tuned(mask_rows=16)
     blocks, _ = session_of(drafter, target)
     blocks.observe([news_of(0, 150)])
@@ -333,9 +332,9 @@ def test_the_forward_of_training_drafts_as_a_session_does(target, kind, monkeypa
             session.read_pending([0])
             drafted = session.rows_after([0])
             if drafter.config.mask_token_id is not None:
-                logits = eagle_session.parallel_logits(drafter, weights, drafted, drafter.config.mask_token_id, 4)[0]
+                logits = session_module.parallel_logits(drafter, weights, drafted, drafter.config.mask_token_id, 4)[0]
             else:
-                expansion = eagle_session.EagleExpansion(drafter, weights, drafted, 4)
+                expansion = session_module.EagleExpansion(drafter, weights, drafted, 4)
                 logits, states = [], None
                 for level, token in enumerate(tokens[chain].tolist(), 1):
                     found, states = expansion.logits(level, torch.tensor([[token]]), states)

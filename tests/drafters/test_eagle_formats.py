@@ -33,7 +33,7 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
-from hf_hsdraft.drafters.eagle import eagle_expansion, feedback_trial
+from hf_hsdraft.drafters.eagle import feedback_trial, session
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
@@ -96,12 +96,12 @@ def test_a_shifted_position_is_found_by_the_comparison(files, monkeypatch, shift
     """Positions of the accepted pairs alone; shifting all of them would change nothing."""
     model, drafter = speculators_model(), AutoDrafter.from_pretrained(files)
     reference = Reference("Eagle3DraftModel", model.save_pretrained, lambda *path: unrolled(model, *path), TAPS)
-    extend = eagle_expansion.DraftedRows.extend
+    extend = session.DraftedRows.extend
 
     def shifted(self, states, embeds, parents, depths, causal=False):
         return extend(self, states, embeds, parents, depths + shift, causal)
 
-    monkeypatch.setattr(eagle_expansion.DraftedRows, "extend", shifted)
+    monkeypatch.setattr(session.DraftedRows, "extend", shifted)
     assert parity_of("shifted", drafter, eagle_target(), reference).difference > 1e-3
 
 

@@ -14,7 +14,7 @@ from hf_hsdraft import AutoDrafter, CausalLMDrafter, EagleDrafter, attach
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.formats import formats
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
-from hf_hsdraft.drafters.eagle.configuration_eagle import EagleConfig
+from hf_hsdraft.drafters.eagle.configuration import EagleConfig
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

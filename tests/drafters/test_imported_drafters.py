@@ -29,7 +29,7 @@ from hf_hsdraft.drafters.base.draft_memory import DraftMemory
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
 from hf_hsdraft.drafters.base.row_context import RowContext
-from hf_hsdraft.drafters.eagle.eagle_expansion import DraftedRows
+from hf_hsdraft.drafters.eagle.session import DraftedRows
 from hf_hsdraft.training.families.trainable import as_trained
 
 

@@ -34,7 +34,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
     HIDDEN,

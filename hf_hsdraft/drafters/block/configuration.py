@@ -12,6 +12,7 @@ from ...runtime.target_limits import decoder_layers
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig, described, most_of, number
+from ..base.published import fresh_rope
 from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -114,6 +115,9 @@ class BlockConfig(PlainConfig):
         """The slot that drafts the first token after the anchor."""
         return 0 if self.sample_from_anchor else 1
 
+    def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        return self.target_tap_layers
+
     @property
     def has_own_head(self) -> bool:
         """Whether the drafter stores output rows: it does for a reduced vocabulary."""
@@ -151,12 +155,9 @@ class BlockConfig(PlainConfig):
             overrides: further fields of the configuration and of `LayerSizes`. An invalid one raises a ValueError.
         """
         config = target_config.get_text_config(decoder=True)
-        layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})
-        eps = getattr(config, "rms_norm_eps", None) or 1e-5
-        sizes: dict[str, Any] = {"rms_norm_eps": eps, "qk_norm": True}
+        layers, pad = decoder_layers(config), own_integer(config, "pad_token_id")
+        sizes: dict[str, Any] = {"rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5, "qk_norm": True}
         sizes |= {name: overrides.pop(name) for name in list(overrides) if name in LayerSizes.__dataclass_fields__}
-        pad, longest = (own_integer(config, name) for name in ("pad_token_id", "max_position_embeddings"))
-        rope = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"}
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
@@ -167,7 +168,7 @@ class BlockConfig(PlainConfig):
             "sample_from_anchor": True,
             "mask_token_id": config.vocab_size - 1 if pad is None or not 0 <= pad < config.vocab_size else pad,
             "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
-            "rope": {"rope_parameters": rope, "max_position_embeddings": longest},
+            "rope": fresh_rope(config),
             "markov_rank": markov_rank,
             "last_tap_is_normed": False,  # other engines take it without the norm
             "target_num_hidden_layers": layers,

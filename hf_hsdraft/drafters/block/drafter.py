@@ -11,20 +11,17 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import printable
-from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
-from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_outputs import before_norm, check_last_state
+from ...runtime.target_limits import text_config
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import Call
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
-from .block_session import BlockSession
 from .configuration import BlockConfig
-from .network import BlockNetwork, frozen_rows
+from .network import BlockNetwork
+from .session import BlockSession
 from .writing import config_document
 
 logger = logging.get_logger(__name__)
@@ -77,7 +74,8 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         if found[-1] >= size:
             raise ValueError(f"draft_vocab_ids holds {int(found[-1])}: expected ids below vocab_size={size}")
         assert self.lm_head is not None
-        self.lm_head.weight.copy_(frozen_rows(output_head, ids))
+        rows = output_head.weight.detach()
+        self.lm_head.weight.copy_(rows[found.to(rows.device)])
         self.d2t.copy_(found - torch.arange(len(found)))  # type: ignore[operator]
         self.t2d.zero_()[found.to(self.device)] = True  # type: ignore[operator]
 
@@ -105,14 +103,6 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     def taps(self) -> Sequence[int]:  # type: ignore[override]
         return self.config.target_tap_layers
 
-    def taps_of(self, target: Any) -> Sequence[int]:
-        taps = self.config.target_tap_layers
-        return taps if self.config.last_tap_is_normed else before_norm(taps, decoder_layers(text_config(target)))
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
     def default_generation_config(self) -> GenerationConfig:
         steps = self.config.num_draft_steps
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
@@ -121,26 +111,10 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         check_refiners(self, options)
 
     def check(self, target: Any) -> None:
-        config, wanted = text_config(target), self.config
-        layers, taps = decoder_layers(config), wanted.target_tap_layers
-        made_for = f"this drafter was made for {printable(wanted.target_name) or 'another target'}"
-        for name, found, expected in (
-            ("vocab_size", config.vocab_size, wanted.vocab_size),
-            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
-        ):
-            if expected is not None and found != expected:
-                raise DraftingRefused(
-                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                    "target, or train one."
-                )
-        if taps[-1] > layers or wanted.mask_token_id >= config.vocab_size:
-            raise DraftingRefused(
-                f"the drafter reads hidden state {taps[-1]} and token {wanted.mask_token_id} as its mask, the target "
-                f"has {layers} layers and {config.vocab_size} tokens: {made_for}. Use a drafter of this target."
-            )
-        if taps[-1] == layers and not wanted.last_tap_is_normed:
-            check_last_state(target)
+        super().check(target)
+        tokens, mask = text_config(target).vocab_size, self.config.mask_token_id
+        if mask >= tokens:
+            self.refuse(f"the drafter reads token {mask} as its mask, the target has {tokens} tokens")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config = self.config

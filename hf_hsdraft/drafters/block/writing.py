@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ...core.checks import public_name
-from ...hub.speculators_format import speculators_fields
+from ..base.published import speculators_document
 from .configuration import BlockConfig
 
 # Class names that engines use.
@@ -28,27 +27,7 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises a ValueError if the format cannot express what the drafter computes.
     """
     _check_can_be_written(config)
-    kind, sizes, sights = kind_of(config), config.sizes, config.sights
-    windows = [sight.reach for sight in sights if sight.reach is not None]
-    kinds = ["full_attention" if sight.reach is None else "sliding_attention" for sight in sights]
-    layer = {
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_key_value_heads,
-        "head_dim": sizes.head_dim,
-        "hidden_act": sizes.hidden_act,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "attention_bias": sizes.attention_bias,
-        "layer_types": kinds,
-        "sliding_window": windows[0] if windows else None,
-        "use_sliding_window": bool(windows),
-        "tie_word_embeddings": False,
-        **{name: value for name, value in config.rope.items() if value is not None},
-    }
+    kind = kind_of(config)
     heads: dict[str, Any] = {}
     if kind == "dspark":
         heads = {
@@ -60,22 +39,23 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     if kind == "dflash2":
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         heads = {name: getattr(config, name) for name in names}
-    target = public_name(config.target_name)
-    return {
-        "architectures": [_ARCHITECTURES[kind]],
-        "dtype": str(dtype).removeprefix("torch."),
-        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "aux_hidden_state_layer_ids": list(config.target_tap_layers),
-        "mask_token_id": config.mask_token_id,
-        "block_size": config.block_size,
-        "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": not any(sight.causal for sight in sights),
+    if config.embedding_scale is None:
+        heads["target_scales_embeddings"] = True
+    return speculators_document(
+        config,
+        kind,
+        _ARCHITECTURES[kind],
+        dtype,
+        "qwen3",
+        config.sizes,
+        [sight.reach for sight in config.sights],
+        aux_hidden_state_layer_ids=list(config.target_tap_layers),
+        mask_token_id=config.mask_token_id,
+        block_size=config.block_size,
+        sample_from_anchor=config.sample_from_anchor,
+        sliding_window_non_causal=not any(sight.causal for sight in config.sights),
         **heads,
-        **({"target_scales_embeddings": True} if config.embedding_scale is None else {}),
-    }
+    )
 
 
 def _check_can_be_written(config: BlockConfig) -> None:

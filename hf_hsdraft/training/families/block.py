@@ -15,7 +15,6 @@ from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
 from .family import Choose
 from .published import PublishedFamily
 
@@ -41,12 +40,13 @@ class BlockPredictions(Predictions):
         return {"mask_embeds": self.weights.embed(mask)}
 
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        state = self.drafter.advance(tokens[:, 0])
-        result = [state]
+        head = self.drafter.token_head
+        if head is None:
+            return [None] * len(hidden_states)
+        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None, None)]
         for depth, hidden in enumerate(hidden_states[1:], 1):
             rows = hidden.shape[0]
-            before = None if state is None else state[:rows]
-            state = self.drafter.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], before)
+            state = head.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], state[:rows])
             result.append(state)
         return result
 
@@ -115,11 +115,8 @@ class BlockFamily(PublishedFamily):
             )
         super().continued(drafter, fields)
 
-    def start_from_target(self, drafter: BlockDrafter, target: Any, finals: torch.Tensor) -> None:
-        rows = target.get_output_embeddings().weight.detach()
-        rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-        head = drafter.token_head
-        start_timidly(drafter.norm.weight, rows, finals, up=None if head is None else head.rows)
+    def bias_rows(self, drafter: BlockDrafter) -> torch.Tensor | None:
+        return None if drafter.token_head is None else drafter.token_head.rows
 
     def width(self, config: BlockConfig) -> int:
         return config.sizes.hidden_size

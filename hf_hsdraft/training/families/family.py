@@ -13,6 +13,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.predictions import Predictions
+from ..loss.timid import start_timidly
 
 Choose = Callable[[int], list[int]]
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
@@ -111,7 +112,18 @@ class TrainableFamily:
         raise NotImplementedError
 
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
-        """Initialises parts of a fresh drafter from the target and some of its final states, `[N, D]`, float32."""
+        """Initialises the norm, head and token bias of a fresh drafter of the target's width from the target.
+
+        `finals` are some of its final states, `[N, D]`, float32.
+        """
+        if self.width(drafter.config) == drafter.config.target_hidden_size:
+            rows = target.get_output_embeddings().weight.detach()
+            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+            start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
+
+    def bias_rows(self, drafter: Any) -> torch.Tensor | None:
+        """Returns the weight `[V', r]` of the last product of the drafter's token bias; None if it has no such bias."""
+        return None
 
     def check_trainable(self, config: Any) -> None:
         """Raises a ValueError for the configuration of a drafter that can draft, but not be trained."""

@@ -138,6 +138,9 @@ class LMFamily(TrainableFamily):
     def layers(self, drafter: Any) -> list[nn.Module]:
         return list(layers_of(drafter.model)[1])
 
+    def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
+        """A language model starts from its own weights."""
+
     def predictions(self, drafter: Any, weights: TargetWeights) -> LMPredictions:
         return LMPredictions(drafter, weights)
 

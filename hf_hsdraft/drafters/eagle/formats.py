@@ -30,7 +30,7 @@ from ..base.decoder_layer import LayerSizes
 from ..base.formats import fields_told
 from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from ..base.vocabulary_maps import drafted_ids
-from .configuration_eagle import DRAFT_STEPS, EagleConfig
+from .configuration import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # in speculators
 _LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
