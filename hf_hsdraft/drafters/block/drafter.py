@@ -54,7 +54,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         """Makes an untrained drafter for a text-generating transformers model, in float32 on the CPU.
 
         `draft_vocab_ids` are the draftable token ids, all by default; `overrides` as for
-        `BlockConfig.for_target_config`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
+        `BlockConfig.for_target`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
         vocabulary.
         """
         if draft_vocab_ids is not None:

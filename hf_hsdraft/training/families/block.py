@@ -64,6 +64,7 @@ class BlockFamily(PublishedFamily):
     name = "block"
     drafter = BlockDrafter
     config = BlockConfig
+    predictions = BlockPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
     plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
@@ -120,9 +121,6 @@ class BlockFamily(PublishedFamily):
 
     def width(self, config: BlockConfig) -> int:
         return config.sizes.hidden_size
-
-    def predictions(self, drafter: BlockDrafter, weights: TargetWeights) -> BlockPredictions:
-        return BlockPredictions(drafter, weights)
 
     def describe(self, drafter: BlockDrafter) -> str:
         config = drafter.config

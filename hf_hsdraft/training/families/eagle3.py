@@ -52,6 +52,7 @@ class EagleFamily(PublishedFamily):
     name = "eagle3"
     drafter = EagleDrafter
     config = EagleConfig
+    predictions = EaglePredictions
     least = {"draft_vocab_size": 1}  # noqa: RUF012
     free = ("target_name", "num_draft_steps")
 
@@ -74,9 +75,6 @@ class EagleFamily(PublishedFamily):
 
     def width(self, config: EagleConfig) -> int:
         return config.layer.hidden_size
-
-    def predictions(self, drafter: EagleDrafter, weights: TargetWeights) -> EaglePredictions:
-        return EaglePredictions(drafter, weights)
 
     def describe(self, drafter: EagleDrafter) -> str:
         config = drafter.config

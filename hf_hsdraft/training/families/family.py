@@ -34,6 +34,7 @@ class TrainableFamily:
     Attributes:
         name: name of the family, as `hsdraft train --family` takes it.
         drafter: class of its drafters.
+        predictions: makes the predictions of a drafter with given `TargetWeights`.
         least: fields of the smallest drafter, with which a target is tried.
         plain_options: drafting options with which a draft depends on nothing of earlier rounds.
         arguments: training arguments whose defaults differ for this family.
@@ -44,6 +45,7 @@ class TrainableFamily:
 
     name: str
     drafter: Any
+    predictions: Callable[[Any, TargetWeights], Predictions]
     least: Mapping[str, Any]
     plain_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
@@ -162,9 +164,6 @@ class TrainableFamily:
     def layers(self, drafter: Any) -> list[nn.Module]:
         """Returns the layers of a drafter, which are recomputed in the backward where memory is short."""
         return list(drafter.layers)
-
-    def predictions(self, drafter: Any, weights: TargetWeights) -> Predictions:
-        raise NotImplementedError
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
         """Records a drafter's target in its configuration. All processes of a sharded target have to take part."""

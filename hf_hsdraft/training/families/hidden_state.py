@@ -61,6 +61,7 @@ class HiddenStateFamily(TravellingFamily):
 
     name = "hidden-state"
     drafter = HSDrafter
+    predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
     plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
@@ -74,9 +75,6 @@ class HiddenStateFamily(TravellingFamily):
 
     def bias_rows(self, drafter: HSDrafter) -> torch.Tensor:
         return drafter.injector.up.weight
-
-    def predictions(self, drafter: HSDrafter, weights: TargetWeights) -> InjectedPredictions:
-        return InjectedPredictions(drafter, weights)
 
     def record_target(self, drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
         record_target(drafter, target, tokenizer, name)
