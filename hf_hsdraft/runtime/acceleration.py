@@ -11,7 +11,7 @@ import torch
 from ..core.tensors import device_of
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
-from ..gpu.compiled_calls import CompiledCalls, compiled
+from ..gpu.fixed_shapes import CompiledCalls, compiled
 
 
 class Acceleration:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .text_configs import decoder_layers, text_config
+from .target_limits import decoder_layers, text_config
 
 
 def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:

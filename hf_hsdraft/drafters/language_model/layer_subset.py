@@ -10,8 +10,8 @@ from torch import nn
 
 from ...core.checks import is_integer
 from ...core.tensors import hooks_of
-from ...runtime.capture_hooks import without_hooks
 from ...runtime.decoder_list import decoder_list
+from ...runtime.module_hooks import without_hooks
 from ...runtime.target_limits import decoder_layers, text_config
 
 
