@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...drafters.language_model.lm_texts import LMTexts
-from ...runtime.target_outputs import TargetOutput
+from ...runtime.target_forwards import TargetOutput
 from .steering import Steering
 
 
