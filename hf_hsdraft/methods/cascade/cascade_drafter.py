@@ -33,7 +33,7 @@ from ...hub.drafter_files import (
 )
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
-from ...runtime.capture_hooks import no_hooks_left
+from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others

@@ -13,7 +13,7 @@ from ...drafters.language_model.lm_limits import kind_of, most_tokens
 from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, shared_length
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.target_limits import text_config
-from ...trees.tree_masks import AttentionKind
+from ...runtime.tree_reading import AttentionKind
 
 
 class LMReader:

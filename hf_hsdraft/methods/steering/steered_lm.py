@@ -27,8 +27,8 @@ from ...drafters.language_model.lm_texts import LMTexts
 from ...drafters.language_model.lm_trial import ability_of
 from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...hub.checkpoint import Checkpoint
+from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_outputs import TargetOutput
 from .steering import Steering, SteeringSizes
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
