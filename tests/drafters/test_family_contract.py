@@ -201,7 +201,7 @@ class Listening(Observer):
 def depths_of(rows, expansion):
     tokens = torch.tensor([[9 + row] for row in rows])
     first, states = expansion(1, tokens, None)
-    return torch.cat([first, expansion(2, tokens, states)[0]])
+    return first if expansion.depth == 1 else torch.cat([first, expansion(2, tokens, states)[0]])
 
 
 @main
@@ -539,6 +539,6 @@ def test_the_cache_lists_drafters_of_every_format(folders, target, tmp_path):
 def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(folders, tmp_path):
     make_target(hidden_size=96).save_pretrained(tmp_path)
     drafted = "--tau", "2", "--drafter", folders["block"]
-    assert "25 rows" in run("estimate", folders["target"], *drafted)
+    assert "41 rows" in run("estimate", folders["target"], *drafted)
     assert "hidden_size=96" in refused("estimate", str(tmp_path), *drafted)
     assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.eagle.session import EagleExpansion, EagleSession
-from hf_hsdraft.runtime.target_outputs import before_norm
+from hf_hsdraft.runtime.target_parts import before_norm
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
     HIDDEN,

@@ -14,7 +14,7 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.speculators_format import speculators_fields
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_outputs import before_norm, check_last_state
+from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes
 from .protocol import Drafter
 

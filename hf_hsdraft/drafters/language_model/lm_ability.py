@@ -15,10 +15,10 @@ from ...core.cache_name import takes_cache
 from ...core.checks import few, printable
 from ...core.tensors import device_of
 from ...runtime.cache_slots import CacheSlots, cache_layers
-from ...runtime.fingerprint import fingerprint
 from ...runtime.misreading import same_but_rounding
+from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import text_config, why_no_trees, why_refused
-from ...trees.tree_masks import AttentionKind, attention_kinds
+from ...runtime.tree_reading import AttentionKind, attention_kinds
 from .lm_texts import LMTexts
 
 _TEXTS = ((5, 6, 7), (8, 9))  # different lengths
