@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.answer_limits import end_tokens
+from ..runtime.prompt_inputs import end_tokens
 
 KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
 CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's

@@ -25,7 +25,6 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted
-from ..runtime.acceleration import Acceleration
 from ..trees.tree_builders import Expansion
 from .call_output import DraftStatistics
 from .drafting import Drafting, Wanted
@@ -142,19 +141,15 @@ class Observer:
 class Keeper(Observer):
     """Records a call in its statistics, and reports its rounds to the pace. With `timed` it waits for the device."""
 
-    _drafting: Drafting | None = None
-    _acceleration: Acceleration | None = None
-
     def __init__(self, statistics: DraftStatistics, device: torch.device, timed: bool) -> None:
         self.statistics, self._timed, self._waits = statistics, timed, timed and device.type == "cuda"
         self._device, self._seconds = device, dict[str, float]()  # of each part of a round
+        self._drafting: Drafting | None = None
         self._begin = self._last = self._now()
 
-    def report_to(
-        self, drafting: Drafting, acceleration: Acceleration | None = None, repaced: Callable[[], Any] = lambda: None
-    ) -> None:
-        """Reports rounds to the pace from now on. `repaced` is called when forwards change, and with them costs."""
-        self._drafting, self._acceleration, self._repaced = drafting, acceleration, repaced
+    def report_to(self, drafting: Drafting, acceleration: Any = None, repace: Callable[[], Any] = lambda: None) -> None:
+        """Reports rounds to the pace from now on. `repace` is called when the `Acceleration` changes forwards."""
+        self._drafting, self._acceleration, self._repace = drafting, acceleration, repace
 
     def _now(self) -> float:
         if self._waits:
@@ -199,4 +194,4 @@ class Keeper(Observer):
         emitted = sum(done.emitted) / len(done.emitted)
         drafting.pace.note_round(max(done.nodes), emitted, forward, done.depth, seconds["draft"], done.progress)
         if acceleration is not None and acceleration.after_round():
-            self._repaced()
+            self._repace()
