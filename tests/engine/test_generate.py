@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Iterator
 
@@ -132,48 +131,7 @@ def test_stateful_logits_processors_see_each_path(target, trained, prompt):
     assert target.generate(prompt, assistant_model=trained, **kwargs).tolist() == plain.tolist()
 
 
-def test_scores_and_logits_are_those_of_plain_decoding(target, trained, prompt):
-    kwargs = {
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "repetition_penalty": 1.3,
-        "output_scores": True,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
-    plain = target.generate(prompt, **kwargs)
-    drafted = target.generate(prompt, assistant_model=trained, **kwargs)
-    assert len(drafted.scores) == len(drafted.logits) == 20
-    for ours, theirs in ((drafted.scores, plain.scores), (drafted.logits, plain.logits)):
-        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
-def test_length_limits_cut_inside_a_round(target, trained, prompt, new_tokens):
-    plain = target.generate(prompt, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
-    drafted = target.generate(
-        prompt, max_new_tokens=new_tokens, do_sample=False, assistant_model=trained, return_dict_in_generate=True
-    )
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-
-
-def test_eos_and_custom_criteria_cut_inside_a_round(target, trained, prompt):
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    stop_token = int(plain[0, -9])
-
-    class EndsAt(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.tensor([int(input_ids[0, -1]) == stop_token])
-
-    for kwargs in ({"eos_token_id": stop_token}, {"stopping_criteria": StoppingCriteriaList([EndsAt()])}):
-        expected = target.generate(prompt, max_new_tokens=NEW, do_sample=False, **kwargs)
-        drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, **kwargs)
-        assert expected.shape[1] < plain.shape[1]
-        assert drafted.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_sampling_draws_nothing_after_the_end(target, trained, prompt, seed):
     """A call without a seed of its own goes on with the random stream that plain decoding would have left."""
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.3, "eos_token_id": list(range(2, VOCAB, 7))}
@@ -218,38 +176,6 @@ def test_no_draft_reaches_beyond_the_last_position(length):
     kwargs = {"do_sample": False, "eos_token_id": int(plain[0, -1]), "max_new_tokens": 40}
     expected = target.generate(prompt, **kwargs)
     assert target.generate(prompt, assistant_model=drafter, **kwargs).tolist() == expected.tolist()
-
-
-def test_the_cache_continues_as_if_decoded_plainly(target, trained, prompt):
-    """After a call with accepted branches the cache holds exactly the text: keys, values, and a second turn."""
-    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    plain = target.generate(prompt, **settings)
-    drafted = target.generate(prompt, assistant_model=trained, **settings)
-    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
-    follow_up = torch.cat([plain.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-    expected = target.generate(follow_up, max_new_tokens=20, do_sample=False)
-    continued = target.generate(
-        follow_up, past_key_values=drafted.past_key_values, max_new_tokens=20, do_sample=False, assistant_model=trained
-    )
-    assert continued.tolist() == expected.tolist()
-
-
-def test_left_padding_is_not_read(target, trained, prompt):
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt], dim=1)
-    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(prompt)], dim=1)
-    plain = target.generate(padded, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-    drafted = target.generate(
-        padded,
-        attention_mask=mask,
-        max_new_tokens=NEW,
-        do_sample=False,
-        assistant_model=trained,
-        return_dict_in_generate=True,
-    )
-    assert drafted.sequences.tolist() == plain.tolist()
-    assert drafted.statistics.tau > 2.0
 
 
 def test_positions_given_by_the_user_go_on_from_where_they_end(target, trained, prompt):
@@ -362,25 +288,6 @@ def test_no_clock_is_read_unless_statistics_are_asked_for(target, trained, promp
 
     monkeypatch.setattr(loop.time, "perf_counter", forbidden)
     target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
-
-
-def test_streamers_get_prompt_and_rounds(target, trained, prompt):
-    class Collect(BaseStreamer):
-        def __init__(self):
-            self.pieces, self.ended = [], 0
-
-        def put(self, value):
-            self.pieces.append(value.flatten().tolist())
-
-        def end(self):
-            self.ended += 1
-
-    plain, streamer = Collect(), Collect()
-    target.generate(prompt, max_new_tokens=NEW, do_sample=False, streamer=plain)
-    target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, streamer=streamer)
-    assert [*itertools.chain(*streamer.pieces)] == [*itertools.chain(*plain.pieces)]
-    assert streamer.pieces[0] == prompt[0].tolist()
-    assert streamer.ended == 1 and max(map(len, streamer.pieces[1:])) > 1
 
 
 def test_interleaved_calls_leave_no_state(target, trained, prompt):
