@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.hub import pushing
+from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -31,7 +32,6 @@ from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import forward_kl
-from hf_hsdraft.training.loss.on_policy import drafted_labels
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -469,7 +469,7 @@ def test_an_eagle_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, 
 
 
 def test_co_training_takes_any_family(target, tokenizer):
-    from hf_hsdraft.training.loss.co_training import CoTraining
+    from hf_hsdraft.methods.co_training.co_training import CoTraining
 
     for kind in ("block", "eagle3", "specformer"):
         drafter = fresh(target, kind)

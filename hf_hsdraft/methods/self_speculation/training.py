@@ -18,6 +18,7 @@ from ...training.families.family import Choose
 from ...training.families.identity import record_name
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
+from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
 from .modeling_self import SelfDrafter
@@ -77,3 +78,4 @@ class SelfFamily(TravellingFamily):
 
 
 TRAINABLE[SelfFamily.name] = SelfFamily()
+DRAFTER_OPTIONS["draft_layers"] = int

@@ -14,6 +14,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.identity import record_name
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
+from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
 from .collapsed_frames import CollapsedFrames
@@ -102,3 +103,4 @@ class SpecFormerFamily(TravellingFamily):
 
 
 TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()
+DRAFTER_OPTIONS["reads_tokens"] = bool

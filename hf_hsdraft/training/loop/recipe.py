@@ -42,9 +42,9 @@ def training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: Trainab
 def what_is_computed(trainer: DrafterTrainer) -> str:
     """Describes the terms of the loss, and how many predictions are compared at a time."""
     args, loss = trainer.args, trainer.loss
-    rejected = "" if args.rejected_drafts is None else f" (rejected_drafts {args.rejected_drafts})"
+    options = "".join(f" ({name} {value})" for name, value in args.method_options.items())
     return (
-        f"{_terms(args)} on {args.data_policy} data{rejected}; at most {args.chains_per_conversation} chains "
+        f"{_terms(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
         f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, "
         f"{_weights(trainer)}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} "
         "tokens at a time"

@@ -32,7 +32,7 @@ from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full, write_json
 from .adapters import with_lora
-from .arguments import DrafterTrainingArguments
+from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import (
     check_learning,
@@ -64,9 +64,7 @@ _ARGUMENTS_FIXED = (
     "gradient_accumulation_steps",
     "objective",
     "ce_share",
-    "ctc_labels",
     "data_policy",
-    "rejected_drafts",
     "depth_weighting",
     "depth_decay",
     "depth_weights",
@@ -437,6 +435,7 @@ def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments)
         "exclude_near": excluded,
         "target": identity,
         **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
+        **{name: str(args.method_options.get(name)) for name in METHOD_OPTIONS},
     }
 
 
