@@ -152,8 +152,8 @@ def train(
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.data.plan import TrainingPlan
     from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
-    from ..training.loop.checks import check_no_other_run
-    from ..training.loop.prepared import prepared
+    from ..training.loop.checks import prepared
+    from ..training.loop.run_folder import check_no_other_run
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")

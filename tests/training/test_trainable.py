@@ -26,7 +26,6 @@ from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
@@ -320,8 +319,7 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, 
 def test_a_trained_drafter_is_pushed_with_its_documents(chatty, tokenizer, tmp_path, family, monkeypatch):
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (pushing, publish):
-            monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         for _ in range(2):  # the second time the repository holds a drafter already
             run(chatty, tokenizer, plan(tmp_path, family), push_to_hub=True, hub_token="hf_secret")
         files = hub.files("user/out")
