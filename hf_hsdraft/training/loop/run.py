@@ -250,9 +250,9 @@ class _Run:
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
         window = getattr(self.target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        asked = [next((text for role, text in chat.messages if role == "user"), None) for chat in chats]
-        asked = [text for text in asked if text is not None][: self.plan.eval_prompts]
-        encoded = [encode_prompt(self.tokenizer, text, self.target.device) for text in asked]
+        asked = [[text for role, text in chat.messages if role == "user"][:1] for chat in chats]
+        first = [text for texts in asked for text in texts][: self.plan.eval_prompts]
+        encoded = [encode_prompt(self.tokenizer, text, self.target.device) for text in first]
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 

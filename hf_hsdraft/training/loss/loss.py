@@ -94,7 +94,8 @@ class Chains:
 class FurtherTerm(Protocol):
     """A term of the loss besides the objective: called as a score, it returns values `[N]`, weighted by `[S, K]`."""
 
-    weights: torch.Tensor
+    @property
+    def weights(self) -> torch.Tensor: ...
 
     def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor) -> torch.Tensor: ...
 
