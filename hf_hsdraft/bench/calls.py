@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cpu.packed_weights import PackedWeights, linears_to_pack
 from ..engine.call_output import DraftStatistics
 from ..engine.divergence import Divergence
-from ..runtime.answer_limits import end_tokens
+from ..runtime.prompt_inputs import end_tokens
 from .machine import PeakMemory, synchronise
 from .systems import PLAIN, System, with_options
 

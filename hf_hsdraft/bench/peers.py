@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from ..runtime.answer_limits import end_tokens
+from ..runtime.prompt_inputs import end_tokens
 
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
 _LOADED = ("draft-model", "dflash")  # these need separate weights

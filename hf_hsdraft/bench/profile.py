@@ -33,7 +33,7 @@ from ..engine.drafting import Drafting
 from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
-from ..trees.tree_masks import TreeBatch, as_attention_takes_it, tree_mask
+from ..runtime.tree_reading import TreeBatch, as_attention_takes_it, tree_mask
 from .calls import Settings, time_call
 from .machine import synchronise, timed
 from .prompts import Inputs

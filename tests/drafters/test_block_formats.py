@@ -396,7 +396,7 @@ def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     heads, hooks = target.model.norm._forward_pre_hooks, len(target.model.norm._forward_pre_hooks)
     texts_of(target, drafter)  # checks the texts
     assert len(heads) == hooks
-    monkeypatch.setattr("hf_hsdraft.runtime.target_outputs._NAMES", ())
+    monkeypatch.setattr("hf_hsdraft.runtime.target_parts._NAMES", ())
     with pytest.raises(DraftingRefused, match="before the target's final norm"):
         drafter.check(target)
     AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)

@@ -21,7 +21,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
 from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
-from hf_hsdraft.runtime.target_outputs import before_norm
+from hf_hsdraft.runtime.target_parts import before_norm
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.block_parity import write
 from oracles.format_parity import (

@@ -16,7 +16,7 @@ from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_outputs import before_norm, check_last_state
+from ...runtime.target_parts import before_norm, check_last_state
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import Call

@@ -15,7 +15,7 @@ from ...core.checks import few, printable
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_outputs import before_norm, check_last_state
+from ...runtime.target_parts import before_norm, check_last_state
 from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options

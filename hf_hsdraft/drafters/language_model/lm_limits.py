@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from ...core.cache_name import takes_cache
 from ...runtime.cache_slots import CacheSlots, cache_layers
 from ...runtime.target_limits import furthest_position, text_config, why_no_trees, why_refused
-from ...trees.tree_masks import AttentionKind, attention_kinds
+from ...runtime.tree_reading import AttentionKind, attention_kinds
 
 
 def kind_of(model: Any) -> tuple[Any, ...]:

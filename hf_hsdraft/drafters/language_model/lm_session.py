@@ -10,8 +10,8 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
+from ...runtime.tree_reading import AttentionKind
 from ...trees.tree_builders import Expansion
-from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.tree_session import TreeSession

@@ -18,10 +18,9 @@ from ...core.cache_name import CACHE
 from ...core.tensors import device_of, on_device
 from ...core.tuning import TUNING
 from ...runtime.cache_slots import CacheSlots, move_slots
+from ...runtime.target_forwards import TargetOutput, target_output
 from ...runtime.target_limits import text_config
-from ...runtime.target_outputs import TargetOutput, target_output
-from ...trees.drafted_levels import DraftedLevels
-from ...trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
+from ...runtime.tree_reading import AttentionKind, DraftedLevels, TreeBatch, as_attention_takes_it, tree_mask
 from .lm_limits import empty_cache, most_tokens
 
 

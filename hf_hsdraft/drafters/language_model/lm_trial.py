@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...core.tensors import device_of
-from ...runtime.fingerprint import fingerprint
 from ...runtime.misreading import same_but_rounding
+from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import text_config
-from ...trees.tree_masks import AttentionKind
+from ...runtime.tree_reading import AttentionKind
 from .lm_limits import kinds_for_trees, why_it_cannot_draft
 from .lm_texts import LMTexts
 

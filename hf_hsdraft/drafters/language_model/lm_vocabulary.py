@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from ...core.checks import few, printable
-from ...runtime.text_configs import text_config
+from ...runtime.target_limits import text_config
 
 _NAMED = 3  # differences shown in a message
 

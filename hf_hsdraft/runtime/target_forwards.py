@@ -1,9 +1,12 @@
-"""A target in one call of `generate()`: inputs of its forwards, its cache, and the texts' places there."""
+"""A target's forwards in one call of `generate()`: their inputs, logits and hidden states, and the texts' places in the
+cache. They may be accelerated without changing the output: compiled on GPUs, grouped and packed on CPUs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +15,127 @@ import torch
 from ..core.cache_name import CACHE, returned_cache
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
-from .acceleration import Acceleration
+from ..cpu.grouped_attention import grouped_attention
+from ..cpu.packing import Packing
+from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import CacheSlots, Mark
 from .target_limits import check_cache, check_mask
+from .target_parts import LastState
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One target forward over B sequences.
+
+    Attributes:
+        logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
+        taps: `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read.
+    """
+
+    logits: torch.Tensor
+    taps: torch.Tensor
+
+    def last(self, columns: int) -> TargetOutput:
+        return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
+
+
+def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
+    if tuple(layers) == tuple(wanted):
+        return taps
+    places = [layers.index(layer) for layer in wanted]
+    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+
+
+def target_output(
+    target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int], last: LastState | None = None
+) -> TargetOutput:
+    """Extracts logits and taps of a forward; taps are empty without `tap_layers`.
+
+    Raises a DraftingRefused if hidden states are missing, or not one vector per position.
+    """
+    logits, states = outputs.logits, outputs.get(states_name)
+    states = states if last is None else last.behind(states)
+    if not tap_layers:
+        return TargetOutput(logits, logits[..., :0])
+    cannot = f"{type(target).__name__} cannot be drafted for: "
+    if states and len(states) <= tap_layers[-1]:
+        raise DraftingRefused(
+            f"{cannot}the drafter reads hidden state {tap_layers[-1]} of its layers, and it returns only {len(states)}."
+        )
+    missing = [layer for layer in tap_layers if states and states[layer] is None]
+    if missing:
+        raise DraftingRefused(
+            f"{cannot}the drafter reads hidden state {missing[0]} of its layers, which it leaves out when it is asked "
+            "for."
+        )
+    shapes = {tuple(states[layer].shape[:-1]) for layer in tap_layers} if states else set()
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        found = " and ".join(map(str, sorted(shapes))) or "none"
+        raise DraftingRefused(f"{cannot}its hidden states have to be one vector for each position; found {found}.")
+    return TargetOutput(logits, torch.cat([states[layer].to(logits.device) for layer in tap_layers], dim=-1))
+
+
+class Acceleration:
+    """Runs the forwards of one call.
+
+    Attributes:
+        compile_config: for forwards over trees; `None` if they are not compiled.
+        packed: whether forwards multiply by packed copies of the weights.
+        packs: whether the next forward makes such copies, and takes longer for it.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._compiled: CompiledCalls | None = None
+        self._packing: Packing | None = None
+        self.compile_config: Any = None
+        self.packed = self.packs = False
+
+    def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
+        """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
+        if self._target._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self._compiled = CompiledCalls(self._target, generation_config.compile_config, states)
+            self.compile_config = self._compiled.config
+
+    def compiled(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Compiles a function of fixed shapes if forwards are compiled."""
+        return function if self._compiled is None else compiled(function, self.compile_config)
+
+    def begin(self, asked_for: bool | None, room: int, slower: Callable[[], bool]) -> None:
+        """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
+
+        Args:
+            asked_for: the option `packed_weights`.
+            room: number of tokens that the call may emit.
+            slower: returns whether packed weights are known to slow down this kind of call.
+        """
+        self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
+        self.packs = self._packing.begin(room)
+        self.packed = self._packing.weights is not None
+
+    def after_round(self) -> bool:
+        """Counts a round; returns whether forwards have just become packed, so that costs must be measured again."""
+        if self._packing is None:
+            return False
+        self.packs, before = self._packing.after_round(), self.packed
+        self.packed = self._packing.weights is not None
+        return self.packed and not before
+
+    def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
+        """Returns the target's outputs.
+
+        Args:
+            comes_again: whether many forwards have inputs of this shape, so that compiling pays off.
+            model: runs instead of the target, and is made of its layers.
+        """
+        if self._compiled is not None and comes_again and model is None:
+            return self._compiled.forward(inputs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(grouped_attention(device_of(self._target)))
+            if self._packing is not None and self._packing.weights is not None:
+                stack.enter_context(self._packing.weights.in_use())
+            return (self._target if model is None else model)(**inputs, return_dict=True)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Keys and values of a single text in tensors of fixed size and place, as compiled forwards need them."""
+"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step, and texts in tensors of
+fixed size and place, as these need them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +13,42 @@ import torch
 from torch import nn
 
 from ..core.tensors import shared_attention
+
+
+class CompiledCalls:
+    """A target's forward into a static cache, compiled by `compile_config` or the target's default, as `config`.
+
+    `states` are keys and values of the cache.
+    """
+
+    def __init__(self, target: Any, compile_config: Any, states: Sequence[torch.Tensor]) -> None:
+        for each in states:  # an earlier cache may have had other sizes
+            torch._dynamo.mark_static(each)
+        self._call = target.get_compiled_call(compile_config)
+        self.config = compile_config or target._default_compile_config()
+
+    def forward(self, inputs: dict[str, Any]) -> Any:
+        """The target's outputs; the next call may overwrite them."""
+        # Other calls had other shapes; none may become a variable of the graph.
+        for value in inputs.values():
+            if isinstance(value, torch.Tensor):
+                torch._dynamo.mark_static(value)
+        inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}  # keeps all anyway
+        torch.compiler.cudagraph_mark_step_begin()  # outputs stay valid until the next forward
+        return self._call(**inputs, return_dict=True)
+
+
+_compiled: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = []
+
+
+def compiled(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """A function of fixed shapes, compiled by a `CompileConfig`; cached for equal configs."""
+    for known, with_config, result in _compiled:
+        if known is function and with_config == config:
+            return result
+    result = torch.compile(function, **{**config.to_dict(), "dynamic": False})  # else a second size makes a variable
+    _compiled.append((function, copy.copy(config), result))
+    return result
 
 
 class StaticText:
