@@ -92,8 +92,8 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
+    from ..drafters.eagle.drafter import EagleDrafter
     from ..drafters.eagle.feedback_trial import try_on
-    from ..drafters.eagle.modeling_eagle import EagleDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
     from ..runtime.target_loading import load_target
@@ -168,7 +168,7 @@ def card(
         import torch
 
         from ..runtime.target_loading import load_target
-        from ..training.families.identity import record_target
+        from ..training.families.hidden_state import record_target
 
         record_target(drafter, *load_target(target, torch.float32), name=target)
         drafter.save_pretrained(folder)
