@@ -15,7 +15,7 @@ from test_trainable import SIZES, borrow, plan, random_drafter, run
 from hf_hsdraft.methods.on_policy import draft_opd
 from hf_hsdraft.methods.on_policy.draft_opd import replay, two_streams
 from hf_hsdraft.methods.on_policy.own_tokens import draft
-from hf_hsdraft.runtime.answer_limits import end_tokens
+from hf_hsdraft.runtime.prompt_inputs import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from ...hub.drafter_files import CONFIG, find_folder
 from ...hub.fetching import loading
-from ...runtime.text_configs import text_config
+from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
 from ..data.gather import check_not_empty, most_in_sources
 from ..data.kinds import chosen_kinds
