@@ -818,7 +818,7 @@ def test_a_streamer_gets_no_token_beyond_an_end_that_was_found_later(target, dra
 def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
     """Keys of every row up to the token that ended it are those of plain decoding."""
     found = 0
-    for seed in range(6):
+    for seed in range(6, 12):
         ids = torch.randint(5, VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))
         call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
         plain = chatty.generate(ids, **call)
@@ -830,7 +830,7 @@ def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
             for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
                 held = min(length, theirs.keys.shape[2])
                 torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
-    assert found > 1
+    assert found > 3
 
 
 @pytest.fixture
