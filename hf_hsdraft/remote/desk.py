@@ -1,4 +1,4 @@
-"""Answers the messages of one connection."""
+"""Answers the messages of one connection, lookups included."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
-from .jobs import Job, PieceRead, Verified
-from .lookups import Lookups
 from .messages import (
     PIECE_BYTES,
     Accepted,
@@ -23,16 +21,20 @@ from .messages import (
     Refused,
     Resume,
     Resumed,
+    RowData,
     Rows,
     Taps,
+    Text,
+    Tokens,
+    packed_ints,
+    unpacked_ints,
+    unpacked_tree,
 )
-from .micro_batches import MicroBatches
-from .packing import packed_ints, unpacked_ints, unpacked_tree
+from .micro_batches import Job, MicroBatches, PieceRead, Verified
 from .sessions import Overloaded, ServedSession, Sessions
 from .verified_text import Opening, VerifiedText
-from .verify_logging import log_failure
 from .weight_tables import ServedTables
-from .wire import Message, WireError
+from .wire import MOST_TEXT, Message, WireError, log_failure
 from .workers import on_own_thread
 
 Send = Callable[[Message], Awaitable[None]]
@@ -270,3 +272,42 @@ def _failed(error: Exception) -> Refused:
     if isinstance(error, ValueError):
         return Refused("invalid", str(error)[:2048], 0.0)
     return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", RETRY_FAILED)
+
+
+class Lookups:
+    """Answers lookups of all connections."""
+
+    def __init__(self, tokenizer: Any, tables: ServedTables) -> None:
+        self._tokenizer, self._tables = tokenizer, tables
+        self._turns = asyncio.Lock()  # tokenizers are not thread-safe
+
+    async def rows(self, message: Rows) -> Message:
+        return RowData(
+            await asyncio.to_thread(on_own_thread, self._tables.rows, message.table, message.first, message.count)
+        )
+
+    async def encode(self, message: Encode) -> Message:
+        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
+        return Tokens(packed_ints(ids))
+
+    async def decode(self, message: Decode) -> Message:
+        ids, rows = unpacked_ints(message.ids), self._tables.shape[0]
+        if not all(0 <= token < rows for token in ids):
+            raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
+        text = await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True))
+        if len(text.encode()) > MOST_TEXT:
+            raise ValueError(f"the text has {len(text.encode())} bytes, more than a message holds: decode it in parts")
+        return Text(text)
+
+    async def _tokenized(self, work: Callable[[Any], Any]) -> Any:
+        if self._tokenizer is None:
+            raise ValueError("this server has no tokenizer: send token ids")
+        async with self._turns:
+            return await asyncio.to_thread(work, self._tokenizer)
+
+
+def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -19,15 +19,11 @@ from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
 from ..verify.registry import VERIFIERS
-from .link import Address
-from .link_pool import LinkPool
-from .messages import Decode, Encode, RowData, Rows, Text, Tokens
-from .packing import packed_ints, unpacked_ints
-from .remote_rounds import Streaming, decode_rounds
-from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
-from .target_shell import TargetShell
+from .link import Address, LinkPool
+from .messages import Decode, Encode, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
+from .remote_target import LinkStatistics, RemoteCall, RemoteTarget, Streaming, decode_rounds
 from .verified_text import check_options
-from .weight_tables import kept_tables
+from .weight_tables import TargetShell, kept_tables
 from .wire import MOST_TEXT
 
 

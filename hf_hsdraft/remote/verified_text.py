@@ -14,8 +14,8 @@ from ..core.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
 from ..verify.foresight import Draws
 from ..verify.verdict import OwnChoice
-from .joined_cache import empty_cache
 from .messages import PIECE_BYTES
+from .tree_reader import empty_cache
 from .wire import MOST_ITEMS, is_setting
 
 # Options of `generate()` that a device may set: they choose tokens or end the text, and are cheap to apply.

@@ -25,14 +25,12 @@ from websockets.typing import Subprotocol
 from ..core.tensors import device_of
 from ..runtime.target_limits import text_config
 from .desk import Conversation, Desk, DeviceGone
-from .joined_cache import bytes_of, empty_cache
 from .messages import PROTOCOL, TO_SERVER, Hello, Refused, most_request
 from .micro_batches import MicroBatches
 from .sessions import ServerLimits, Sessions
-from .tree_reader import TreeReader
-from .verify_logging import log_failure, silent_logger
+from .tree_reader import TreeReader, bytes_of, empty_cache
 from .weight_tables import ServedTables, weights_digest
-from .wire import Message, WireError, decode, encode
+from .wire import Message, WireError, decode, encode, log_failure, silent_logger
 
 
 class VerifyServer:

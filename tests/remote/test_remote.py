@@ -21,8 +21,16 @@ from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import ServerRefused
-from hf_hsdraft.remote.messages import Accepted, Open, Opened, Taps
-from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
+from hf_hsdraft.remote.messages import (
+    Accepted,
+    Open,
+    Opened,
+    Taps,
+    packed_ints,
+    packed_tree,
+    unpacked_ints,
+    unpacked_states,
+)
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background

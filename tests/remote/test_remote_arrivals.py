@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("msgpack")
 
-from hf_hsdraft.remote.arrivals import Arrivals
+from hf_hsdraft.remote.batch_timing import Arrivals
 
 
 class Text:

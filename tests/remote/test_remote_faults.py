@@ -23,8 +23,7 @@ from test_remote import plain, prompts, until
 from hf_hsdraft import CachebackDrafter, DraftTree
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import Accepted, Close, Open, Opened, Resume, Resumed
-from hf_hsdraft.remote.packing import packed_ints, packed_tree
+from hf_hsdraft.remote.messages import Accepted, Close, Open, Opened, Resume, Resumed, packed_ints, packed_tree
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background, server_tls
 

@@ -23,12 +23,23 @@ from test_remote import plain, prompts, until
 from test_remote_faults import address, opened
 
 from hf_hsdraft import CachebackDrafter, DraftTree
+from hf_hsdraft.remote.batch_timing import BatchStatistics
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import Accepted, Decode, Open, Opened, RowData, Rows, Taps, Text
-from hf_hsdraft.remote.micro_batches import BatchStatistics
-from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_states
+from hf_hsdraft.remote.messages import (
+    Accepted,
+    Decode,
+    Open,
+    Opened,
+    RowData,
+    Rows,
+    Taps,
+    Text,
+    packed_ints,
+    packed_tree,
+    unpacked_states,
+)
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background
 

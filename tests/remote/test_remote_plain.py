@@ -13,9 +13,8 @@ pytest.importorskip("websockets")
 from test_remote import plain, prompts
 
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
-from hf_hsdraft.remote.jobs import Job
-from hf_hsdraft.remote.messages import Accepted, Open
-from hf_hsdraft.remote.packing import packed_ints, unpacked_ints
+from hf_hsdraft.remote.messages import Accepted, Open, packed_ints, unpacked_ints
+from hf_hsdraft.remote.micro_batches import Job
 from hf_hsdraft.remote.verify_server import VerifyServer
 from hf_hsdraft.remote.wire import Message
 

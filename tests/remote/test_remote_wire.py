@@ -20,8 +20,12 @@ from hf_hsdraft import DraftTree
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import TO_CLIENT, TO_SERVER, Accepted, Draft, Open
-from hf_hsdraft.remote.packing import (
+from hf_hsdraft.remote.messages import (
+    TO_CLIENT,
+    TO_SERVER,
+    Accepted,
+    Draft,
+    Open,
     packed_ints,
     packed_states,
     packed_tree,
