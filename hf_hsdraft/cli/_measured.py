@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import printable
-from ..hub.card_figures import is_chain
+from ..hub.card_figures import is_benchmark, is_chain, read_figures
 from ..hub.drafter_files import FIGURES, digests, read_json
-from ..hub.model_card import is_benchmark, read_figures
 from ..training.evaluate.pictures import draw_speed_up
 from ..training.files import write_json
 

@@ -50,8 +50,8 @@ def pull(
     from huggingface_hub import HfApi
 
     from ..drafters.base.auto_drafter import AutoDrafter
-    from ..hub.drafter_files import CODE, find_folder
-    from ..hub.fetching import loading
+    from ..hub.drafter_files import CODE
+    from ..hub.fetching import find_folder, loading
 
     if to is not None and to.is_dir() and any(to.iterdir()):
         raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")

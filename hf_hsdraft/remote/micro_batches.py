@@ -21,9 +21,10 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
+from ..runtime.cache_slots import make_room
 from .batch_timing import Arrivals, BatchStatistics
 from .messages import packed_states
-from .tree_reader import TreeReader, TreesRead, grown
+from .tree_reader import TreeReader, TreesRead
 from .verified_text import VerifiedText
 from .wire import log_failure
 
@@ -204,7 +205,7 @@ class MicroBatches:
             taps = packed_states(wanted) if text.taps else b""
             first = None
             if not text.unread.shape[1]:
-                grown(text.cache)
+                make_room(text.cache)
                 token = text.begin(output.logits[0])
                 first = Verified([token], 0, text.reach, text.finished, b"", 1, time.monotonic() - began)
         except Exception as error:

@@ -93,10 +93,10 @@ class TreeReader:
         if reason := why_no_trees(self.target, own):
             raise self._refusal(reason)
         starts, expected = [9, 5], []
-        caches = [empty_cache() for _ in starts]
+        caches = [DynamicCache() for _ in starts]
         for start, cache in zip(starts, caches, strict=True):
             self.read_prompt(cache, ids[:, :start], ())
-            grown(cache)
+            make_room(cache)
             self._kinds = self._kinds_of(cache)
             expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
         wrong = (int(ids[0, 0]) + 1) % vocabulary
@@ -139,7 +139,8 @@ class TreeReader:
     ) -> TreesRead:
         """Reads a tree for each text, whose cache lacks its root; `taps` are the layers that each text wants."""
         layers = sorted({layer for each in taps for layer in each})
-        joined = joined_cache(caches)
+        layers_of_texts = zip(*(cache.layers for cache in caches), strict=True)
+        joined = Cache(layers=[JoinedLayer(each) for each in layers_of_texts])
         kept = [cache.get_seq_length() for cache in caches]
         before = torch.full((1,), -1, device=device_of(self.target))  # the position before all texts
         call = TargetCall(
@@ -210,21 +211,6 @@ class JoinedLayer(DynamicLayer):
     def keep(self, row: int, nodes: slice | torch.Tensor) -> None:
         if self._read:
             self._held[row].update(*(states[row : row + 1, :, nodes] for states in (self.keys, self.values)))
-
-
-def joined_cache(caches: Sequence[DynamicCache]) -> Cache:
-    return Cache(layers=[JoinedLayer(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)])
-
-
-def empty_cache() -> DynamicCache:
-    """Returns the cache of a new text. Its layers keep all positions; masks implement sliding windows."""
-    return DynamicCache()
-
-
-def grown(cache: DynamicCache) -> DynamicCache:
-    """Prepares the cache of a text after its prompt to grow in place; returns it."""
-    make_room(cache)
-    return cache
 
 
 def bytes_of(cache: Cache) -> int:

@@ -36,11 +36,7 @@ class ServedTables:
         ):
             self._tables[OUTPUT] = output.detach()
         self.tied = OUTPUT not in self._tables or self._tables[OUTPUT].data_ptr() == self._tables[INPUT].data_ptr()
-        digest = hashlib.sha256()
-        for table in [self._tables[INPUT], *([] if self.tied else [self._tables[OUTPUT]])]:
-            for part in table.split(MOST_ROWS):
-                digest.update(packed_states(part))
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _fingerprint([self._tables[table] for table in ([INPUT] if self.tied else [INPUT, OUTPUT])])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,7 +65,7 @@ def weights_digest(target: Any) -> str:
 
 
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
-    """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
+    """Returns the tables of a target, by `INPUT` and, unless tied, `OUTPUT`, each `[rows, width]`, bfloat16.
 
     They are cached on disk under their fingerprint. A cached file that does not match it is fetched again: `fetch`
     returns packed rows, given the table, the first row and their number. Raises a ValueError if those do not match.
@@ -86,7 +82,7 @@ def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[i
         os.close(handle)
         save_file(kept, partial)
         os.replace(partial, path)
-    return {table: kept[_NAMES[table if table in wanted else INPUT]] for table in (INPUT, OUTPUT)}
+    return {table: kept[_NAMES[table]] for table in wanted}
 
 
 def _fetched(hello: Hello, table: int, fetch: Callable[[int, int, int], bytes]) -> torch.Tensor:
@@ -109,11 +105,15 @@ def _is_announced(hello: Hello, tables: dict[str, torch.Tensor], wanted: Sequenc
     found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
     if found != {_NAMES[table]: (shape, torch.bfloat16) for table in wanted}:
         return False
+    return _fingerprint([tables[_NAMES[table]] for table in wanted]) == hello.fingerprint
+
+
+def _fingerprint(tables: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for table in wanted:
-        for part in tables[_NAMES[table]].split(MOST_ROWS):
+    for table in tables:
+        for part in table.split(MOST_ROWS):
             digest.update(packed_states(part))
-    return digest.hexdigest() == hello.fingerprint
+    return digest.hexdigest()
 
 
 class TargetShell:

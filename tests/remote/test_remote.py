@@ -13,6 +13,7 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_server import connected, in_background
 from oracles.scripted import ScriptedDrafter
 from oracles.tiny import tiny_config, tiny_model
 from transformers import MambaConfig, MambaForCausalLM
@@ -33,7 +34,7 @@ from hf_hsdraft.remote.messages import (
 )
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.tree_reader import TreeReader
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
 
 def until(condition, seconds: float = 10.0) -> bool:
@@ -124,7 +125,7 @@ def test_rows_of_the_target_come_over_once_and_are_its_own(tied: bool, tmp_path,
     drafter, ids = make_drafter(target), prompts(1)[0]
     fetched = []
     for _ in range(2):
-        with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
+        with connected(VerifyServer(target)) as model:
             fetch = model._fetch
             monkeypatch.setattr(model, "_fetch", lambda *asked, fetch=fetch: fetched.append(asked) or fetch(*asked))
             found = model.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False)
@@ -230,7 +231,7 @@ def test_seconds_that_are_none_are_refused(served, wrong) -> None:
 
 
 def test_text_goes_there_and_back_by_the_servers_tokenizer(chatty, own_tokenizer) -> None:
-    with in_background(VerifyServer(chatty, own_tokenizer)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(chatty, own_tokenizer)) as model:
         ids = model.generate("w1 w2", CachebackDrafter(), chat=True, max_new_tokens=30, do_sample=False)
         turn = [{"role": "user", "content": "w1 w2"}]
         prompt = own_tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -269,7 +270,7 @@ def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> Non
     monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
     limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, max_batch=3)
     server = VerifyServer(target, limits=limits)
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(server) as model:
         links = [model._links.take() for _ in range(4)]
         opening = Open(packed_ints([5, 6]), 2, 0, False, {"max_new_tokens": 9}, [], 0)
         assert [link.ask(opening, Opened).nodes for link in links] == [11, 5, 3, 3]
@@ -283,7 +284,7 @@ def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> Non
 
 def test_packed_weights_change_no_text(target) -> None:
     server, ids = VerifyServer(target, packed_weights=True), prompts(1)[0]
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(server) as model:
         found = model.generate(ids, CachebackDrafter(), max_new_tokens=40, do_sample=False)
     assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False))
     assert server._reader.packed

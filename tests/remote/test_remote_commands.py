@@ -15,13 +15,14 @@ pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
 from oracles.remote_relay import relay
+from oracles.remote_server import in_background
 from remote_bench.clients import Order, run, soak
 from test_remote import plain, prompts, until
 
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
 
 def test_fleet_prints_a_plan_by_given_and_by_measured_constants(tmp_path) -> None:

@@ -18,6 +18,7 @@ from conftest import VOCAB, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_server import connected, in_background
 from test_remote import plain, prompts, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
@@ -25,7 +26,7 @@ from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import Accepted, Close, Open, Opened, Resume, Resumed, packed_ints, packed_tree
 from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background, server_tls
+from hf_hsdraft.remote.verify_server import VerifyServer, server_tls
 
 LIMITS = ServerLimits(max_length=256, keep_seconds=0.4)
 
@@ -41,8 +42,8 @@ def opened(link: Link, ids: torch.Tensor, **options) -> Opened:
 
 def test_a_vanished_device_is_forgotten_and_disturbs_nobody(target) -> None:
     server, ids = VerifyServer(target, limits=LIMITS), prompts(2)
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link = Link(address(port))
+    with connected(server) as model:
+        link = model._links.take()
         first = opened(link, ids[0])
         link.send(packed_tree(1, DraftTree.root(first.token)))
         link._socket.socket.shutdown(socket.SHUT_RDWR)  # in the middle of a round
@@ -134,7 +135,7 @@ def test_connections_that_break_at_any_moment_change_no_text(target, monkeypatch
 
         return done
 
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target, limits=LIMITS)) as model:
         monkeypatch.setattr(Link, "send", breaking(send))
         monkeypatch.setattr(Link, "receive", breaking(receive))
         resumed = 0
@@ -187,8 +188,8 @@ def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch, caplog)
         return read(caches, trees, taps)
 
     monkeypatch.setattr(server._reader, "read", failing)
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link = Link(address(port))
+    with connected(server) as model:
+        link = model._links.take()
         first = opened(link, ids[0])
         broken.append(server.sessions.find(first.session).text.cache)
         found: list[torch.Tensor] = []
@@ -205,8 +206,8 @@ def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch, caplog)
 
 def test_silent_connections_are_closed(target) -> None:
     server = VerifyServer(target, limits=ServerLimits(idle_seconds=0.3, keep_seconds=0.2))
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link, ids = Link(address(port)), prompts(1)[0]
+    with connected(server) as model:
+        link, ids = model._links.take(), prompts(1)[0]
         opened(link, ids)
         assert until(lambda: server.status()["connections"] == 0 and len(server.sessions) == 0)
         assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32  # asked over the connection that was closed
@@ -273,7 +274,7 @@ def test_a_page_of_a_browser_is_not_served(target) -> None:
 
 def test_an_end_of_text_ends_it_everywhere() -> None:
     target = make_target(eos_token_id=list(range(0, VOCAB, 9)))
-    with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target)) as model:
         for ids in prompts(4):
             for drafter in (CachebackDrafter(), None):
                 found = model.generate(ids, drafter, max_new_tokens=40, do_sample=False)
@@ -282,7 +283,7 @@ def test_an_end_of_text_ends_it_everywhere() -> None:
 
 def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monkeypatch) -> None:
     server, ids, receive = VerifyServer(target, limits=LIMITS), prompts(1)[0], Link.receive
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(server) as model:
         for drafter in (CachebackDrafter(), None):
             seen = []
 
@@ -302,7 +303,7 @@ def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monke
 
 
 def test_bytes_are_counted_for_each_text_alone(target) -> None:
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target, limits=LIMITS)) as model:
         options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
         counts = [(link.sent, link.received) for link in (model.generate([5, 6], None, **options).link for _ in "ab")]
         assert counts[0] == counts[1]

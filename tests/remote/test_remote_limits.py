@@ -18,6 +18,7 @@ from conftest import make_drafter
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_server import connected, in_background
 from oracles.scripted import ScriptedDrafter
 from test_remote import plain, prompts, until
 from test_remote_faults import address, opened
@@ -41,7 +42,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_states,
 )
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
 LIMITS = ServerLimits(max_length=256, piece=8)
 SAID = "what a device has said"
@@ -65,8 +66,8 @@ def test_hidden_states_come_in_pieces_that_fit_a_message(target, monkeypatch, tm
     monkeypatch.setattr("hf_hsdraft.remote.verified_text.PIECE_BYTES", 302)
     ids, layers = prompts(1, seed=51)[0].repeat(1, 2), [1, 3]
     states = target(ids, output_hidden_states=True).hidden_states
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link, got = Link(address(port)), []
+    with connected(VerifyServer(target, limits=LIMITS)) as model:
+        link, got = model._links.take(), []
         link.send(Open(packed_ints(ids[0].tolist()), ids.shape[1], 0, False, {"max_new_tokens": 9}, layers, 0))
         while isinstance(reply := link.receive(Taps, Opened), Taps):
             got.append(reply.states)
@@ -168,8 +169,8 @@ def test_limits_that_cannot_be_are_refused(wrong) -> None:
 
 def test_a_text_is_refused_rather_than_cut(target) -> None:
     server, ids = VerifyServer(target, limits=LIMITS), prompts(1)[0]
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link = Link(address(port))
+    with connected(server) as model:
+        link = model._links.take()
         for options in ({"max_new_tokens": 300}, {"max_length": 257, "max_new_tokens": None}):
             with pytest.raises(ServerRefused, match="at most 256"):
                 opened(link, ids, **options)

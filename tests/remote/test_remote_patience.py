@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_server import connected, in_background
 from safetensors.torch import save_file
 from test_remote import plain, prompts, until
 from test_remote_faults import address
@@ -27,7 +28,7 @@ from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import TO_CLIENT
 from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 from hf_hsdraft.remote.wire import WireError, decode, encode
 
 LIMITS = ServerLimits(max_length=256)
@@ -86,14 +87,14 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
             raise LinkLost("broken")
         return receive(self, *kinds)
 
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        connected, asked = model._links.take, []
+    with connected(VerifyServer(target, limits=LIMITS)) as model:
+        take, asked = model._links.take, []
 
         def full() -> Link:
             asked.append(None)
             if len(asked) == 2:
                 raise ServerRefused("overloaded", "too many connections", 0.05)
-            return connected()
+            return take()
 
         monkeypatch.setattr(model._links, "take", full)
         monkeypatch.setattr(Link, "receive", broken)
@@ -106,7 +107,7 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
 
 def test_rows_are_fetched_once_for_all_threads_and_kept_on_each_device(target, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target, limits=LIMITS)) as model:
         fetch, fetched = model._fetch, []
         monkeypatch.setattr(model, "_fetch", lambda *asked: fetched.append(asked) or fetch(*asked))
         ids, drafter = prompts(4), make_drafter(target)
@@ -162,7 +163,7 @@ def test_the_state_is_told_to_those_who_have_the_token(target) -> None:
 
 
 def test_a_prompt_of_too_many_bytes_is_not_sent(target, own_tokenizer) -> None:
-    with in_background(VerifyServer(target, own_tokenizer)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target, own_tokenizer)) as model:
         with pytest.raises(ValueError, match="bytes"):
             model.generate("w1 " * 60_000)
         with pytest.raises(ValueError, match="too many"):

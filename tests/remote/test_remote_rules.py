@@ -13,6 +13,7 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_server import connected, in_background
 from oracles.scripted import ScriptedDrafter
 from test_remote import plain, prompts
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -25,7 +26,7 @@ from hf_hsdraft.remote.remote_target import RemoteCall, RemoteTarget
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verified_text import seeded
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
 ENDS = list(range(0, VOCAB, 9))
 OPTIONS = [
@@ -75,7 +76,7 @@ def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, options, s
     del options["pad_token_id"]
     drafter = ScriptedDrafter(make_drafter(target), [[*expected[0].tolist(), 7, 8]])
     server = VerifyServer(target, limits=limits)
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(server) as model:
         for streamer in (None, Losing(server, 3)):
             output = model.generate(ids, drafter, seed=3, streamer=streamer, return_dict_in_generate=True, **options)
             assert torch.equal(output.sequences, expected)
@@ -99,7 +100,7 @@ def test_a_drafter_of_hidden_states_goes_on_when_its_text_is_resumed_or_opened_a
             raise LinkLost("broken")
         return receive(self, *kinds)
 
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(server) as model:
         lost = model.generate(ids, drafter, seed=4, streamer=Losing(server), return_dict_in_generate=True, **options)
         monkeypatch.setattr(Link, "receive", broken)
         cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
@@ -196,7 +197,7 @@ def test_states_of_the_last_positions_are_enough(target) -> None:
     ids, drafter = prompts(1, seed=41)[0], make_drafter(target)
     ids, received = ids.repeat(1, 3), []
     expected = plain(target, ids, max_new_tokens=12, do_sample=False)
-    with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with connected(VerifyServer(target)) as model:
         for most in (None, 2):
             output = model.generate(
                 ids, drafter, most_taps=most, max_new_tokens=12, do_sample=False, return_dict_in_generate=True

@@ -15,6 +15,7 @@ pytest.importorskip("websockets")
 
 import msgpack
 from oracles.remote_fuzz import fuzz, malformed
+from oracles.remote_server import in_background
 
 from hf_hsdraft import DraftTree
 from hf_hsdraft.remote.connecting import connect
@@ -34,7 +35,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_tree,
 )
 from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 from hf_hsdraft.remote.wire import WireError, decode, encode
 
 

@@ -22,14 +22,8 @@ from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.travelling_config import ANY
-from ...hub.drafter_files import (
-    CONFIG,
-    OPTIONS,
-    check_is_drafter,
-    find_folder,
-    read_json,
-    taken_for_hub,
-)
+from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
+from ...hub.fetching import find_folder, taken_for_hub
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
 from ...runtime.capture_hooks import no_hooks_left

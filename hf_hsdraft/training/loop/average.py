@@ -18,7 +18,8 @@ from transformers.utils import logging
 from ...core.checks import public_name
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
-from ...hub.model_card import RECIPE, read_recipe, write_card
+from ...hub.drafter_files import RECIPE
+from ...hub.model_card import read_recipe, write_card
 from ...hub.publication import complete_folder
 from ..families.identity import record_target
 from ..files import write_json

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...hub.drafter_files import CONFIG, find_folder
-from ...hub.fetching import loading
+from ...hub.drafter_files import CONFIG
+from ...hub.fetching import find_folder, loading
 from ..data.gather import check_not_empty, most_in_sources
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan

@@ -19,7 +19,8 @@ from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from ...core.checks import public_name
-from ...hub.model_card import FIGURES, RECIPE, write_card
+from ...hub.drafter_files import FIGURES, RECIPE
+from ...hub.model_card import write_card
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import Conversation, Prompt, TokenizedConversation, tokenize_conversation
