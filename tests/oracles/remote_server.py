@@ -1,4 +1,4 @@
-"""A server that verifies, on a thread of the test's process."""
+"""A server that verifies, on a thread of this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from hf_hsdraft.remote.connecting import connect
-from hf_hsdraft.remote.remote_model import RemoteModel
 from hf_hsdraft.remote.verify_server import VerifyServer
 
 
@@ -41,10 +39,3 @@ def in_background(server: VerifyServer, port: int = 0, tls: ssl.SSLContext | Non
             loop.call_soon_threadsafe(task.cancel)
         thread.join()
         server.close()
-
-
-@contextlib.contextmanager
-def connected(server: VerifyServer, **connecting: Any) -> Iterator[RemoteModel]:
-    """Runs a server and yields its model, as a device sees it; the arguments are those of `connect`."""
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}", **connecting) as model:
-        yield model
