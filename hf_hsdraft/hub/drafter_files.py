@@ -182,7 +182,7 @@ def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor
     if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(tensor.isfinite().all()):
         raise DamagedFile(
             f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state of the "
-            "drafter, or train it anew with a smaller learning rate",
+            "drafter, or train it again with a smaller learning rate",
             path,
         )
     return tensor

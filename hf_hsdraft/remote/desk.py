@@ -186,7 +186,7 @@ class Conversation:
             return Refused("unknown", "a draft came in for no text: open one first", 0.0)
         if session.holder is not self:
             self._session = None
-            return Refused("replaced", "another connection goes on with this text", 0.0)
+            return Refused("replaced", "another connection has resumed this text", 0.0)
         session.used = time.monotonic()
         if message.number == session.number and session.answer is not None:
             return session.answer  # it came in twice

@@ -47,7 +47,6 @@ class RemoteCall:
         options: of `generate()`.
         taps: layers whose hidden states the drafter reads.
         most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
-        plain: whether the server decodes by itself.
     """
 
     connect: Callable[[], Link]
@@ -57,7 +56,6 @@ class RemoteCall:
     taps: Sequence[int] = ()
     most_taps: int | None = None
     patience: float = 60.0
-    plain: bool = False
 
 
 @dataclass
@@ -88,7 +86,7 @@ class RemoteTarget:
     """A text that a remote target decodes; see `engine.loop.Target`.
 
     Args:
-        draft: drafting options; `None` without a drafter.
+        draft: drafting options; `None` without a drafter, where the server decodes by itself.
         width: size of a hidden state.
     """
 
@@ -175,7 +173,7 @@ class RemoteTarget:
         call, link = self._call, self._linked()
         ids = packed_ints(self.tokens)
         options = dict(call.options)
-        link.send(Open(ids, len(call.ids), call.seed, call.plain, options, list(call.taps), taps_from))
+        link.send(Open(ids, len(call.ids), call.seed, self._draft is None, options, list(call.taps), taps_from))
         states = bytearray()
         reply: Message = link.receive(Taps, Opened)
         while isinstance(reply, Taps):
@@ -213,7 +211,7 @@ class RemoteTarget:
         if self._link is None:
             self._link = self._call.connect()
             self._counted = self._link.sent, self._link.received
-            if self._session and self._call.plain:
+            if self._draft is None:
                 self._session = ""
             if self._session:
                 try:
@@ -269,7 +267,7 @@ class RemoteTarget:
         if link is None:
             return None
         try:
-            if self._waits or (self._call.plain and not self.finished):  # the server is still sending
+            if self._waits or (self._draft is None and not self.finished):  # the server is still sending
                 raise LinkLost
             link.send(Close())
             return link

@@ -33,6 +33,9 @@ class Message:
 
     code: ClassVar[int]
 
+    def __init_subclass__(cls, code: int) -> None:
+        cls.code = code
+
 
 M = TypeVar("M", bound=Message)
 Check = Callable[[Any], bool]  # annotates a field: Annotated[int, whole(0, 9)]
