@@ -18,7 +18,7 @@ from ..engine.drafting import Drafting, Wanted
 from ..engine.loop import Observer, Round, decode
 from ..engine.observers import PaceTimer, StatisticsKeeper
 from ..pace.pacing import KindOfCall
-from ..runtime.acceleration import Acceleration
+from ..runtime.target_forwards import Acceleration
 from .link import Link, LinkLost, Patience, ServerRefused
 from .messages import (
     Accepted,
