@@ -190,29 +190,46 @@ def _layer_fields(model: Any) -> dict[str, Any]:
     return {**fields, "rope_theta": parameters["rope_theta"]}
 
 
+def renamed(
+    model: Any, architecture: str, left_out: Sequence[str], first_slot: int = 0, **config: Any
+) -> BlockReference:
+    """Returns a drafter of speculators in files of another project: `config` are fields beside those of the layers."""
+    config = {**_layer_fields(model), "architectures": [architecture], **config}
+    save = partial(write, config=config, tensors=without(model, left_out))
+    return BlockReference(type(model).__name__, save, partial(speculators_slots, model), first_slot=first_slot)
+
+
+def _heads_of(model: Any) -> dict[str, Any]:
+    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return {name: getattr(model.config, name) for name in own}
+
+
 def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any) -> BlockReference:
     """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's.
 
-    Args:
-        target: the target.
-        copied: fields that are a copy of the target's, which the drafter's layers do not read.
-        fields: as `speculators_model` takes them.
+    `copied` are fields that are a copy of the target's, which the drafter's layers do not read.
     """
     model = speculators_model(target, "dspark", **fields)
-    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-    config = {
-        **_layer_fields(model),
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": SLOTS,
-        **_LAYOUT,
-        "num_anchors": 512,
-        **{name: getattr(model.config, name) for name in own},
-        **(copied or {}),
-    }
-    tensors = without(model, OF_TARGET[2:])
-    return BlockReference(
-        type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
-    )
+    own = {"block_size": SLOTS, "num_anchors": 512, **_LAYOUT, **_heads_of(model), **(copied or {})}
+    return renamed(model, "Qwen3DSparkModel", OF_TARGET[2:], **own)
+
+
+def of_specforge(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
+    model = speculators_model(target, "dspark", **fields)
+    own = {"attention_mode": "gqa", "projector_type": "dspark", "confidence_head_alpha": 1.0, **_LAYOUT}
+    layers = target.config.num_hidden_layers
+    return renamed(
+        model, "DSparkDraftModel", OF_TARGET, block_size=SLOTS, num_target_layers=layers,
+        dflash_config={**own, **_heads_of(model)},
+    )  # fmt: skip
+
+
+def of_zlab2(target: Any) -> BlockReference:
+    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
+    model = speculators_model(target, "dflash2", **DFLASH2)
+    own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
+    return renamed(model, "DFlash2DraftModel", OF_TARGET, first_slot=1, dflash_config=own)
 
 
 class GemmaLayer(nn.Module):
@@ -305,41 +322,6 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
     }  # fmt: skip
     save = partial(write, config=fields, tensors=model.state_dict())
     return BlockReference("modules of Gemma 4", save, slots)
-
-
-def of_specforge(target: Any, **fields: Any) -> BlockReference:
-    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
-    model = speculators_model(target, "dspark", **fields)
-    own = {
-        "attention_mode": "gqa",
-        "projector_type": "dspark",
-        **_LAYOUT,
-        "markov_rank": model.config.markov_rank,
-        "markov_head_type": model.config.markov_head_type,
-        "confidence_head_alpha": 1.0,
-        "enable_confidence_head": model.config.enable_confidence_head,
-        "confidence_head_with_markov": model.config.confidence_head_with_markov,
-    }
-    config = {
-        **_layer_fields(model),
-        "architectures": ["DSparkDraftModel"],
-        "block_size": SLOTS,
-        "num_target_layers": target.config.num_hidden_layers,
-        "dflash_config": own,
-    }
-    tensors = without(model, OF_TARGET)
-    slots = partial(speculators_slots, model)
-    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
-
-
-def of_zlab2(target: Any) -> BlockReference:
-    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
-    model = speculators_model(target, "dflash2", **DFLASH2)
-    own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
-    config = {**_layer_fields(model), "architectures": ["DFlash2DraftModel"], "dflash_config": own}
-    tensors = without(model, OF_TARGET)
-    slots = partial(speculators_slots, model)
-    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
 
 
 def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:

@@ -18,11 +18,12 @@ from ...verify.foresight import Foresight, Race
 from ..base.draft_options import DraftOptions
 from ..base.parallel_expansion import ParallelExpansion
 from ..base.protocol import Accepted, Ask
+from ..base.published import AttendByLayer
 from ..base.row_context import RowContext, Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Columns, ReadingSession
 from .feedback_trial import FeedbackTrial, can_be_tried
-from .network import AttendRows, EagleNetwork
+from .network import EagleNetwork
 
 
 class DraftedRows:
@@ -125,22 +126,23 @@ class EagleExpansion(Expansion):
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, numbers = self.logits(level, tokens, states)
-        return self._log_probs(level, logits, self._race), numbers
+        if self._race is not None:
+            return self._race(level, logits), numbers
+        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
+        return logits.log_softmax(dim=-1, dtype=torch.float32), numbers
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
+        if self._race is None or self._network.config.draft_vocab_size < 2 * TUNING.likely_columns:
+            return super().best(level, tokens, states, scores, count)
         logits, numbers = self.logits(level, tokens, states)
-        race, columns = self._race, None
-        if race is not None and logits.shape[-1] >= 2 * TUNING.likely_columns:
-            columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
-            logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-            race = race.among(columns)
-        totals = scores[..., None] + self._log_probs(level, logits, race)
+        columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
+        totals = scores[..., None] + self._race.among(columns)(level, logits)
         values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        parents, found = places // totals.shape[-1], places % totals.shape[-1]
-        return values, found if columns is None else columns.gather(1, found), parents, numbers
+        return values, columns.gather(1, places % totals.shape[-1]), places // totals.shape[-1], numbers
 
     def logits(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -154,28 +156,6 @@ class EagleExpansion(Expansion):
         depths = torch.full_like(tokens[0], level - 1)
         numbers = drafted.extend(network.fed_back(above), self._weights.embed(tokens), parents, depths)
         return network.logits(drafted.states[:, -tokens.shape[1] :]), numbers[..., None]
-
-    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
-        if race is not None:
-            return race(level, logits)
-        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
-        return logits.log_softmax(dim=-1, dtype=torch.float32)
-
-
-def parallel_logits(
-    network: EagleNetwork, weights: TargetWeights, drafted: DraftedRows, mask: int, depth: int
-) -> torch.Tensor:
-    """Returns the logits `[B, depth, V']` of all depths by one forward over rows of the mask token (P-EAGLE).
-
-    The last accepted pair gives the first depth.
-    """
-    root = drafted.states
-    if depth > 1:
-        depths = torch.arange(1, depth, device=root.device)
-        embeds = weights.embed(torch.full_like(depths, mask)).expand(len(root), -1, -1)
-        parents = torch.zeros_like(depths).expand(len(root), -1)
-        drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
-    return network.logits(drafted.states)
 
 
 class EagleSession(ReadingSession):
@@ -226,7 +206,7 @@ class EagleSession(ReadingSession):
         states = network.through(network.fuse(taps), embeds, positions, attend, ends)
         self._last.update(zip(counts, states, strict=True))
 
-    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendRows:
+    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendByLayer:
         """Attention of accepted pairs, row by row: each sees its sequence up to itself."""
         context, rows, windows = self._context, list(counts), self.drafter.config.windows
 
@@ -263,13 +243,13 @@ class EagleSession(ReadingSession):
         if self._trial is not None:
             self._trial.decide()
         race, temperature = self.race(rows, depth), options.draw_temperature
-        drafted = self.rows_after(rows)
+        states = torch.stack([self._last[row] for row in rows])
+        drafted = DraftedRows(network, self._context, rows, states, self.anchors(rows) - 1)
         if mask is None:
             return self.expansion_class(network, weights, drafted, depth, temperature, race)
-        logits = parallel_logits(network, weights, drafted, mask, depth)
-        return ParallelExpansion(logits, temperature=temperature, race=race)
-
-    def rows_after(self, rows: Sequence[int]) -> DraftedRows:
-        """Returns the drafted rows of sequences without pending pairs."""
-        states = torch.stack([self._last[row] for row in rows])
-        return DraftedRows(self.drafter, self._context, rows, states, self.anchors(rows) - 1)
+        if depth > 1:  # one forward over rows of the mask token; the last accepted pair gives the first depth
+            depths = torch.arange(1, depth, device=states.device)
+            embeds = weights.embed(torch.full_like(depths, mask)).expand(len(rows), -1, -1)
+            parents = torch.zeros_like(depths).expand(len(rows), -1)
+            drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
+        return ParallelExpansion(network.logits(drafted.states), temperature=temperature, race=race)
