@@ -243,12 +243,9 @@ def loaded_by_speculators(folder: Path) -> Any:
     config.transformer_layer_config._attn_implementation = "eager"
     model_class = getattr(package, f"{name}DraftModel")
     with mock.patch.object(model_class, "load_verifier_weights", lambda self: None, create=True):
-        loaded = model_class.from_pretrained(
-            folder, config=config, output_loading_info=name not in ("Eagle3", "PEagle")
-        )
-    if not isinstance(loaded, tuple):  # EAGLE's classes tell nothing
-        return loaded.eval()
-    model, info = loaded
+        if "Eagle" in name:  # its classes tell nothing of their loading
+            return model_class.from_pretrained(folder, config=config).eval()
+        model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
 
