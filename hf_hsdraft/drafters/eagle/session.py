@@ -162,12 +162,7 @@ class EagleSession(ReadingSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward; arguments as in `ReadingSession`.
 
     Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
-
-    Attributes:
-        expansion_class: runs the drafter on nodes.
     """
-
-    expansion_class: type[EagleExpansion] = EagleExpansion
 
     def __init__(
         self,
@@ -246,7 +241,7 @@ class EagleSession(ReadingSession):
         states = torch.stack([self._last[row] for row in rows])
         drafted = DraftedRows(network, self._context, rows, states, self.anchors(rows) - 1)
         if mask is None:
-            return self.expansion_class(network, weights, drafted, depth, temperature, race)
+            return EagleExpansion(network, weights, drafted, depth, temperature, race)
         if depth > 1:  # one forward over rows of the mask token; the last accepted pair gives the first depth
             depths = torch.arange(1, depth, device=states.device)
             embeds = weights.embed(torch.full_like(depths, mask)).expand(len(rows), -1, -1)
