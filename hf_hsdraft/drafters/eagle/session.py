@@ -42,13 +42,8 @@ class DraftedRows:
         self, network: EagleNetwork, context: RowContext, rows: Sequence[int], states: torch.Tensor, last: torch.Tensor
     ) -> None:
         self._network, self._context, self._rows = network, context, list(rows)
-        self._states, self._last = states[:, None], last
+        self.states, self._last = states[:, None], last  # y of all rows by number, `[B, 1 + m, D]`
         self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
-
-    @property
-    def states(self) -> torch.Tensor:
-        """y of all rows by number, `[B, 1 + m, D]`."""
-        return self._states
 
     def extend(
         self,
@@ -67,14 +62,6 @@ class DraftedRows:
             depths: `[n]`, int64, distance from the last accepted pair.
             causal: whether each row also sees the earlier rows of this call.
         """
-        (batch, count), before = parents.shape, self._above.shape[2]
-        self._states = torch.cat([self._states, self._run(states, embeds, parents, depths, causal)], dim=1)
-        numbers = torch.arange(before + 1, before + 1 + count, device=parents.device)
-        return numbers.expand(batch, -1)
-
-    def _run(
-        self, states: torch.Tensor, embeds: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, causal: bool
-    ) -> torch.Tensor:
         (batch, count), before = parents.shape, self._above.shape[2]
         ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
         own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
@@ -97,7 +84,9 @@ class DraftedRows:
             mask = seen(self._network.config.windows[layer])
             return batched_attention(queries, *context.view(layer, rows, drafted), mask)
 
-        return self._network.through(states, embeds, self._last + depths, attend)
+        y = self._network.through(states, embeds, self._last + depths, attend)
+        self.states = torch.cat([self.states, y], dim=1)
+        return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
 
 
 class EagleExpansion(Expansion):
