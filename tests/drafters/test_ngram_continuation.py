@@ -14,7 +14,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
-from hf_hsdraft.methods.lossy.fly import FLy
+from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.verify.verdict import Nodes
 
 # Node 2 is the most probable of the root's children, node 3 is its only child.

@@ -12,6 +12,7 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.protocol import Call, Drafter
+from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
@@ -81,3 +82,6 @@ class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["SelfDrafter"]
+
+
+register_drafter(SelfDraftConfig.model_type, SelfDraftConfig, SelfDrafter)

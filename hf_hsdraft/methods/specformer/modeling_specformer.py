@@ -11,6 +11,7 @@ from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.protocol import Call, Drafter
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
+from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_specformer import SpecFormerConfig
@@ -73,3 +74,6 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["SpecFormerDrafter"]
+
+
+register_drafter(SpecFormerConfig.model_type, SpecFormerConfig, SpecFormerDrafter)

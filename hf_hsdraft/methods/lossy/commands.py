@@ -1,20 +1,30 @@
-"""`hsdraft quality`: what lossy verification costs and gains."""
+"""`hsdraft quality`: what lossy verification costs and gains. `hsdraft train-verifier`: the classifier of `pivot`."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...cli._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
-from .command_parts import TASKS, QuestionsOption, TasksOption, check_files, going_on_from, names_in
 
 if TYPE_CHECKING:
     from .checked_tasks import Item
-    from .quality import Quality
+    from .kept_answers import Labels
+    from .pivot_training import Place, Plan
+    from .quality import Answer, Quality
 
 app = typer.Typer()
+TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
+TasksOption = Annotated[str, typer.Option(help=f"Comma-separated: {TASKS.replace(',', ', ')}.")]
+QuestionsOption = Annotated[
+    list[Path] | None,
+    typer.Option(exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if it is one."),
+]
 RulesOption = Annotated[
     str,
     typer.Option(
@@ -30,6 +40,32 @@ AnswersOption = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."),
 ]
+
+
+def names_in(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_files(*paths: Path | None, picture: Path | None = None) -> None:
+    """Raises an error if a file cannot be written where wanted, before anything is measured."""
+    for path in (*paths, picture):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"no such folder: {path.parent}")
+    if picture is not None and picture.suffix != ".png":
+        raise ValueError(f"--picture {picture} is invalid: expected a file that ends in .png")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
+
+
+@contextlib.contextmanager
+def going_on_from(kept: Path | None) -> Iterator[None]:
+    """Says on Ctrl-C that the run can resume from a file."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept is not None and kept.is_file():
+            console.print(f"stopped; the same command goes on from {kept}", highlight=False, soft_wrap=True)
+        raise
 
 
 def _numbers(text: str) -> list[float]:
@@ -108,13 +144,13 @@ def _answer(
     from rich.progress import Progress
 
     from ...bench.calls import Settings
-    from .quality import GREEDY, SAMPLED, Answer, measure_quality, systems_of
+    from .kept_answers import AnswerLog, answers_run
+    from .quality import GREEDY, SAMPLED, measure_quality, systems_of
     from .quality_figures import write_quality
-    from .quality_log import AnswerLog, run_of
 
     model, tokenizer, drafter = pair
     systems = systems_of(drafter, list(found.rules.values()), found.timed)
-    run = {} if answers is None else run_of({**found.settings, "timed": found.timed}, asked, systems, model)
+    run = {} if answers is None else answers_run({**found.settings, "timed": found.timed}, asked, systems, model)
     log = AnswerLog(answers, run)
     heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
     modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
@@ -141,3 +177,79 @@ def _show(found: Quality, picture: Path | None) -> None:
         console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
     if picture is not None:
         console.print(f"picture: {draw_quality(found, picture).name}", highlight=False, markup=False)
+
+
+@app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
+def train_verifier(
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of a drafter to write; default: the drafter's own.")
+    ] = None,
+    tasks: TasksOption = TASKS,
+    questions: QuestionsOption = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
+    places: Annotated[int, typer.Option(min=1, help="Mismatches that are labelled, at most, of each question.")] = 2,
+    roll_outs: Annotated[int, typer.Option(min=1, help="Answers sampled from each of the two tokens.")] = 20,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    labels: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Keep the labels here as they come. A run that was stopped goes on from it."),
+    ] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Trains the classifier that verification="pivot" needs, by answers that can be checked, and saves it.
+
+    It is saved beside the drafter's weights. Train on the tasks that you will use it for: it does not generalise.
+    """
+    from .checked_tasks import items_of
+    from .kept_answers import Labels, labels_run
+    from .pivot_training import Plan, fit, save_beside
+
+    try:
+        asked = items_of(names_in(tasks), questions or [], items, seed)
+        check_files(labels)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
+    folder = plan.folder_for(loaded, out)
+    kept = Labels.read(labels, {} if labels is None else labels_run(model, plan))
+    with going_on_from(labels):
+        found = _labelled((model, tokenizer, loaded), asked, plan, kept)
+    classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
+    save_beside(loaded, classifier, folder, model)
+    for name, value in classifier.recipe.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"saved in {folder}; held-out figures: {figures}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
+    """Returns a sample of mismatches of the answers, each with its label: 1 for a pivot. Adds new labels to `kept`.
+
+    `pair` is target, tokenizer and drafter.
+    """
+    from rich.progress import Progress
+
+    from . import pivot_training
+
+    model, tokenizer, drafter = pair
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("decoding", total=len(asked))
+        places: list[Place] = []
+        for item in asked:
+            places += pivot_training.collect(model, tokenizer, drafter, item, plan)
+            progress.advance(task)
+        task = progress.add_task("rolling out", total=len(places))
+        found: list[tuple[Place, int]] = []
+        for place in places:
+            label = kept.of(place)
+            if label is None:
+                label = pivot_training.label(model, tokenizer, place, plan)
+                kept.add(place, label)
+            found.append((place, label))
+            progress.advance(task)
+    return found
