@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cpu import grouped_attention as module
 
 CPU = torch.device("cpu")
@@ -211,6 +212,15 @@ def test_an_sdpa_of_somebody_else_stays(registered):
     AttentionInterface.register("sdpa", mine)
     another_copy()._install()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+
+
+def test_importing_and_plain_calls_leave_transformers_attention_alone(registered, prompt):
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    another_copy()
+    target = make_target()
+    for assistant in (None, CachebackDrafter()):
+        target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert (ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward) == (assistant is None)
 
 
 def test_compiled_layers_take_the_way_of_transformers():
