@@ -148,14 +148,8 @@ class TreeReader:
         joined = Cache(layers=[JoinedLayer(each) for each in layers_of_texts])
         kept = [cache.get_seq_length() for cache in caches]
         before = torch.full((1,), -1, device=device_of(self.target))  # the position before all texts
-        call = TargetCall(
-            self.target,
-            self._names,
-            {"use_cache": True, **self._states_asked_for(layers)},
-            CacheSlots(joined),
-            TextRows(kept, 0, None, before),
-            self._acceleration,
-        )
+        call = TargetCall(self.target, {"use_cache": True, **self._states_asked_for(layers)}, self._acceleration)
+        call.slots, call.rows = CacheSlots(joined), TextRows(kept, 0, None, before)
         outputs = read_trees(call, trees, max(map(len, trees)), self._kinds)
         output = target_output(self.target, outputs, self._names.states, layers)
         rows = list(zip(trees, output.logits, output.taps, taps, strict=True))
