@@ -15,8 +15,8 @@ from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.block import block_context
 from hf_hsdraft.drafters.block.block_session import BlockBias, BlockSession
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight

@@ -25,10 +25,10 @@ from hf_hsdraft import (
 from hf_hsdraft.cli._describe import cached_drafters
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.draft_memory import DraftMemory
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
-from hf_hsdraft.drafters.base.row_context import RowContext
+from hf_hsdraft.drafters.base.reading_session import RowContext
+from hf_hsdraft.drafters.base.tree_session import DraftMemory
 from hf_hsdraft.drafters.eagle.eagle_expansion import DraftedRows
 from hf_hsdraft.training.families.trainable import as_trained
 

@@ -12,8 +12,7 @@ from conftest import each_with_its_seed, make_drafter, make_target
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
-from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
+from hf_hsdraft.drafters.ngrams.ngram_session import NgramCache, NgramSession
 from hf_hsdraft.methods.lossy.fly import FLy
 from hf_hsdraft.verify.verdict import Nodes
 

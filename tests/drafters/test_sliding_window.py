@@ -7,8 +7,8 @@ import torch
 from conftest import VOCAB, make_drafter
 
 from hf_hsdraft import HSDraftConfig
+from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 WINDOW, STEPS = 7, 4
 

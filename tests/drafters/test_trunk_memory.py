@@ -8,8 +8,8 @@ from conftest import VOCAB, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hsdraft.drafters.base import packed_texts
+from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 
 def read(drafter, lengths, context=None):

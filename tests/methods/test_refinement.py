@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile

@@ -484,7 +484,7 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is SelfDrafter and loaded.config.draft_layers == 2 and loaded.config.draft_vocab_size == 40
-    assert {"hub_entry.py", "plain_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"hub_entry.py", "travelling_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
     inputs, call = padded(1), {"max_new_tokens": 12, "do_sample": False}
     plain = chatty.generate(**inputs, **call)
     assert chatty.generate(**inputs, **call, assistant_model=loaded.float()).tolist() == plain.tolist()

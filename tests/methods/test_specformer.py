@@ -432,6 +432,6 @@ def test_with_its_repository_travels_what_hands_over_to_the_package(target, tmp_
         "AutoConfig": "hub_entry.SpecFormerConfig",
         "AutoModel": "hub_entry.SpecFormerDrafter",
     }
-    assert config["code_files"] == ["checks.py", "hub_entry.py", "plain_drafter.py", "travelling_drafter.py"]
+    assert config["code_files"] == ["checks.py", "hub_entry.py", "travelling_drafter.py"]
     remote = get_class_from_dynamic_module(config["auto_map"]["AutoModel"], tmp_path)
     assert remote is SpecFormerDrafter and type(remote.from_pretrained(tmp_path)) is SpecFormerDrafter

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 
 from ...core.draft_tree import DraftTree
@@ -23,7 +24,29 @@ from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
 from .draft_options import MOST_NODES, DraftOptions
-from .draft_reads import Read
+
+
+@dataclass(frozen=True)
+class Read:
+    """Weights that a draft multiplies by.
+
+    Attributes:
+        part: name.
+        weights: number of weights.
+        times: reads per draft.
+        rows: rows multiplied per read.
+        borrowed: whether the weights are the target's and take no extra memory.
+    """
+
+    part: str
+    weights: int
+    times: int
+    rows: int
+    borrowed: bool = False
+
+
+def weights_of(*modules: nn.Module | None) -> int:
+    return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
 
 
 @dataclass(frozen=True)

@@ -318,3 +318,16 @@ def _preparation(original: Any) -> Any:
         return config, others
 
     return _prepare_generation_config
+
+
+class PlainDrafter(TravellingDrafter):
+    """Decodes all calls plainly, and can be saved again."""
+
+    has_network = False
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"."]  # the weights of the network
+    _keys_to_ignore_on_load_missing: ClassVar[list[str]] = [r"."]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.place = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # a model has a device and a dtype
+        self.post_init()

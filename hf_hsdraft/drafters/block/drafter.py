@@ -18,8 +18,7 @@ from ...hub.checkpoint import LOOSE_MASK
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_outputs import before_norm, check_last_state
 from ..base.draft_options import DraftOptions, default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Call
+from ..base.protocol import Call, Read, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from .block_session import BlockSession

@@ -17,8 +17,7 @@ from torch import nn
 
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.drafter_output import DrafterOutput
-from ..base.target_weights import TargetWeights, borrow
+from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .block_context import training_attention
 from .configuration import BlockConfig
 from .convolution import BlockConvolution

@@ -13,7 +13,7 @@ from ...core.attention import batched_attention
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
-from ..base.row_context import RowContext
+from ..base.reading_session import RowContext
 from ..base.target_weights import TargetWeights
 from .eagle_network import EagleNetwork
 

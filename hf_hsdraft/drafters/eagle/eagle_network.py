@@ -20,9 +20,8 @@ from torch import nn
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.target_weights import TargetWeights
+from ..base.target_weights import DrafterOutput, TargetWeights
 from .configuration_eagle import EagleConfig
 
 AttendRows = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index

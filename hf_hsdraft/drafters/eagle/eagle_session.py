@@ -14,11 +14,10 @@ from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ..base.draft_options import DraftOptions
-from ..base.parallel_expansion import ParallelExpansion
 from ..base.protocol import Accepted, Ask
-from ..base.row_context import Slots
+from ..base.reading_session import Columns, ReadingSession, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import Columns, ReadingSession
+from ..base.tree_session import ParallelExpansion
 from .eagle_expansion import DraftedRows, EagleExpansion, parallel_logits
 from .eagle_network import AttendRows, EagleNetwork
 from .feedback_trial import FeedbackTrial, can_be_tried

@@ -17,9 +17,8 @@ from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_outputs import before_norm, check_last_state
 from ..base.draft_options import default_options
-from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options
-from ..base.protocol import Call
+from ..base.protocol import Call, Read, weights_of
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.target_weights import TargetWeights, borrow
 from .configuration_eagle import EagleConfig

@@ -10,8 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..base.target_weights import TargetWeights
 from ..base.travelling_drafter import PlainDraws, TravellingDrafter
-from .injectors import Leftover, ensemble
-from .network import HSDraftNetwork, WorkingWeights
+from .network import HSDraftNetwork, Leftover, WorkingWeights, ensemble
 from .trunk import GrowingText, read, roll
 
 

@@ -11,19 +11,17 @@ from transformers import GenerationConfig
 from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.protocol import Call, Drafter
+from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
+from ..base.registry import register_drafter
 from ..base.target_sizes import check_sizes
+from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
-from .draft_session import HSDraftSession
+from .draft_session import REUSE_OPTIONS, HSDraftSession, RollOut, reuse_of
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
-from .reuse import REUSE_OPTIONS, reuse_of
-from .roll_out import RollOut
 from .static_roll_out import static_roll_out
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
@@ -183,3 +181,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["HSDrafter"]
+
+
+register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)

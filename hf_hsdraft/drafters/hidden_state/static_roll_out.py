@@ -21,9 +21,9 @@ from ...gpu.compiled_calls import compiled
 from ...gpu.static_text import StaticText, keep_in_place
 from ..base.packed_texts import DraftContext
 from .configuration_hsdraft import HSDraftConfig
+from .draft_session import RollOut
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights
-from .roll_out import RollOut
 from .trunk import Trunk, read, roll
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import Call, Drafter
+from ...drafters.base.protocol import Call, Drafter, Read, weights_of
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import Accepted, Call
+from ...drafters.base.protocol import Accepted, Call, Read, weights_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_trial import ability_of

@@ -1,0 +1,271 @@
+"""Sessions of drafters that keep keys and values of accepted positions, and the buffers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.tensors import on_device
+from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Foresight
+from .decoder_layer import LayerSizes
+from .draft_options import DraftOptions
+from .protocol import Accepted, Ask
+from .refiners import refiner_of
+from .target_weights import TargetWeights
+from .tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
+
+_NOWHERE = 2**62  # position of an empty slot, beyond any query
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where accepted positions are stored: `[n]`, int64, row of each, and slot in the row's buffer."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+class RowContext:
+    """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots."""
+
+    def __init__(
+        self, rows: int, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.lengths = [0] * rows
+        self._positions = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        room = torch.empty(rows, kv_heads, 0, head_dim, device=device, dtype=dtype)
+        self._layers = [(room, room) for _ in range(layers)]
+
+    @property
+    def capacity(self) -> int:
+        return self._positions.shape[1]
+
+    def reserve(self, counts: dict[int, int], positions: torch.Tensor) -> Slots:
+        """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
+        self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
+        device = self._positions.device
+        rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
+        begins = self.lengths
+        places = [begins[row] + each for row, count in counts.items() for each in range(count)]
+        slots = Slots(rows, on_device(places, device))
+        self._positions[slots.rows, slots.slots] = positions.to(device)
+        for row, count in counts.items():
+            self.lengths[row] += count
+        return slots
+
+    def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
+        """Makes room for drafted positions after the accepted ones, and returns their slots row by row.
+
+        They are not counted and have no positions. Each row already has `begin` of them and gets `count` more.
+        """
+        self._make_room(self._longest(rows) + begin + count)
+        device = self._positions.device
+        texts = on_device(list(rows), device).repeat_interleave(count)
+        return Slots(texts, self.drafted_slots(rows, begin, count).flatten())
+
+    def drafted_slots(self, rows: Sequence[int], begin: int, count: int) -> torch.Tensor:
+        """Returns the slots `[B, count]`; arguments as in `drafted`."""
+        device = self._positions.device
+        ends = on_device([self.lengths[row] for row in rows], device)
+        return ends[:, None] + torch.arange(begin, begin + count, device=device)
+
+    def _make_room(self, needed: int) -> None:
+        if needed > self.capacity:
+            self._grow(needed + TUNING.spare_tokens + needed // TUNING.spare_part)
+
+    def _grow(self, capacity: int) -> None:
+        more = capacity - self.capacity
+
+        def grown(room: torch.Tensor, axis: int, value: int) -> torch.Tensor:
+            shape = list(room.shape)
+            shape[axis] = more
+            return torch.cat([room, room.new_full(shape, value)], dim=axis)
+
+        self._positions = grown(self._positions, 1, _NOWHERE)
+        # Zeros, not uninitialised memory: a masked NaN still spoils the weighted sum.
+        self._layers = [(grown(keys, 2, 0), grown(values, 2, 0)) for keys, values in self._layers]
+
+    def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values `[n, kv_heads, head_dim]`."""
+        for room, states in zip(self._layers[layer], (keys, values), strict=True):
+            room[slots.rows, :, slots.slots] = states.to(room.dtype)
+
+    def view(self, layer: int, rows: Sequence[int], drafted: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values `[B, kv_heads, P, head_dim]`, up to `drafted` slots after the longest row."""
+        end = self._longest(rows) + drafted
+        keys, values = (self._picked(room[:, :, :end], rows) for room in self._layers[layer])
+        return keys, values
+
+    def seen(
+        self, rows: Sequence[int], last: torch.Tensor, window: int | torch.Tensor | None = None, drafted: int = 0
+    ) -> torch.Tensor | None:
+        """Returns the mask `[B, n, P]` over `view`, True where a query may look; on a CPU None if all are True.
+
+        Drafted slots have no positions, so they are False. On a GPU, testing for all True would synchronise.
+
+        Args:
+            last: `[B, n]`, int64, the last position that each query may see.
+            window: visible positions up to `last`, for all queries or `[B, n]`; None for all positions.
+        """
+        positions = self._picked(self._positions[:, : self._longest(rows) + drafted], rows)[:, None]
+        mask = positions <= last[..., None]
+        if window is not None:
+            mask &= positions > (last - window)[..., None]
+        return None if not drafted and mask.device.type == "cpu" and bool(mask.all()) else mask
+
+    def _longest(self, rows: Sequence[int]) -> int:
+        return max(self.lengths[row] for row in rows)
+
+    def _picked(self, room: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        if list(rows) == list(range(len(room))):
+            return room
+        return room.index_select(0, on_device(list(rows), room.device))
+
+    def forget(self, row: int) -> None:
+        self.lengths[row] = 0
+        self._positions[row] = _NOWHERE
+
+    def copy_of(self, row: int) -> RowContext:
+        """Returns a context with a copy of this row only."""
+        other, length = RowContext.__new__(RowContext), self.lengths[row]
+        other.lengths = [length]
+        other._positions = self._positions[row : row + 1, :length].clone()
+        other._layers = [
+            (keys[row : row + 1, :, :length].clone(), values[row : row + 1, :, :length].clone())
+            for keys, values in self._layers
+        ]
+        return other
+
+
+Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
+
+
+@dataclass
+class _Row:
+    """State of one row: pending inputs, and `[1]`, int64, the position of the last accepted token."""
+
+    pending: list[Columns] = field(default_factory=list)
+    anchor: torch.Tensor | None = None
+
+
+class ReadingSession(TreeSession):
+    """Queues accepted positions, and reads them in one forward for the batch before the next draft.
+
+    Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
+    number of layers that attend to accepted positions, `sizes` theirs.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        weights: TargetWeights,
+        options: DraftOptions,
+        rows: int,
+        layers: int,
+        sizes: LayerSizes,
+        foresight: Foresight | None = None,
+    ) -> None:
+        super().__init__(options, weights.vocab_ids, foresight)
+        self.drafter, self.weights = drafter, weights
+        heads, width = sizes.num_key_value_heads, sizes.head_dim
+        self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._rows = [_Row() for _ in range(rows)]
+
+    def columns(self, news: Accepted) -> Columns:
+        """Returns the inputs to queue, on the drafter's device."""
+        raise NotImplementedError
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        """Stores keys and values of queued inputs in `slots`; `counts` are each row's positions, row by row."""
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            row, columns = self._rows[each.row], self.columns(each)
+            row.pending.append(columns)
+            row.anchor = columns[-1][-1:] + 1
+            if len(row.pending) > TUNING.most_pending:  # no draft for a long time
+                self.read_pending([each.row])
+
+    def read_pending(self, rows: Sequence[int]) -> None:
+        rows = [row for row in rows if self._rows[row].pending]
+        if not rows:
+            return
+        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
+        parts = [part for row in rows for part in self._rows[row].pending]
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        self.read(self._context.reserve(counts, columns[-1]), counts, columns)
+        for row in rows:
+            self._rows[row].pending.clear()
+
+    def anchors(self, rows: Sequence[int]) -> torch.Tensor:
+        """Returns the positions `[B, 1]` of the last accepted tokens."""
+        found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
+        assert len(found) == len(rows), "a text is observed before it is drafted for"
+        return torch.stack(found)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))).difference(rows):
+            self._rows[row] = _Row()
+            self._context.forget(row)
+
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._rows) > 1:
+            return None
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
+            self._context = memory.context.copy_of(0)
+            self._rows[0].pending.extend(memory.pending)
+
+
+class ParallelSession(ReadingSession):
+    """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
+
+    Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
+    logits. Arguments as in `ReadingSession`.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        weights: TargetWeights,
+        options: DraftOptions,
+        rows: int,
+        layers: int,
+        sizes: LayerSizes,
+        foresight: Foresight | None = None,
+    ) -> None:
+        super().__init__(drafter, weights, options, rows, layers, sizes, foresight)
+        self._refiner = refiner_of(drafter, options, weights, rows)
+
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""
+        raise NotImplementedError
+
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        """Returns the logits `[B, depth, V']` of slots `[B, slots, D]`, and the bias of the path's tokens."""
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        super().observe(news)
+        if self._refiner is not None:
+            for each in news:
+                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
+
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+        """As `expansion`, from given slots `[B, slots, D]`."""
+        logits, bias = self.predicted(hidden, depth)
+        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        refinement = None if self._refiner is None else self._refiner.refinement(rows)
+        return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)
