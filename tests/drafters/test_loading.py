@@ -146,7 +146,7 @@ def test_prompts_beyond_the_context_window(drafter):
         ("num_assistant_tokens", 0, "an integer from 1 to 4"),
         ("num_assistant_tokens", 2.5, "an integer from 1 to 4"),
         ("tree_size", "8", "an integer"),
-        ("tree_size", 0, "an integer 1 or more"),
+        ("tree_size", 0, "an integer from 1 to 4,096"),
         ("reuse", "always", "none, ensemble, resample"),
         ("tree_builder", "best", "beam, gumbel, stochastic_beam, p_best"),
         ("verification", "exactly", "walk, rejection"),

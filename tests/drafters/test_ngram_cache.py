@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft.core.tuning import TUNING
-from hf_hsdraft.drafters.ngrams.ngram_session import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
 LENGTHS = st.integers(1, 4)

@@ -12,7 +12,8 @@ from conftest import each_with_its_seed, make_drafter, make_target
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.ngrams.ngram_session import NgramCache, NgramSession
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
 from hf_hsdraft.methods.lossy.fly import FLy
 from hf_hsdraft.verify.verdict import Nodes
 
@@ -128,5 +129,5 @@ def test_values_are_checked(target, prompt):
         with pytest.raises(ValueError, match="ngram_continuation"):
             target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
     drafter.generation_config.ngram_continuation, drafter.generation_config.ngram_length = 4, 0
-    with pytest.raises(ValueError, match="without n-grams nothing goes on"):
+    with pytest.raises(ValueError, match="without n-grams there is nothing to append"):
         target.generate(prompt, max_new_tokens=4, assistant_model=drafter)

@@ -12,7 +12,7 @@ from runner import counts
 from vllm_parity import all_columns, by_generate, same
 
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
-from hf_hsdraft.drafters.ngrams.ngram_session import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 
 LENGTH, NEW = 3, 24
 

@@ -175,6 +175,7 @@ class ReadingSession(TreeSession):
         heads, width = sizes.num_key_value_heads, sizes.head_dim
         self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(rows)]
+        self._refiner = refiner_of(drafter, options, weights, rows)
 
     def columns(self, news: Accepted) -> Columns:
         """Returns the inputs to queue, on the drafter's device."""
@@ -189,6 +190,8 @@ class ReadingSession(TreeSession):
             row, columns = self._rows[each.row], self.columns(each)
             row.pending.append(columns)
             row.anchor = columns[-1][-1:] + 1
+            if self._refiner is not None:
+                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
             if len(row.pending) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
 
@@ -233,19 +236,6 @@ class ParallelSession(ReadingSession):
     logits. Arguments as in `ReadingSession`.
     """
 
-    def __init__(
-        self,
-        drafter: Any,
-        weights: TargetWeights,
-        options: DraftOptions,
-        rows: int,
-        layers: int,
-        sizes: LayerSizes,
-        foresight: Foresight | None = None,
-    ) -> None:
-        super().__init__(drafter, weights, options, rows, layers, sizes, foresight)
-        self._refiner = refiner_of(drafter, options, weights, rows)
-
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""
         raise NotImplementedError
@@ -253,12 +243,6 @@ class ParallelSession(ReadingSession):
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         """Returns the logits `[B, depth, V']` of slots `[B, slots, D]`, and the bias of the path's tokens."""
         raise NotImplementedError
-
-    def observe(self, news: Sequence[Accepted]) -> None:
-        super().observe(news)
-        if self._refiner is not None:
-            for each in news:
-                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         return self.expansion_of(asks, self.drafted(asks, depth), depth, options)

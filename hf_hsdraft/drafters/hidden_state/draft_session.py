@@ -52,7 +52,7 @@ class RollOut:
         self._trunk, window = trunk, config.sliding_window
         room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
         sizes = {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
-        self._text = GrowingText.empty(len(trunk.layers), room, window, **sizes)
+        self._text = GrowingText(len(trunk.layers), room, window, **sizes)
         self._batch, self._window = DraftContext(), window
         # Number of positions that affect the output at the last one and the drafts after it.
         self._reach = None if window is None else len(trunk.layers) * (window - 1) + 1

@@ -12,10 +12,9 @@ from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.protocol import Call, Drafter, Read, weights_of
+from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.registry import register_drafter
-from ..base.target_sizes import check_sizes
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig

@@ -19,7 +19,8 @@ from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
-from .ngram_session import FollowerTable, NgramCache, NgramSession
+from .ngram_cache import FollowerTable, NgramCache
+from .ngram_session import NgramSession
 
 _OPTIONS = (
     "assistant_confidence_threshold",

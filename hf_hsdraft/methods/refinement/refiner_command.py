@@ -34,6 +34,7 @@ def train_refiner(
 
     The drafter's option `refinement` sets its weight; it is 0 until you set it.
     """
+    from ...drafters.base.refiners import why_not_refined
     from ...generate.by_name import load_drafter
     from ...runtime.target_loading import load_target
     from ...training.data.chats import read_answered
@@ -47,8 +48,8 @@ def train_refiner(
     if out is None and not Path(name).is_dir():
         raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
     loaded = load_drafter(name, None, device)
-    if loaded.why_not_refined:
-        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {loaded.why_not_refined}")
+    if why := why_not_refined(loaded):
+        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {why}")
     folder = Path(name) if out is None else out
     if out is None:
         check_place(folder)

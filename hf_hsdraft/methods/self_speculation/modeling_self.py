@@ -10,8 +10,7 @@ from transformers import GenerationConfig
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.protocol import Call, Drafter, Read, weights_of
-from ...drafters.base.target_sizes import check_sizes
+from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork

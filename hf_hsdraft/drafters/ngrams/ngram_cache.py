@@ -1,0 +1,171 @@
+"""Drafts from n-grams: the tokens that followed the same words before ("Cacheback", section 3).
+
+Tables map a leader, a few tokens, to its followers, and evict the least recently used leader when full. Look-ups along
+the drafted path grow a tree. A table's accuracy depends on the text, so it is measured on the text: each token is
+looked up, as a draft would, before it is entered. These probabilities are comparable to a trained drafter's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...core.draft_tree import DraftTree, from_nodes
+from ...core.tuning import TUNING
+
+
+@dataclass
+class FollowerTable:
+    """Followers of leaders of one length, and how often they were right.
+
+    Attributes:
+        length: tokens of a leader.
+        followers: of each leader, latest first. Leaders are ordered from least to most recently used.
+        reached: tokens for which a draft would have found a leader in this table.
+        right: by rank, how many of these tokens were the follower of that rank.
+    """
+
+    length: int
+    followers: OrderedDict[tuple[int, ...], list[int]] = field(default_factory=OrderedDict)
+    reached: int = 0
+    right: list[int] = field(default_factory=lambda: [0] * TUNING.ngram_followers)
+
+    def probability(self, rank: int) -> float:
+        """Returns the probability that the follower of a rank is the next token, given that the leader was found."""
+        first = TUNING.ngram_right[min(self.length, len(TUNING.ngram_right)) - 1]
+        assumed = first if rank == 0 else (1.0 - first) * TUNING.ngram_earlier ** (rank + 1)
+        return (self.right[rank] + TUNING.ngram_prior * assumed) / (self.reached + TUNING.ngram_prior)
+
+    def after(self, path: Sequence[int]) -> list[int]:
+        """Returns the followers of the leader at the end of a path; empty if there are none."""
+        return self.followers.get(tuple(path[-self.length :]), [])
+
+    def count(self, path: Sequence[int], token: int) -> bool:
+        """Counts and returns whether the token after a path is among the followers."""
+        known = self.after(path)
+        self.reached += bool(known)
+        if token in known:
+            self.right[known.index(token)] += 1
+        return token in known
+
+    def enter(self, path: Sequence[int], token: int) -> None:
+        if len(path) < self.length:
+            return
+        leader = tuple(path[-self.length :])
+        known = self.followers.setdefault(leader, [])
+        self.followers.move_to_end(leader)
+        if token in known:
+            known.remove(token)
+        known.insert(0, token)
+        del known[TUNING.ngram_followers :]
+        if len(self.followers) > TUNING.ngram_leaders:
+            self.followers.popitem(last=False)
+
+
+class NgramCache:
+    """N-grams of one sequence, with leaders of 1 to `length` tokens; `own` are its tables.
+
+    Args:
+        frozen: tables of other texts, consulted after the sequence's table of the same length, and never changed.
+        vocab_size: ids outside 0 to `vocab_size - 1` are no tokens, and in no n-gram; 0 for no limit.
+    """
+
+    def __init__(self, length: int, frozen: Sequence[FollowerTable] = (), vocab_size: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self.own = [FollowerTable(size) for size in range(length, 0, -1)]
+        others = [FollowerTable(table.length, table.followers) for table in frozen]  # fresh counts for this sequence
+        # Longest leaders first.
+        self._tables = sorted([*self.own, *others], key=lambda table: -table.length)
+        self._tail: list[int] = []  # the last tokens, as many as the longest leader has
+
+    @property
+    def last(self) -> int | None:
+        """The last token, from which a draft continues."""
+        return self._tail[-1] if self._tail else None
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if token < 0 or 0 < self._vocab_size <= token:
+                self._tail = []
+                continue
+            for table in self._tables:
+                if table.count(self._tail, token):  # a draft would have found the token here
+                    break
+            for table in self.own:
+                table.enter(self._tail, token)
+            self._tail = [*self._tail, token][-self._tables[0].length :]
+
+    def draft(
+        self,
+        tree_size: int,
+        depth: int,
+        width: int | None = None,
+        threshold: float = 0.0,
+        after: Sequence[int] = (),
+    ) -> DraftTree:
+        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root.
+
+        Args:
+            width: most children of a node; 1 gives a chain, None is no limit.
+            threshold: least probability of a path, 0 to 1.
+            after: supposed next tokens, in no n-gram.
+        """
+        tail = [*self._tail, *after][-self._tables[0].length :]
+        floor = math.log(max(threshold, TUNING.ngram_least))
+        nodes: list[tuple[int, int, int, float]] = [(tail[-1], -1, 0, 0.0)]
+        paths = [tail]
+        waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
+        arrivals = itertools.count()
+        while len(nodes) <= tree_size:
+            newest = len(nodes) - 1
+            if nodes[newest][2] < depth:
+                for token, probability in self._next(paths[newest], drafted=newest > 0)[:width]:
+                    score = nodes[newest][3] + math.log(probability)
+                    if score >= floor:
+                        heapq.heappush(waiting, (-score, next(arrivals), newest, token))
+            if not waiting:
+                break
+            cost, _, parent, token = heapq.heappop(waiting)
+            nodes.append((token, parent, nodes[parent][2] + 1, -cost))
+            paths.append([*paths[parent], token][-self._tables[0].length :])
+        return from_nodes(nodes)
+
+    def follow(self, drafted: Sequence[int], most: int) -> list[tuple[int, float]]:
+        """Returns up to `most` most probable tokens after a drafted path, each with its conditional probability."""
+        found: list[tuple[int, float]] = []
+        path = [*self._tail, *drafted]
+        while len(found) < most:
+            ranked = self._next(path, drafted=True)
+            if not ranked:
+                break
+            found.append(ranked[0])
+            path.append(ranked[0][0])
+        return found
+
+    def _next(self, path: Sequence[int], drafted: bool) -> list[tuple[int, float]]:
+        """Returns likely tokens after a path with probabilities, the most probable first.
+
+        Longer leaders come first; shorter ones share the remaining probability. Probabilities were counted at all
+        occurrences of a leader. If the path ends in a `drafted` token, they assume that it is right; then the text
+        repeats itself, and in greedy texts the next token is right more often, so its probability is raised. Sampled
+        texts do not show this, but there the error costs little.
+        """
+        found: dict[int, float] = {}
+        left = 1.0
+        for table in self._tables:
+            probabilities = {token: table.probability(rank) for rank, token in enumerate(table.after(path))}
+            for token, probability in probabilities.items():
+                found.setdefault(token, left * probability)
+            left *= max(1.0 - sum(probabilities.values()), 0.0)
+            if left < TUNING.ngram_least:
+                break
+        ranked = sorted(found.items(), key=lambda item: -item[1])
+        if drafted:
+            raised = [(token, probability**TUNING.ngram_beyond) for token, probability in ranked]
+            total = max(sum(probability for _, probability in raised), 1.0)
+            ranked = [(token, probability / total) for token, probability in raised]
+        return ranked
