@@ -181,10 +181,3 @@ def test_they_stay_with_their_weights(target):
     with torch.no_grad():
         drafter.fuse.weight.add_(1.0)
     assert used_by(others[0]) is not first
-
-
-def test_too_many_steps_are_refused():
-    drafter = drafter_of(None)
-    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, STEPS)
-    with pytest.raises(ValueError, match="num_draft_steps=5 is invalid: expected 4 at most"):
-        static(*pieces(drafter, 3), STEPS + 1)

@@ -16,8 +16,6 @@ from ...core.attention import attention_of_chains
 from ...core.tensors import Attend, shared_attention
 from ...core.tuning import TUNING
 
-SEEN_BY_ALL = -1  # instead of a sequence number
-
 
 @dataclass(frozen=True)
 class Sight:
@@ -27,7 +25,7 @@ class Sight:
 
     Attributes:
         rows: `[R]`, int64, column of each row's pair, the last one that it sees.
-        own, texts: `[R]` and `[P]`, sequence of each row and column; columns may be `SEEN_BY_ALL`.
+        own, texts: `[R]` and `[P]`, sequence of each row and column.
         at, places: `[R]` and `[P]`, position of each row and column.
         window: visible positions including the row's; None for all.
     """
@@ -46,8 +44,7 @@ class Sight:
     def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
         """`[R, P]`, True where a row may look; with `columns` `[C]`, `[R, C]`."""
         columns = torch.arange(len(self.texts), device=self.rows.device) if columns is None else columns
-        texts, own = self.texts[columns], self.own[:, None]
-        mask = (columns <= self.rows[:, None]) & ((texts == own) | (texts == SEEN_BY_ALL))
+        mask = (columns <= self.rows[:, None]) & (self.texts[columns] == self.own[:, None])
         return mask if self.window is None else mask & (self.at[:, None] - self.places[columns] < self.window)
 
     def of(self, rows: slice | torch.Tensor) -> Sight:
@@ -60,7 +57,7 @@ class Sight:
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields rows `[r]`, the columns `[c]` that any of them sees, and the mask `[r, c]`; no row comes twice."""
         for text in self.own.unique():
-            columns = ((self.texts == text) | (self.texts == SEEN_BY_ALL)).nonzero().flatten()
+            columns = (self.texts == text).nonzero().flatten()
             for block in (self.own == text).nonzero().flatten().split(TUNING.mask_rows):
                 sight = self.of(block)
                 seen = columns[columns <= sight.rows.max()]
@@ -76,8 +73,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 class DraftContext:
     """Keys and values of accepted positions, one pair per layer, each `[kv_heads, P, head_dim]`.
 
-    `document_ids` `[P]` is the sequence of each position; None if there is only one. `position_ids` `[P]` are kept for
-    trunks with a sliding window.
+    `document_ids` and `position_ids`, `[P]`, are the sequence and place of each position; None for a single sequence.
     """
 
     layers: list[KeyValues] = field(default_factory=list)
@@ -93,9 +89,10 @@ class DraftContext:
 
         The window counts the querying position, so the next position sees one fewer of the earlier ones.
         """
-        if window is None or self.document_ids is None or self.position_ids is None:
+        if window is None:
             return self
         documents = self.document_ids
+        assert documents is not None and self.position_ids is not None
         last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
         last = last.scatter_reduce(0, documents, self.position_ids, "amax")
         kept = (last[documents] - self.position_ids < window - 1).nonzero().flatten()
@@ -111,7 +108,8 @@ class PackedTexts:
     Attention can be recomputed, so gradient checkpointing gives the same result.
 
     Args:
-        position_ids, document_ids: `[T]`, of the pairs.
+        past: earlier positions of these sequences.
+        position_ids, document_ids: `[T]`, of the pairs; `document_ids` is None for a single sequence without a past.
         starts: `[S]`, the pairs at which chains start; None for the last one only.
         window: attended positions, including the position itself; None for all.
         steps: K.
@@ -126,17 +124,14 @@ class PackedTexts:
         window: int | None,
         steps: int,
     ) -> None:
-        known = None if document_ids is None else past.document_ids
-        held = position_ids.new_full((past.length,), SEEN_BY_ALL) if known is None else known
         own = torch.zeros_like(position_ids) if document_ids is None else document_ids
-        texts = torch.cat([held, own])
-        places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
-        # Without position ids, every position of the context counts as near.
-        self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
+        texts, places = own, position_ids
+        if past.document_ids is not None and past.position_ids is not None:
+            texts, places = torch.cat([past.document_ids, own]), torch.cat([past.position_ids, position_ids])
+        self._near = window is not None and len(texts) + steps > window
         rows = torch.arange(past.length, len(texts), device=position_ids.device)
         self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
-        self._past, self._documents = past, None if document_ids is None else texts
-        self._places = None if window is None else places
+        self._past = past
         self.starts = rows[-1:] - past.length if starts is None else starts
         self._chains = self._sight.of(self.starts)
         self._layers: dict[int, KeyValues] = {}
@@ -145,7 +140,7 @@ class PackedTexts:
     @property
     def context(self) -> DraftContext:
         layers = [self._layers[index] for index in range(len(self._layers))]
-        return DraftContext(layers, self._documents, self._places)
+        return DraftContext(layers, self._sight.texts, self._sight.places)
 
     def reading(self) -> Attend:
         return self._read

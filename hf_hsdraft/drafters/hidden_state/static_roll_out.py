@@ -85,9 +85,7 @@ class StaticRollOut(RollOut):
         num_draft_steps: int,
         rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        if num_draft_steps > self._steps:
-            raise ValueError(f"num_draft_steps={num_draft_steps} is invalid: expected {self._steps} at most")
-        assert rows is None
+        assert rows is None and num_draft_steps <= self._steps
         early = len(taps) - self._columns
         if early > 0:
             self.read(taps[:early], embeds[:early], position_ids[:early])
