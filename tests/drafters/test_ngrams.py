@@ -190,8 +190,10 @@ KINDS = {
 def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
     """Prompts that repeat, so that n-grams are drafted and, at sampling, rejected."""
     continues, options = KINDS[kind]
-    drafter, grown, continued = CachebackDrafter(**options), [], NgramSession.continued
-    if continues is not None:
+    grown, continued = [], NgramSession.continued
+    if continues is None:
+        drafter = CachebackDrafter(**options)
+    else:
         drafter = make_drafter(target)
         vars(drafter.generation_config).update(options)
 

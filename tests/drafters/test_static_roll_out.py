@@ -106,11 +106,12 @@ def test_generate_compiles_it_once(prompt, graphs, settings):
 
 
 def test_drafts_are_those_of_the_roll_out_that_grows(prompt, graphs):
+    """With a text that more layers read than roll on, and steps that have parameters each."""
     target = make_target()
-    drafter = make_drafter(target)
+    drafter = make_drafter(target, num_hidden_layers=3, num_roll_layers=1, num_step_modules=3)
     grown = decode(target, prompt, drafter, cache_implementation="static", disable_compile=True)
     compiled = decode(target, prompt, drafter, cache_implementation="static", compile_config=graphs.config())
-    assert rolled_out(graphs, drafter) == 1
+    assert rolled_out(graphs, drafter) == 1 and compiled.sequences.equal(decode(target, prompt))
     assert compiled.statistics.accepted_lengths == grown.statistics.accepted_lengths
     assert compiled.statistics.drafted_nodes == grown.statistics.drafted_nodes
 
