@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cpu.packed_weights import PackedWeights, linears_to_pack
 from ..engine.call_output import DraftStatistics
 from ..engine.divergence import Divergence
-from ..runtime.answer_limits import end_tokens
+from ..runtime.prompt_inputs import end_tokens
 from .machine import PeakMemory, synchronise
 from .systems import PLAIN, System, with_options
 
@@ -197,8 +197,8 @@ def _decode(
     )
     run.first_seconds = arrivals[0] if arrivals else None
     run.first_tokens = len(answers)
-    run.accepted = [length for answer in answers for length in answer.accepted]
-    return [answer.tokens for answer in answers], run
+    run.accepted = [length for _, accepted in answers for length in accepted]
+    return [tokens for tokens, _ in answers], run
 
 
 def until_end(tokens: Sequence[int], target: Any) -> list[int]:

@@ -17,7 +17,7 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
 from ..runtime.static_cache import with_draft_room
-from ..runtime.target_outputs import TargetOutput, picked_taps
+from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output

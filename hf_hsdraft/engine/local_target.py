@@ -14,7 +14,7 @@ from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted, Call, Session
 from ..pace.pacing import KindOfCall
 from ..runtime.target_ability import kind_of_call
-from ..runtime.target_outputs import TargetOutput, picked_taps
+from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .draft_limits import DraftLimits
 from .drafting import Drafting, Wanted

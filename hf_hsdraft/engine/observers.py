@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..runtime.acceleration import Acceleration
+from ..runtime.target_forwards import Acceleration
 from .call_output import DraftStatistics
 from .drafting import Drafting
 from .loop import Observer, Round

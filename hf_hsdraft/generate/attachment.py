@@ -39,8 +39,7 @@ from ..drafters.base.protocol import Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.decoding import speculative_decoding
-from ..runtime.capture_hooks import no_hooks_left
-from ..runtime.fingerprint import fingerprint
+from ..runtime.module_hooks import fingerprint, no_hooks_left
 from .by_name import follow, load_for
 
 logger = logging.get_logger(__name__)

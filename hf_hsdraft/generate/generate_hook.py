@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerationMixin
 from ..drafters.base.protocol import Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.decoding import speculative_decoding
-from ..runtime.capture_hooks import no_hooks_left
+from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import check_inputs
 
 

@@ -13,7 +13,7 @@ from ..engine.drafting import Drafting
 from ..engine.loop import Observer, Round, decode
 from ..engine.observers import PaceTimer, StatisticsKeeper
 from ..pace.pacing import KindOfCall
-from ..runtime.acceleration import Acceleration
+from ..runtime.target_forwards import Acceleration
 from .remote_target import RemoteTarget
 
 

@@ -15,10 +15,17 @@ from ..core.cache_name import CACHE, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
-from ..runtime.acceleration import Acceleration
 from ..runtime.cache_slots import CacheSlots
 from ..runtime.misreading import same_but_rounding
-from ..runtime.target_call import Names, TargetCall, TextRows
+from ..runtime.target_forwards import (
+    Acceleration,
+    Names,
+    TargetCall,
+    TargetOutput,
+    TextRows,
+    picked_taps,
+    target_output,
+)
 from ..runtime.target_limits import (
     check_cache,
     check_inputs,
@@ -27,9 +34,7 @@ from ..runtime.target_limits import (
     text_config,
     why_no_trees,
 )
-from ..runtime.target_outputs import TargetOutput, picked_taps, target_output
-from ..runtime.tree_reading import read_trees
-from ..trees.tree_masks import AttentionKind, attention_kinds
+from ..runtime.tree_reading import AttentionKind, attention_kinds, read_trees
 from .joined_cache import empty_cache, grown, joined_cache
 
 

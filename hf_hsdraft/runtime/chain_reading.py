@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import (
 from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
-from .target_call import TOKEN_TYPES, TargetCall
+from .target_forwards import TOKEN_TYPES, TargetCall
 
 
 def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int) -> Any:

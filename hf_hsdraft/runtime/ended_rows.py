@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .cache_slots import GrowingLayer
-from .fingerprint import has_foreign_hooks
+from .module_hooks import has_foreign_hooks
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:

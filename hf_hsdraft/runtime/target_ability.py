@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
 from .cache_slots import cache_layers, layer_class
-from .fingerprint import fingerprint
+from .module_hooks import fingerprint
 from .target_limits import known_until, text_config
 from .target_runtime import TargetRuntime
 

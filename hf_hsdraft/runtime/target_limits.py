@@ -20,12 +20,10 @@ from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
 from ..core.tuning import TUNING
-from ..trees.tree_masks import MASKED_ATTENTION
 from .cache_slots import cache_layers, layer_class, recurrent_layers, text_cache
 from .static_cache import why_not_static
-from .text_configs import decoder_layers as decoder_layers
-from .text_configs import text_config as text_config
 
+MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
 
 # Fields with the number of keys that a query selects by score once there are more. Scores may be equal (a ReLU makes
@@ -49,6 +47,17 @@ class Limit:
     last: int
     ever: bool
     reason: str
+
+
+def text_config(target: Any) -> Any:
+    """The configuration of the part of a target that decodes text."""
+    return target.config.get_text_config(decoder=True)
+
+
+def decoder_layers(config: Any) -> int:
+    """Number of decoder layers in a text configuration; T5 has a separate field for the encoder's."""
+    layers = getattr(config, "num_decoder_layers", None)
+    return layers if isinstance(layers, int) and layers else config.num_hidden_layers
 
 
 def why_refused(target: Any, cache: Any) -> str:

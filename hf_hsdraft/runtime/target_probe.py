@@ -25,17 +25,18 @@ import torch
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
 from .cache_slots import Mark
-from .fingerprint import has_foreign_hooks
-from .foreign_products import foreign_modules, rounds_inputs
 from .misreading import (
     computing_dtype,
     distances_of,
+    foreign_modules,
     heeded,
     in_tolerances,
     is_full,
     measured_tolerance,
+    rounds_inputs,
     usual_tolerance,
 )
+from .module_hooks import has_foreign_hooks
 from .target_ability import Ability, remembered
 from .target_limits import furthest_read
 from .target_runtime import TargetRuntime

@@ -9,24 +9,32 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
-from ..trees.tree_masks import AttentionKind
-from .acceleration import Acceleration
 from .cache_slots import CacheSlots, as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
 from .static_cache import slots_of_prompts
-from .target_call import Names, TargetCall, TextRows, dropped
+from .target_forwards import Acceleration, Names, TargetCall, TargetOutput, TextRows, dropped, target_output
 from .target_limits import check_cache, text_config
-from .target_outputs import LastState, NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
-from .tree_reading import AheadReader, commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
+from .target_parts import LastState
+from .tree_reading import (
+    AheadReader,
+    AttentionKind,
+    commit_trees,
+    kinds_of_attention,
+    noise_of,
+    read_trees,
+    tokens_kept,
+)
 
 Reader = TypeVar("Reader", bound=AheadReader)
 
@@ -295,3 +303,54 @@ class TargetRuntime:
     @property
     def acceleration(self) -> Acceleration:
         return self._call.acceleration
+
+
+def names_of(outputs: Any, names: Names, states: bool, attentions: bool) -> list[str]:
+    """Which of the requested hidden states and attentions the outputs contain."""
+    wanted = [*([names.states] if states else []), *(names.attentions if attentions else ())]
+    return [name for name in wanted if outputs.get(name) and outputs[name][0] is not None]  # some models have none
+
+
+def prompt_outputs(outputs: Any, names: Sequence[str], row: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    return {name: tuple(layer[row : row + 1] for layer in outputs[name]) for name in names}
+
+
+@dataclass(frozen=True)
+class NodeOutputs:
+    """Extracts outputs of single nodes from a forward over drafts; `again` counts the columns before, see
+    `chain_reading`.
+    """
+
+    call: TargetCall
+    outputs: Any
+    names: Sequence[str]
+    again: int
+    columns: int
+
+    def of(self, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Outputs for the last node of `path`, from the root on, as plain decoding returns them for one token."""
+        found = {}
+        place = self.again + path[-1]
+        for name in self.names:
+            layers = self.outputs[name]
+            if name == self.call.names.states:
+                found[name] = tuple(layer[row : row + 1, place : place + 1].clone() for layer in layers)
+            else:
+                weights = [layer[row : row + 1, :, place : place + 1] for layer in layers]
+                own = name != "cross_attentions"
+                found[name] = tuple(self._of_text(weights, row, path) if own else weights)
+        return found
+
+    def _of_text(self, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
+        slots, read = self.call.slots, self.again + self.columns
+        static = slots.static is not None
+        path = [*range(self.again), *(self.again + node for node in path)]
+        left_over = slots.length - read - (self.call.rows.kept[row] - self.again)  # slots of other rows' longer paths
+        for index, layer in enumerate(weights):
+            empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
+            cached = layer.shape[-1] - empty - read
+            text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
+            if static:
+                text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
+            yield text[..., -slots.windows[index] :] if index in slots.windows else text

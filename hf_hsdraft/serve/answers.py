@@ -35,7 +35,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ..runtime.answer_limits import end_tokens, room_left
+from ..runtime.prompt_inputs import end_tokens, room_left
 from .request_fields import CHAT_FIELDS, RESPONSE_FIELDS, TEXT_FIELDS, check_fields
 
 CLIENT_LEFT = 499  # nginx's status for it

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..core.cache_name import CACHE, returned_cache
 from ..core.tensors import device_of
 from ..engine.call_output import DraftStatistics
-from ..runtime.answer_limits import end_tokens, room_left
+from ..runtime.prompt_inputs import end_tokens, room_left
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from ..drafters.base.protocol import Drafter
 from ..engine.divergence import first_divergence
-from ..runtime.answer_limits import room_left
-from ..runtime.prompt_inputs import encode_prompts
+from ..runtime.prompt_inputs import encode_prompts, room_left
 from .streamers import DRAFTED, DraftColourStreamer
 
 DEFINITIONS = (

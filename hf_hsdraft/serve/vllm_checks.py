@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..core.checks import printable
-from ..runtime.text_configs import decoder_layers
+from ..runtime.target_limits import decoder_layers
 from ..vllm_plugin.speculation import is_hidden_state
 from .vllm_options import option_value
 

@@ -141,11 +141,11 @@ drafter = CachebackDrafter()
 assert DraftOptions.of(drafter).own == {} and not loaded()
 drafter.generation_config.fly_window = 2
 assert DraftOptions.of(drafter).own["fly_window"] == 2
-assert sorted(loaded()) == ["lossy", "lossy.fly", "lossy.relaxed"]
+assert sorted(loaded()) == ["lossy", "lossy.relaxed"]
 assert TREE_BUILDERS["p_best"].whole
 drafter.generation_config.verification = "typical"
 assert "typical_delta" in DraftOptions.of(drafter).own
-assert sorted(loaded())[2:] == ["lossy.relaxed", "lossy.typical", "refinement", "refinement.p_best_trees"]
+assert sorted(loaded())[2:] == ["refinement", "refinement.p_best_trees"]
 """
 
 

@@ -14,7 +14,7 @@ from hf_hsdraft import HSDrafter
 from hf_hsdraft.cpu import packed_weights, private_operators
 from hf_hsdraft.cpu.products import Product
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-from hf_hsdraft.runtime.acceleration import Acceleration
+from hf_hsdraft.runtime.target_forwards import Acceleration
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
@@ -23,7 +23,7 @@ PACKAGE = Path(hf_hsdraft.__file__).parent
 def test_only_one_module_of_the_runtime_asks_for_acceleration():
     modules = [path for room in ("runtime", "engine") for path in (PACKAGE / room).glob("*.py")]
     asking = [path.stem for path in modules if re.search(r"^from \.\.(cpu|gpu)\.", path.read_text(), re.M)]
-    assert asking == ["acceleration"]
+    assert asking == ["target_forwards"]
 
 
 def plain_session(drafter, call):

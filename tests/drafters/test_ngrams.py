@@ -19,7 +19,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
-from hf_hsdraft.methods.lossy.fly import FLy
+from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.verify.verdict import Nodes
 

@@ -21,8 +21,7 @@ from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
 from hf_hsdraft.hub.drafter_files import digests
-from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
-from hf_hsdraft.methods.refinement.refiner_files import save_refiner
+from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
@@ -450,7 +449,7 @@ remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
 alone = tokens(assistant_model=remote)
 del sys.modules["hf_hsdraft"]
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.methods.refinement.refiner_files import has_refiner, refiner_of
+from hf_hsdraft.methods.refinement.path_lm import has_refiner, refiner_of
 drafter = AutoDrafter.from_pretrained("user/refined")
 weights = None
 if has_refiner(drafter):

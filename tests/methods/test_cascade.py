@@ -19,8 +19,7 @@ from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDr
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
-from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
-from hf_hsdraft.methods.cascade.held_chain import HeldChain
+from hf_hsdraft.methods.cascade.cascade_session import CascadeSession, HeldChain
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}

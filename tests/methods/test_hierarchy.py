@@ -33,6 +33,7 @@ from hf_hsdraft.methods.cascade.hierarchy import (
 )
 from hf_hsdraft.methods.cascade.hierarchy_costs import (
     TARGET,
+    Fits,
     Measuring,
     Note,
     NotedDrafter,
@@ -46,7 +47,6 @@ from hf_hsdraft.methods.cascade.hierarchy_estimate import (
     forward_of,
     needed_acceptance,
 )
-from hf_hsdraft.methods.cascade.hierarchy_fits import Fits
 from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
 from hf_hsdraft.training.evaluate.decoding_estimate import Device
 

@@ -20,6 +20,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy import quality as quality_module
 from hf_hsdraft.methods.lossy.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
+from hf_hsdraft.methods.lossy.kept_answers import AnswerLog, answers_run, digest, model_digest
 from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier, tap_of
 from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, label, utility
 from hf_hsdraft.methods.lossy.prompt_questions import main as write_questions
@@ -34,7 +35,6 @@ from hf_hsdraft.methods.lossy.quality import (
     systems_of,
 )
 from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.methods.lossy.quality_log import AnswerLog, digest, model_digest, run_of
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.verify.lossy_rule import Rule
 
@@ -281,7 +281,7 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     items = [Item("words", "w1 w4", "w1", "contains")]
 
     def kept_for(model, drafter) -> None:
-        AnswerLog(tmp_path / "answers.jsonl", run_of({"seed": 1}, items, systems_of(drafter, []), model))
+        AnswerLog(tmp_path / "answers.jsonl", answers_run({"seed": 1}, items, systems_of(drafter, []), model))
 
     target = make_target()
     folder, same = tmp_path / "drafter", make_drafter(target)

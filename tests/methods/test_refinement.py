@@ -22,13 +22,19 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
-from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
-from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.methods.refinement.path_lm import (
+    PathLM,
+    PathLMSizes,
+    has_refiner,
+    load_refiner,
+    refiner_of,
+    save_refiner,
+)
 from hf_hsdraft.methods.refinement.refinement import Refiner
-from hf_hsdraft.methods.refinement.refiner_files import has_refiner, load_refiner, refiner_of, save_refiner
 from hf_hsdraft.methods.refinement.refiner_training import Examples, examples_of, perplexity, train_refiner
 from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation

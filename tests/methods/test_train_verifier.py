@@ -15,8 +15,8 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.hub.drafter_files import CARD, WEIGHTS
 from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy.checked_tasks import Item
+from hf_hsdraft.methods.lossy.kept_answers import Labels, labels_run
 from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier
-from hf_hsdraft.methods.lossy.pivot_labels import Labels, run_of
 from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, held_out
 
 
@@ -63,7 +63,7 @@ def test_a_drafter_whose_ngrams_go_on_has_the_same_mismatches(target, tokenizer)
 
 
 def test_labels_are_kept_as_they_come(target, tmp_path):
-    path, run = tmp_path / "labels.jsonl", run_of(target, Plan())
+    path, run = tmp_path / "labels.jsonl", labels_run(target, Plan())
     places = [place_of("a", torch.zeros(2), drafted) for drafted in (1, 2)] + [place_of("b", torch.zeros(2))]
     labels = Labels.read(path, run)
     for place, label in zip(places[:2], (1, 0), strict=True):
@@ -75,8 +75,8 @@ def test_labels_are_kept_as_they_come(target, tmp_path):
     again.add(places[2], 1)
     assert Labels.read(path, run).of(places[2]) == 1
     for other, told in (
-        (run_of(target, Plan(temperature=0.5)), "temperature is 0.7 there and 0.5 here"),
-        (run_of(make_target(seed=5), Plan()), "target's digest is"),
+        (labels_run(target, Plan(temperature=0.5)), "temperature is 0.7 there and 0.5 here"),
+        (labels_run(make_target(seed=5), Plan()), "target's digest is"),
     ):
         before = path.read_text()
         with pytest.raises(ValueError, match=told):

@@ -124,7 +124,7 @@ def cascaded(table: Table) -> DraftTree:
 
     The level below drafts without looking at it, as n-grams do: always the next higher token.
     """
-    from hf_hsdraft.methods.cascade.held_chain import Choice, HeldChain
+    from hf_hsdraft.methods.cascade.cascade_session import Choice, HeldChain
 
     held, depth, choice = HeldChain(), 2, Choice(1.0, DRAFTED)
     while len(held.tokens) < depth:

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.runtime import target_ability, target_probe
-from hf_hsdraft.runtime.fingerprint import fingerprint
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
+from hf_hsdraft.runtime.module_hooks import fingerprint
 from hf_hsdraft.runtime.target_ability import Ability
 
 GREEDY = {"do_sample": False, "max_new_tokens": 32, "pad_token_id": 0}

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_hsdraft.cli import main as cli
-from hf_hsdraft.runtime import gguf_files
+from hf_hsdraft.runtime import target_loading
 from hf_hsdraft.runtime.target_loading import load_target, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -67,7 +67,7 @@ def test_files_of_one_name_and_size_have_their_own_weights(tmp_path):
 
 
 def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_files, "_RESOLUTION", 0)  # so that its digest is remembered at once
+    monkeypatch.setattr(target_loading, "_RESOLUTION", 0)  # so that its digest is remembered at once
     path = tmp_path / "model.gguf"
     write(path, 0)
     before = path.stat()
@@ -83,10 +83,10 @@ def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_sa
 def test_a_digest_is_remembered_unless_the_file_may_change_within_its_timestamp(tmp_path, copies, monkeypatch):
     path = tmp_path / "model.gguf"
     write(path, 0)
-    monkeypatch.setattr(gguf_files, "_RESOLUTION", 10**15)
+    monkeypatch.setattr(target_loading, "_RESOLUTION", 10**15)
     embedding(path)
     assert not (copies / "digests").exists()
-    monkeypatch.setattr(gguf_files, "_RESOLUTION", 0)
+    monkeypatch.setattr(target_loading, "_RESOLUTION", 0)
     embedding(path)
     (known,) = (copies / "digests").iterdir()
     known.write_text("f" * 64)

@@ -12,7 +12,7 @@ from conftest import VOCAB, make_target
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
-from hf_hsdraft.runtime.answer_limits import end_tokens
+from hf_hsdraft.runtime.prompt_inputs import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan

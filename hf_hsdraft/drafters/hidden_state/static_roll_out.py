@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
-from ...gpu.compiled_calls import compiled
-from ...gpu.static_text import StaticText, keep_in_place
+from ...gpu.fixed_shapes import StaticText, compiled, keep_in_place
 from ..base.packed_texts import DraftContext
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import RollOut

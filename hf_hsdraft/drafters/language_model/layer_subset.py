@@ -10,9 +10,9 @@ from torch import nn
 
 from ...core.checks import is_integer
 from ...core.tensors import hooks_of
-from ...runtime.capture_hooks import without_hooks
-from ...runtime.decoder_list import decoder_list
+from ...runtime.module_hooks import without_hooks
 from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_parts import decoder_list
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:

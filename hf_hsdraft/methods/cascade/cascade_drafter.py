@@ -21,6 +21,7 @@ from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
+from ...drafters.base.registry import register_drafter
 from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
@@ -32,13 +33,12 @@ from ...hub.drafter_files import (
 )
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
-from ...runtime.capture_hooks import no_hooks_left
+from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
-from .levels import Settling, SupposingSession, model_of, reader_of, supposes
-from .state_feed import StateFeed
+from .levels import Settling, StateFeed, SupposingSession, model_of, reader_of, supposes
 
 _MOST = 64  # tokens that a level may pass up
 
@@ -294,3 +294,6 @@ def _check_tokens(tokens: Sequence[int], count: int) -> None:
 def _named(level: Drafter) -> str:
     name = type(level).__name__
     return f"{'an' if name.startswith(('A', 'E', 'HS', 'I', 'O')) else 'a'} {name}"
+
+
+register_drafter(CascadeConfig.model_type, CascadeConfig, CascadeDrafter)

@@ -1,14 +1,88 @@
-"""What a cascade requires of its levels beyond the drafter protocol."""
+"""What a cascade requires of its levels beyond the drafter protocol, and how their language models read chains."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Drafter
-from ...drafters.language_model.lm_trial import ability_of
-from .lm_reader import LMReader
+from ...drafters.language_model.lm_ability import ability_of
+from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
+from ...runtime.target_limits import furthest_position, text_config
+from ...runtime.tree_reading import AttentionKind
+
+
+class LMReader:
+    """Reads texts and the drafts after them with a language model, so that the drafts can be verified.
+
+    Args:
+        kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
+        most_pending: greatest number of tokens of a text that may be taken back.
+        taps: indices of hidden states to return too.
+
+    `vocab_size` is the number of tokens that the model knows, `kind` a hashable key of the time of its forwards.
+    """
+
+    def __init__(
+        self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int, taps: Sequence[int] = ()
+    ) -> None:
+        config = text_config(model)
+        self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+        self.kind = kind_of(model)
+        self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups_of_rows(rows, kinds)]
+        self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._taps = taps
+        self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
+        self._room = furthest_position(model)
+        self._model = model  # the texts do not keep it alive
+
+    def room(self) -> int:
+        return self._room
+
+    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Returns logits `[n, V]` after the last n tokens of each text, in one forward if the model can.
+
+        Texts include drafted tokens; `counts` holds n, at least 1. Cached tokens that match a text are not read
+        again; the others are taken back.
+        """
+        logits: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            if any(row in texts for row in group.rows):
+                logits.update(self._of_group(group, texts, counts))
+        return logits
+
+    def _of_group(
+        self, group: LMTexts, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        lengths, new = [], []
+        for row in group.rows:
+            known, text = self._known[row], texts.get(row)
+            length = len(known)
+            if text is not None:
+                length = min(shared_length(known, text), len(text) - counts[row])
+                self._known[row] = known = list(text)
+            lengths.append(length)
+            new.append(known[length:])
+        if lengths != group.kept:
+            group.cut(lengths)
+        output = group.read_states(new, max(counts[row] for row in group.rows if row in texts), self._taps)
+        if self._taps:
+            for row, length, tokens, states in zip(group.rows, lengths, new, output.taps, strict=True):
+                self._states[row][length:] = states[len(states) - len(tokens) :]
+        return {row: output.logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
+
+    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
+        return self._states[row][: shared_length(self._known[row], text)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps only these texts from here on."""
+        for group in self._groups:
+            group.keep(rows)
+        self._groups = [group for group in self._groups if group.rows]
 
 
 @runtime_checkable
@@ -65,3 +139,36 @@ def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int
     """Returns an `LMReader` of a drafter's language model; see there for arguments."""
     model = model_of(drafter)
     return LMReader(model, rows, ability_of(model).kinds, most_pending, taps)
+
+
+class StateFeed:
+    """Feeds the session below a middle model; `reader` has the taps of that session's drafter."""
+
+    def __init__(self, lower: SupposingSession, reader: LMReader) -> None:
+        self._lower, self._reader = lower, reader
+        self._told: dict[int, int] = {}  # positions of each text that the session has observed
+
+    def tell(self, row: int, settled: Sequence[int], held: Sequence[int]) -> bool:
+        """Feeds the session a text; returns whether it knows all of it, so that it can draft.
+
+        With tokens x_i, the model's state h_i goes with x_{i+1}. Pairs within `settled`, which the target has
+        accepted, are observed; those with `held` tokens are supposed.
+        """
+        text = [*settled, *held]
+        states = self._reader.states(row, text)[: len(text) - 1]
+        told, sure = self._told.get(row, 0), min(len(states), len(settled) - 1)
+        if told < sure:
+            self._lower.observe([_news(row, text, states, told, sure)])
+            self._told[row] = sure
+        if len(states) > sure:
+            self._lower.suppose([_news(row, text, states, sure, len(states))])
+        else:
+            self._lower.suppose([Accepted.of_tokens(row, [])])
+        return len(states) == len(text) - 1
+
+
+def _news(row: int, text: Sequence[int], states: Sequence[torch.Tensor], begin: int, end: int) -> Accepted:
+    following = list(text[begin + 1 : end + 1])
+    earlier = text[:1] if begin == 0 else ()
+    taps, places = torch.stack(list(states[begin:end])), torch.arange(begin, end)
+    return Accepted(row, following, taps, places, torch.tensor(following), earlier)

@@ -22,8 +22,7 @@ from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
-from ...runtime.answer_limits import end_tokens
-from ...runtime.prompt_inputs import encode_prompt
+from ...runtime.prompt_inputs import encode_prompt, end_tokens
 from ...runtime.target_limits import text_config
 from ...verify.verdict import Nodes, Verdict, Verifier
 from .checked_tasks import Item

@@ -12,8 +12,7 @@ from ...bench.calls import Settings, time_call
 from ...bench.run import WARM_UP_TOKENS, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
-from ...runtime.answer_limits import end_tokens
-from ...runtime.prompt_inputs import encode_prompts
+from ...runtime.prompt_inputs import encode_prompts, end_tokens
 from ...verify.lossy_rule import Rule
 from ...verify.verdict import Verifier
 from .checked_tasks import Item

@@ -1,13 +1,17 @@
-"""The base of lossy rules: the target's choices, with some replaced by drafted tokens."""
+"""Lossy rules without training: the target's choices, with some replaced by drafted tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from ...core.checks import is_integer, is_number
 from ...core.draft_tree import DraftTree
+from ...core.options import Option
+from ...verify.registry import VERIFIERS
 from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, own_choice, walk
 
 
@@ -102,3 +106,107 @@ def normalised_entropy(probabilities: torch.Tensor, most: int = 0) -> float:
         probabilities = probabilities / probabilities.sum()
     entropy = torch.special.entr(probabilities).sum() / torch.tensor(float(len(probabilities))).log()
     return min(max(float(entropy), 0.0), 1.0)
+
+
+LONGEST_WINDOW = 64
+
+
+class FLy(Relaxed):
+    """Lossy. The rule of "Training-Free Loosely Speculative Decoding" (arXiv:2511.22972).
+
+    A mismatch is a node after which the target's choice was not drafted. Its best child, the one that the drafter
+    expects the target to choose, is accepted instead if
+
+    1. the target is uncertain: the entropy of its distribution there, over log |V|, is above `fly_entropy`;
+    2. the next `fly_window` choices of the target after that child were all drafted.
+
+    So the decision waits for the window, within the same draft. A mismatch among the last `fly_window` depths is never
+    accepted: too few tokens follow. On a chain this is the paper's rule. In a tree the second condition follows the
+    target's choices below the best child, whichever branch they are on.
+
+    With sampling, the target's choices are its draws in both conditions. Draws of a window that fails are repeated.
+
+    With `fly_entropy=1` the rule is exact.
+    """
+
+    looks_ahead = True
+    own_options = (
+        Option(
+            "fly_entropy",
+            0.3,
+            lambda value: is_number(value) and 0 <= value <= 1,
+            "a number from 0 to 1",
+            "Lossy rule `fly`: normalised entropy above which a mismatch may be forgiven; 1 forgives none.",
+        ),
+        Option(
+            "fly_window",
+            6,
+            lambda value: is_integer(value) and 0 <= value <= LONGEST_WINDOW,
+            f"an integer from 0 to {LONGEST_WINDOW}",
+            "Lossy rule `fly`: number of drafted tokens after a mismatch that the target has to agree with.",
+        ),
+        Option(
+            "fly_most_probable",
+            0,
+            lambda value: is_integer(value) and (value == 0 or 2 <= value <= 1024),
+            "0 (the whole vocabulary) or an integer from 2 to 1024",
+            "Lossy rule `fly`: number of the most probable tokens whose entropy counts; the authors' code takes 3.",
+        ),
+    )
+    fly_entropy: float
+    fly_window: int
+    fly_most_probable: int
+
+    def accepts(self, mismatch: Mismatch) -> bool:
+        if normalised_entropy(mismatch.probabilities, self.fly_most_probable) <= self.fly_entropy:
+            return False
+        tree, node = mismatch.tree, mismatch.best
+        tokens = [*mismatch.tokens, tree.tokens[node]]
+        for _ in range(self.fly_window):
+            token = mismatch.own(node, tokens) if mismatch.children[node] else -1
+            if token not in mismatch.children[node]:
+                return False
+            node, tokens = mismatch.children[node][token], [*tokens, token]
+        return True
+
+
+VERIFIERS["fly"] = FLy()
+
+
+class Typical(Relaxed):
+    """Lossy. The threshold of "Medusa" (arXiv:2401.10774, section 2.3.1), the simple reference for lossy rules.
+
+    A drafted token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), with p the target's distribution and H
+    its entropy in nats; epsilon is `typical_threshold` and delta is `typical_delta`. Medusa takes the longest tree
+    path whose tokens are all accepted this way. Here, as in the other rules, the target's choice wins wherever it
+    was drafted, and the threshold decides about the drafter's best token elsewhere. On greedy chains both are the
+    same for delta below 1, where the most probable token is always typical.
+
+    With `typical_threshold=1` and a `typical_delta` of the vocabulary's size the rule is exact.
+    """
+
+    own_options = (
+        Option(
+            "typical_threshold",
+            0.09,
+            lambda value: is_number(value) and 0 < value <= 1,
+            "a number above 0, at most 1",
+            "Lossy rule `typical`: epsilon, a probability that is always enough.",
+        ),
+        Option(
+            "typical_delta",
+            0.3,
+            lambda value: is_number(value) and 0 < value < math.inf,
+            "a number above 0",
+            "Lossy rule `typical`: delta, how much of exp(-entropy) is enough.",
+        ),
+    )
+    typical_threshold: float
+    typical_delta: float
+
+    def accepts(self, mismatch: Mismatch) -> bool:
+        entropy = float(torch.special.entr(mismatch.probabilities).sum())
+        return mismatch.probability > min(self.typical_threshold, self.typical_delta * math.exp(-entropy))
+
+
+VERIFIERS["typical"] = Typical()

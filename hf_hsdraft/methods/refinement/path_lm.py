@@ -4,20 +4,39 @@ It reads the last few tokens through the embedding borrowed from the target, and
 vocabulary by low-rank logits. By default a node costs products of D by 96, 288 by 384, 192 by 64, and 64 by the
 columns that are looked at.
 
+It is saved in a subfolder of the drafter's, so that programs that read all weights of that folder ignore it. Sizes and
+tensors are separate files, and the former hold the SHA-256 of the latter.
+
 Letters in the shapes: D width of the target's embedding, r rank, V' draft vocabulary, S size of a state.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ...core.checks import few, printable
 from ...core.tensors import RMSNorm
+from ...drafters.base.target_weights import TargetWeights
+from ...hub.drafter_files import DamagedFile, read_json, sha256
 
 _EPS = 1e-6
+CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
+_FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
+_of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -85,3 +104,111 @@ class PathLM(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the logits `[..., V']` of the next token after states `[..., S]`."""
         return self.up(self.code(states))
+
+
+def has_refiner(drafter: Any) -> bool:
+    """Whether a drafter has a refiner beside its weights. Reads no files."""
+    folder = getattr(drafter, "loaded_from", None)
+    return folder is not None and (_known(drafter) is not None or (folder / CONFIG).is_file())
+
+
+def _known(drafter: Any) -> PathLM | None:
+    folder, model = _of_drafters.get(drafter, (None, None))
+    return model if folder == drafter.loaded_from else None
+
+
+def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
+    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
+
+    Raises:
+        OSError: a file is missing.
+        DamagedFile: a file is damaged.
+        ValueError: it is for another width or draft vocabulary, or its files contradict each other.
+    """
+    model = _known(drafter)
+    if model is None:
+        model = load_refiner(drafter.loaded_from, weights.vocab_ids)
+        _of_drafters[drafter] = drafter.loaded_from, model
+    width, drafted = weights.embed(weights.vocab_ids[:1]).shape[-1], len(weights.vocab_ids)
+    if (model.sizes.embedding_size, model.sizes.draft_vocab_size) != (width, drafted):
+        raise ValueError(
+            f"the refiner in {drafter.loaded_from} is for embeddings of {model.sizes.embedding_size} and "
+            f"{model.sizes.draft_vocab_size} drafted tokens, this target and drafter have {width} and {drafted}: train "
+            "one for them by `hsdraft train-refiner`"
+        )
+    return model.to(drafter.device, drafter.dtype)
+
+
+def check_place(folder: str | os.PathLike[str]) -> None:
+    place = (Path(folder) / CONFIG).parent
+    if place.exists() and not place.is_dir():
+        raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder):
+        pass
+
+
+def save_refiner(
+    model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a refiner beside a drafter's weights, replacing any earlier one.
+
+    `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
+    """
+    place = Path(folder)
+    (place / CONFIG).parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
+        config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+        save_file(state, weights, metadata={"format": "pt"})
+        document = {
+            **vars(model.sizes),
+            "vocabulary": _digest(vocab_ids),
+            "weights_digest": sha256(weights),
+            "recipe": dict(recipe or {}),
+        }
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights, place / WEIGHTS)
+        os.replace(config, place / CONFIG)
+
+
+def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
+    """Reads the refiner in a drafter's folder; see `refiner_of` for errors. `vocab_ids`, int64 `[V']`, is the
+    drafter's.
+    """
+    document = read_json(folder / CONFIG)
+    try:
+        sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner anew") from error
+    if document.get("vocabulary") != _digest(vocab_ids):
+        raise ValueError(
+            f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
+            "`hsdraft train-refiner`"
+        )
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise OSError(f"{folder} has no {WEIGHTS}: expected it beside {CONFIG}")
+    if document.get("weights_digest", digest := sha256(path)) != digest:
+        raise DamagedFile(
+            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner anew",
+            path,
+        )
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner anew", path) from error
+    with torch.device("meta"):
+        model = PathLM(sizes)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if wrong := sorted(name for name in shapes.keys() | state.keys() if shapes.get(name) != _shape(state, name)):
+        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner anew")
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def _shape(state: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return state[name].shape if name in state else None
+
+
+def _digest(vocab_ids: torch.Tensor) -> str:
+    return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]

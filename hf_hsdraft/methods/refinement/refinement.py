@@ -20,8 +20,7 @@ import torch
 from ...core.tensors import Transform, on_device
 from ...drafters.base import refiners
 from ...drafters.base.target_weights import TargetWeights
-from .path_lm import PathLM
-from .refiner_files import has_refiner, refiner_of
+from .path_lm import PathLM, has_refiner, refiner_of
 
 # The target's hidden states already tell the drafters the text and the root before the first depth. Leftover states,
 # which `reuse="resample"` draws from again, are older than the root; their first depth is not refined either.

@@ -39,8 +39,7 @@ def train_refiner(
     from ...runtime.target_loading import load_target
     from ...training.data.chats import read_answered
     from ...training.data.conversations import tokenize_conversation
-    from .path_lm import PathLMSizes
-    from .refiner_files import check_place, save_refiner
+    from .path_lm import PathLMSizes, check_place, save_refiner
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run
 

@@ -21,14 +21,11 @@ from transformers.utils import logging
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of, on_device
 from ...runtime.cache_slots import Mark
-from ...runtime.fingerprint import fingerprint
 from ...runtime.misreading import same_but_rounding
-from ...runtime.target_call import TargetCall
-from ...runtime.target_limits import known_until, text_config
-from ...runtime.text_configs import decoder_layers
-from ...runtime.tree_reading import node_inputs, read_trees
-from ...trees.drafted_levels import DraftedLevels
-from ...trees.tree_masks import AttentionKind, TreeBatch
+from ...runtime.module_hooks import fingerprint
+from ...runtime.target_forwards import TargetCall
+from ...runtime.target_limits import decoder_layers, known_until, text_config
+from ...runtime.tree_reading import AttentionKind, DraftedLevels, TreeBatch, node_inputs, read_trees
 from .layer_split import LayerSplit
 from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.decoder_list import decoder_list
+from ...runtime.target_parts import decoder_list
 
 
 def why_not_split(target: Any) -> str:

@@ -11,6 +11,7 @@ from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
+from ...drafters.base.registry import register_drafter
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork
@@ -79,3 +80,6 @@ class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["SelfDrafter"]
+
+
+register_drafter(SelfDraftConfig.model_type, SelfDraftConfig, SelfDrafter)

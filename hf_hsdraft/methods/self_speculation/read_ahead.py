@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import on_device
-from ...trees.tree_masks import TreeBatch
+from ...runtime.tree_reading import TreeBatch
 
 KeysValues = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, `[B, heads, nodes, size]` each
 Path = tuple[int, ...]  # the tokens from the root to a node

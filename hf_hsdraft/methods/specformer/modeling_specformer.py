@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
+from ...drafters.base.registry import register_drafter
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
@@ -71,3 +72,6 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["SpecFormerDrafter"]
+
+
+register_drafter(SpecFormerConfig.model_type, SpecFormerConfig, SpecFormerDrafter)

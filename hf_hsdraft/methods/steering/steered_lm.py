@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ from safetensors.torch import load_file, save_file
 from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
+from ...drafters.base.formats import Format, register_format
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
+from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_files import describe, why_no_causal_lm, why_not_by_config
 from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.language_model.lm_trial import ability_of
-from ...drafters.language_model.lm_vocabulary import shared_tokens
+from ...drafters.language_model.lm_texts import LMTexts
 from ...hub.checkpoint import Checkpoint
+from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config
-from .steered_texts import KnownVectors, SteeredTexts
 from .steering import Steering, SteeringSizes
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
@@ -31,6 +35,65 @@ _NO_STEERING = (
     "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
     "--family steered-lm`, or use its language model as CausalLMDrafter(model)"
 )
+
+
+@dataclass(frozen=True)
+class KnownVectors:
+    """The latest steering vectors of a text: `[m, D]`, of consecutive positions up to `end`."""
+
+    vectors: torch.Tensor
+    end: int
+
+    def then(self, further: torch.Tensor, end: int, kept: int) -> KnownVectors:
+        """Returns the vectors extended by `[n, D]` up to position `end`, at most the last `kept`."""
+        known = torch.cat([self.vectors, further]) if self.end + len(further) == end else further
+        return KnownVectors(known[max(len(known) - kept, 0) :], end)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors `[n, D]` at positions `[n]`: the last one beyond the end, zeros where none is known."""
+        places = positions.clamp(max=self.end) - (self.end - len(self.vectors) + 1)
+        padded = torch.cat([self.vectors.new_zeros(1, self.vectors.shape[1]), self.vectors])
+        return padded[(places + 1).clamp(min=0).to(padded.device)]
+
+
+class SteeredTexts(LMTexts):
+    """Reads an accepted token with the vector of the position before it, so that the cache depends on the text alone.
+
+    Drafted tokens share the vector of the last verified position, with which the round's root is read. The steering is
+    not kept alive. `known`, the vectors of each row, is replaced by the session.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        known: Mapping[int, KnownVectors],
+        model: Any,
+        rows: Sequence[int],
+        kinds: Any,
+        most_drafted: int,
+    ) -> None:
+        super().__init__(model, rows, kinds, most_drafted)
+        self.known = known
+        self._steering_reference = weakref.ref(steering)
+        self._of_round: torch.Tensor | None = None
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._of_round = None  # set again in the next round
+        super().keep(rows)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int, taps: Sequence[int]
+    ) -> TargetOutput:
+        steering: Any = self._steering_reference()
+        if self._drafted is None:
+            before = zip(self.rows, positions - 1, strict=True)
+            deltas = steering.deltas(torch.stack([self.known[row].at(each) for row, each in before]))
+            self._of_round = deltas[:, -1:]
+        else:
+            assert self._of_round is not None
+            deltas = self._of_round
+        with steering.applied(deltas):
+            return super()._forward(ids, positions, masks, wanted, taps)
 
 
 class SteeredLMDrafter(CausalLMDrafter):
@@ -185,3 +248,16 @@ def _sizes(text: str) -> SteeringSizes:
         if right and taps == sorted(set(taps)):
             return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
     raise ValueError(f"sizes {printable(text)} are invalid")
+
+
+register_format(
+    Format(
+        name="steered language model",
+        rank=999,  # before plain language models, which nothing marks
+        matches=lambda checkpoint: not why_no_causal_lm(checkpoint) and has_steering(checkpoint),
+        load=SteeredLMDrafter.of_checkpoint,
+        describe=lambda checkpoint: {**describe(checkpoint), "reads": "the text, and the target's hidden states"},
+        drafter=SteeredLMDrafter,
+        possible=lambda config: not why_not_by_config(config),
+    )
+)

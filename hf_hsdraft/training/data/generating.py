@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import end_tokens
 from .conversations import Message, with_padding
 
 _SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template contains it

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 
-from ...runtime.text_configs import text_config
+from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
 from ..families.family import TrainableFamily
 from ..files import write_json

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...drafters.base.target_weights import TargetWeights
-from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import end_tokens
 from ..families.trainable import family_of
 from .branches import Branches
 from .loss import ChainLabels, Chains, Pack, unroll

@@ -1,0 +1,136 @@
+"""Session of a block drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...core.attention import batched_attention
+from ...core.tensors import Transform
+from ...verify.foresight import Foresight
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask
+from ..base.reading_session import Columns, ParallelSession, Slots
+from ..base.target_weights import TargetWeights
+from ..base.tree_session import TokenBias
+from .configuration import Sight
+from .context import farthest, own_mask
+from .heads import TokenHead
+from .network import BlockNetwork
+
+
+@dataclass(frozen=True)
+class BlockBias(TokenBias):
+    """The bias that a head computes from the tokens of a path.
+
+    hidden is `[B, slots, D]`, projected `[B, slots, P]` the head's `project` of it, `first_slot` that of the first
+    draft.
+    """
+
+    head: TokenHead
+    hidden: torch.Tensor
+    projected: torch.Tensor
+    first_slot: int
+
+    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
+        states = self.head.advance(tokens, None, None) if level == 1 else states
+        if level == 1 and (slot < 0 or not self.head.needs_hidden):
+            assert states is not None
+            return states
+        return self.head.advance(tokens, self.hidden[:, slot : slot + 1], states)
+
+    def code(self, level: int, states: torch.Tensor) -> torch.Tensor:
+        slot = self.first_slot + level - 1
+        return self.head.code(self.projected[:, slot : slot + 1], states)
+
+    def up(self, code: torch.Tensor) -> torch.Tensor:
+        return F.linear(code, self.head.rows)
+
+    def among(self, columns: torch.Tensor) -> Transform:
+        rows = self.head.rows[columns].mT
+        return lambda code: code @ rows
+
+
+class BlockSession(ParallelSession):
+    """Drafts trees (or chains) for a batch, a block of each row in one forward; arguments as in `ReadingSession`."""
+
+    def __init__(
+        self,
+        drafter: BlockNetwork,
+        weights: TargetWeights,
+        options: DraftOptions,
+        *,
+        batch_size: int = 1,
+        foresight: Foresight | None = None,
+    ) -> None:
+        config, sizes = drafter.config, drafter.config.sizes
+        layers = config.num_hidden_layers
+        super().__init__(drafter, weights, options, batch_size, layers, sizes, foresight)
+        extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
+        ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
+        place = drafter.dtype, drafter.device, self._refiner is not None
+        self.kind = sizes, layers, config.block_size, *ends, *extra, *place
+        mask = torch.tensor(config.mask_token_id, device=drafter.device)
+        self._mask = weights.embed(mask)
+        self._slots = torch.arange(config.block_size, device=drafter.device)
+
+    def columns(self, news: Accepted) -> Columns:
+        device = self.drafter.device
+        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        taps, positions = columns
+        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
+        for index in range(self.drafter.config.num_hidden_layers):
+            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
+
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        return self.slots([ask.row for ask in asks], [ask.root for ask in asks])
+
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
+        logits = drafter.logits(hidden[:, first : first + depth], self.weights)
+        if head is None:
+            return logits, None
+        return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
+
+    def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
+        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each root.
+
+        The whole block is computed whatever the depth: its slots see each other.
+        """
+        self.read_pending(rows)
+        drafter, context = self.drafter, self._context
+        positions = self.anchors(rows) + self._slots
+        anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
+        masks: dict[Sight, torch.Tensor | None] = {}
+
+        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
+            sight = drafter.config.sights[index]
+            if sight not in masks:
+                masks[sight] = self._seen(sight, rows, positions)
+            sides = zip(context.view(index, rows), (keys, values), strict=True)
+            all_keys, all_values = (torch.cat([before, own.transpose(1, 2)], dim=2) for before, own in sides)
+            return batched_attention(queries, all_keys, all_values, masks[sight])
+
+        return drafter.run(drafter.block_embeds(anchors, self._mask), positions, attend)
+
+    def _seen(self, sight: Sight, rows: Sequence[int], positions: torch.Tensor) -> torch.Tensor | None:
+        """`[B, slots, P]`, True where a slot may look; P counts the context positions, then the slots."""
+        window = None if sight.reach is None else sight.reach + 1
+        context = self._context.seen(rows, farthest(sight, positions), window)
+        own = own_mask(sight, len(self._slots), positions.device)
+        if context is None and own is None:
+            return None
+        shape, device = (len(rows), len(self._slots)), positions.device
+        if context is None:
+            length = max(self._context.lengths[row] for row in rows)
+            context = torch.ones(*shape, length, dtype=torch.bool, device=device)
+        if own is None:
+            own = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device)
+        return torch.cat([context, own.expand(shape[0], -1, -1)], dim=2)

@@ -1,0 +1,274 @@
+"""Session of an EAGLE-3 drafter: drafted rows, the tokens that they predict, and the accepted text."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...core.attention import batched_attention
+from ...core.tensors import on_device
+from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Foresight, Race
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask
+from ..base.reading_session import Columns, ReadingSession, RowContext, Slots
+from ..base.target_weights import TargetWeights
+from ..base.tree_session import ParallelExpansion
+from .feedback_trial import FeedbackTrial, can_be_tried
+from .network import AttendRows, EagleNetwork
+
+
+class DraftedRows:
+    """Rows drafted in one round: keys and values by node, and ancestor masks.
+
+    Row 0 is the last accepted pair; drafted rows follow in the order of `extend`.
+
+    Args:
+        context: accepted positions. Drafted ones are written after them, and overwritten when more are read.
+        rows: rows of the batch to draft for; each has been read.
+        states: `[B, D]`, y of their last pairs.
+        last: `[B, 1]`, int64, positions of these pairs.
+    """
+
+    def __init__(
+        self, network: EagleNetwork, context: RowContext, rows: Sequence[int], states: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        self._network, self._context, self._rows = network, context, list(rows)
+        self._states, self._last = states[:, None], last
+        self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
+
+    @property
+    def states(self) -> torch.Tensor:
+        """y of all rows by number, `[B, 1 + m, D]`."""
+        return self._states
+
+    def extend(
+        self,
+        states: torch.Tensor,
+        embeds: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`.
+
+        Args:
+            states: `[B, n, D]`, input states.
+            embeds: `[B, n, D]`, embeddings of their tokens.
+            parents: `[B, n]`, int64, row numbers.
+            depths: `[n]`, int64, distance from the last accepted pair.
+            causal: whether each row also sees the earlier rows of this call.
+        """
+        (batch, count), before = parents.shape, self._above.shape[2]
+        self._states = torch.cat([self._states, self._run(states, embeds, parents, depths, causal)], dim=1)
+        numbers = torch.arange(before + 1, before + 1 + count, device=parents.device)
+        return numbers.expand(batch, -1)
+
+    def _run(
+        self, states: torch.Tensor, embeds: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        (batch, count), before = parents.shape, self._above.shape[2]
+        ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
+        own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
+        own = own.tril() if causal else own.tril().triu()
+        ancestors = torch.cat([ancestors, own.expand(batch, -1, -1)], dim=2)
+        self._above = torch.cat([F.pad(self._above, (0, count)), ancestors], dim=1)
+        context, rows, drafted = self._context, self._rows, before + count
+        slots = context.drafted(rows, before, count)
+        places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
+
+        @cache  # layers with the same window share a mask
+        def seen(window: int | None) -> torch.Tensor:
+            near = None if window is None else (window - depths).expand(batch, -1)
+            accepted = context.seen(rows, self._last.expand(-1, count), near, drafted)
+            assert accepted is not None
+            return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
+            context.write(layer, slots, keys.flatten(0, 1), values.flatten(0, 1))
+            mask = seen(self._network.config.windows[layer])
+            return batched_attention(queries, *context.view(layer, rows, drafted), mask)
+
+        return self._network.through(states, embeds, self._last + depths, attend)
+
+
+class EagleExpansion(Expansion):
+    """Expands nodes level by level. A node's state is the number of its row.
+
+    Args:
+        drafted: the rows of this round.
+        depth: greatest depth of a child.
+        temperature: of the returned distributions.
+        race: with foreseen target draws; probabilities are then those of winning the race.
+    """
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        weights: TargetWeights,
+        drafted: DraftedRows,
+        depth: int,
+        temperature: float = 1.0,
+        race: Race | None = None,
+    ) -> None:
+        self._network, self._weights, self._drafted = network, weights, drafted
+        self.depth, self._temperature, self._race = depth, temperature, race
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, numbers = self.logits(level, tokens, states)
+        return self._log_probs(level, logits, self._race), numbers
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
+        logits, numbers = self.logits(level, tokens, states)
+        race, columns = self._race, None
+        if race is not None and logits.shape[-1] >= 2 * TUNING.likely_columns:
+            columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+            logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
+            race = race.among(columns)
+        totals = scores[..., None] + self._log_probs(level, logits, race)
+        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+        parents, found = places // totals.shape[-1], places % totals.shape[-1]
+        return values, found if columns is None else columns.gather(1, found), parents, numbers
+
+    def logits(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns logits `[B, n, V']` of all children and row numbers `[B, n, 1]` of the nodes; the root's row is 0."""
+        network, drafted = self._network, self._drafted
+        if states is None:
+            return network.logits(drafted.states[:, :1]), torch.zeros_like(tokens)[..., None]
+        parents = states[..., 0]
+        above = drafted.states.gather(1, parents[..., None].expand(-1, -1, drafted.states.shape[-1]))
+        depths = torch.full_like(tokens[0], level - 1)
+        numbers = drafted.extend(network.fed_back(above), self._weights.embed(tokens), parents, depths)
+        return network.logits(drafted.states[:, -tokens.shape[1] :]), numbers[..., None]
+
+    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
+        if race is not None:
+            return race(level, logits)
+        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def parallel_logits(
+    network: EagleNetwork, weights: TargetWeights, drafted: DraftedRows, mask: int, depth: int
+) -> torch.Tensor:
+    """Returns the logits `[B, depth, V']` of all depths by one forward over rows of the mask token (P-EAGLE).
+
+    The last accepted pair gives the first depth.
+    """
+    root = drafted.states
+    if depth > 1:
+        depths = torch.arange(1, depth, device=root.device)
+        embeds = weights.embed(torch.full_like(depths, mask)).expand(len(root), -1, -1)
+        parents = torch.zeros_like(depths).expand(len(root), -1)
+        drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
+    return network.logits(drafted.states)
+
+
+class EagleSession(ReadingSession):
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward; arguments as in `ReadingSession`.
+
+    Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
+
+    Attributes:
+        expansion_class: runs the drafter on nodes.
+    """
+
+    expansion_class: type[EagleExpansion] = EagleExpansion
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        weights: TargetWeights,
+        options: DraftOptions,
+        count: int = 1,
+        foresight: Foresight | None = None,
+    ) -> None:
+        config = network.config
+        super().__init__(network, weights, options, count, config.num_hidden_layers, config.layer, foresight)
+        parallel = config.mask_token_id is not None
+        sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
+        self.kind = *sizes, parallel, network.dtype, network.device
+        self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of each row's last pair read
+        self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)
+
+    def columns(self, news: Accepted) -> Columns:
+        device, dtype = self.drafter.device, self.drafter.dtype
+        last = self.weights.embed(news.following[-1:])
+        if news.embeds is None:
+            embeds, count = self.weights.embed(news.following), len(news.positions)
+        elif news.embeds.shape[-1] == last.shape[-1]:
+            embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
+        else:  # the drafter's embedding has another width, and the token ids are unknown
+            embeds, count = last, 1
+        taps, positions = news.taps[-count:], news.positions[-count:]
+        if self._trial is not None and news.row == 0 and len(news.following) >= count:
+            self._trial.add(taps, embeds, positions, news.following[-count:])
+        return taps.to(device, dtype), embeds.to(device, dtype), positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        (taps, embeds, positions), network = columns, self.drafter
+        ends = on_device(list(counts.values()), positions.device).cumsum(0) - 1
+        attend = self._attention(counts, slots, positions)
+        states = network.through(network.fuse(taps), embeds, positions, attend, ends)
+        self._last.update(zip(counts, states, strict=True))
+
+    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendRows:
+        """Attention of accepted pairs, row by row: each sees its sequence up to itself."""
+        context, rows, windows = self._context, list(counts), self.drafter.config.windows
+
+        def attend(
+            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: Any
+        ) -> torch.Tensor:
+            context.write(layer, slots, keys, values)
+            if ends is not None:  # only the last pair of each row
+                seen = context.seen(rows, positions[ends][:, None], windows[layer])
+                return batched_attention(queries[:, None], *context.view(layer, rows), seen)[:, 0]
+            mixed = []
+            texts = zip(rows, queries.split(list(counts.values())), positions.split(list(counts.values())), strict=True)
+            for row, own, at in texts:
+                view = context.view(layer, [row])
+                # A mask of a whole prompt would grow quadratically.
+                for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
+                    seen = context.seen([row], last[None], windows[layer])
+                    mixed.append(batched_attention(block[None], *view, seen)[0])
+            return torch.cat(mixed)
+
+        return attend
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        read = self._context
+        self._context = copy.deepcopy(read)  # later rounds overwrite drafted positions
+        made = self.expansion(asks, expansion.depth, options)
+        self._context = read
+        return made
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
+        rows = [ask.row for ask in asks]
+        self.read_pending(rows)
+        if self._trial is not None:
+            self._trial.decide()
+        race, temperature = self.race(rows, depth), options.draw_temperature
+        drafted = self.rows_after(rows)
+        if mask is None:
+            return self.expansion_class(network, weights, drafted, depth, temperature, race)
+        logits = parallel_logits(network, weights, drafted, mask, depth)
+        return ParallelExpansion(logits, temperature=temperature, race=race)
+
+    def rows_after(self, rows: Sequence[int]) -> DraftedRows:
+        """Returns the drafted rows of sequences without pending pairs."""
+        states = torch.stack([self._last[row] for row in rows])
+        return DraftedRows(self.drafter, self._context, rows, states, self.anchors(rows) - 1)

@@ -1,0 +1,255 @@
+"""`hsdraft quality`: what lossy verification costs and gains. `hsdraft train-verifier`: the classifier of `pivot`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...cli._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
+
+if TYPE_CHECKING:
+    from .checked_tasks import Item
+    from .kept_answers import Labels
+    from .pivot_training import Place, Plan
+    from .quality import Answer, Quality
+
+app = typer.Typer()
+TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
+TasksOption = Annotated[str, typer.Option(help=f"Comma-separated: {TASKS.replace(',', ', ')}.")]
+QuestionsOption = Annotated[
+    list[Path] | None,
+    typer.Option(exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if it is one."),
+]
+RulesOption = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2; ngram_continuation, "
+        "num_assistant_tokens and tree_size are such options too."
+    ),
+]
+SpeedOption = Annotated[
+    bool,
+    typer.Option(help="Speeds too; --no-speed where the machine does something else: drafts have a fixed size then."),
+]
+AnswersOption = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."),
+]
+
+
+def names_in(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_files(*paths: Path | None, picture: Path | None = None) -> None:
+    """Raises an error if a file cannot be written where wanted, before anything is measured."""
+    for path in (*paths, picture):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"no such folder: {path.parent}")
+    if picture is not None and picture.suffix != ".png":
+        raise ValueError(f"--picture {picture} is invalid: expected a file that ends in .png")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
+
+
+@contextlib.contextmanager
+def going_on_from(kept: Path | None) -> Iterator[None]:
+    """Says on Ctrl-C that the run can resume from a file."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept is not None and kept.is_file():
+            console.print(f"stopped; the same command goes on from {kept}", highlight=False, soft_wrap=True)
+        raise
+
+
+def _numbers(text: str) -> list[float]:
+    """Reads `--thresholds`. Raises a ValueError for anything but numbers."""
+    try:
+        return [float(value) for value in names_in(text)]
+    except ValueError:
+        raise ValueError(f"--thresholds {text} is invalid: expected numbers, as in 0.1,0.3") from None
+
+
+@app.command(short_help="Measure what lossy verification costs and gains.")
+def quality(
+    rules: RulesOption = "fly,typical",
+    thresholds: Annotated[
+        str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5; all have to be in its range.")
+    ] = "",
+    tasks: TasksOption = TASKS,
+    questions: QuestionsOption = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampled answers; 0 leaves them out.")] = 0.7,
+    greedy: Annotated[bool, typer.Option(help="Also greedy answers.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the questions and of the sampled answers.")] = 0,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+    answers: AnswersOption = None,
+    speed: SpeedOption = True,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
+) -> None:
+    """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
+    from ...bench.machine import processor
+    from ...core.checks import public_name
+    from .checked_tasks import items_of
+    from .quality import Quality, rules_of, trained_with
+
+    try:
+        wanted = rules_of(names_in(rules), _numbers(thresholds))
+        asked = items_of(names_in(tasks), questions or [], items, seed)
+        if temperature == 0 and not greedy:
+            raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
+        if not wanted:
+            raise ValueError("--rules names no rule: expected some of fly, typical, pivot")
+        check_files(answers, json_out, picture=picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    pair = load_pair(target, drafter, dtype, device)
+    asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(pair[2], wanted))
+    settings = {
+        "target": public_name(getattr(pair[0], "name_or_path", "")),
+        "dtype": dtype.value,
+        "device": device,
+        "processor": processor(pair[0].device),
+        "questions": len(asked),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    named = public_name(drafter_of(target, drafter))
+    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
+    with going_on_from(answers):
+        _answer(found, pair, asked, greedy, answers, json_out)
+    _show(found, picture)
+
+
+def _answer(
+    found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
+) -> None:
+    """Runs all systems, greedily if wanted and at the settings' temperature if there is one; adds the answers to
+    `found`.
+
+    `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
+    """
+    from rich.progress import Progress
+
+    from ...bench.calls import Settings
+    from .kept_answers import AnswerLog, answers_run
+    from .quality import GREEDY, SAMPLED, measure_quality, systems_of
+    from .quality_figures import write_quality
+
+    model, tokenizer, drafter = pair
+    systems = systems_of(drafter, list(found.rules.values()), found.timed)
+    run = {} if answers is None else answers_run({**found.settings, "timed": found.timed}, asked, systems, model)
+    log = AnswerLog(answers, run)
+    heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
+    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("questions", total=len(asked) * len(modes))
+        for mode, temperature in modes.items():
+
+            def tell(place: int, each: dict[str, Answer], mode: str = mode) -> None:
+                log.add(mode, place, each)
+                progress.advance(task)
+
+            how, known = Settings(new, temperature, seed), log.known.get(mode)
+            found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
+            if out is not None:
+                write_quality(found, out)
+
+
+def _show(found: Quality, picture: Path | None) -> None:
+    from .quality_figures import as_document, draw_quality, tables_of
+
+    for table in tables_of(found):
+        console.print(table)
+    for name, text in as_document(found)["definitions"].items():
+        console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
+    if picture is not None:
+        console.print(f"picture: {draw_quality(found, picture).name}", highlight=False, markup=False)
+
+
+@app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
+def train_verifier(
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of a drafter to write; default: the drafter's own.")
+    ] = None,
+    tasks: TasksOption = TASKS,
+    questions: QuestionsOption = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
+    places: Annotated[int, typer.Option(min=1, help="Mismatches that are labelled, at most, of each question.")] = 2,
+    roll_outs: Annotated[int, typer.Option(min=1, help="Answers sampled from each of the two tokens.")] = 20,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    labels: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Keep the labels here as they come. A run that was stopped goes on from it."),
+    ] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Trains the classifier that verification="pivot" needs, by answers that can be checked, and saves it.
+
+    It is saved beside the drafter's weights. Train on the tasks that you will use it for: it does not generalise.
+    """
+    from .checked_tasks import items_of
+    from .kept_answers import Labels, labels_run
+    from .pivot_training import Plan, fit, save_beside
+
+    try:
+        asked = items_of(names_in(tasks), questions or [], items, seed)
+        check_files(labels)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
+    folder = plan.folder_for(loaded, out)
+    kept = Labels.read(labels, {} if labels is None else labels_run(model, plan))
+    with going_on_from(labels):
+        found = _labelled((model, tokenizer, loaded), asked, plan, kept)
+    classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
+    save_beside(loaded, classifier, folder, model)
+    for name, value in classifier.recipe.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"saved in {folder}; held-out figures: {figures}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
+    """Returns a sample of mismatches of the answers, each with its label: 1 for a pivot. Adds new labels to `kept`.
+
+    `pair` is target, tokenizer and drafter.
+    """
+    from rich.progress import Progress
+
+    from . import pivot_training
+
+    model, tokenizer, drafter = pair
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("decoding", total=len(asked))
+        places: list[Place] = []
+        for item in asked:
+            places += pivot_training.collect(model, tokenizer, drafter, item, plan)
+            progress.advance(task)
+        task = progress.add_task("rolling out", total=len(places))
+        found: list[tuple[Place, int]] = []
+        for place in places:
+            label = kept.of(place)
+            if label is None:
+                label = pivot_training.label(model, tokenizer, place, plan)
+                kept.add(place, label)
+            found.append((place, label))
+            progress.advance(task)
+    return found

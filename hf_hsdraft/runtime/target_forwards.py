@@ -1,0 +1,333 @@
+"""A target's forwards in one call of `generate()`: their inputs, logits and hidden states, and the texts' places in the
+cache. They may be accelerated without changing the output: compiled on GPUs, grouped and packed on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..core.cache_name import CACHE, returned_cache
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of, on_device
+from ..cpu.grouped_attention import grouped_attention
+from ..cpu.packing import Packing
+from ..gpu.fixed_shapes import CompiledCalls, compiled
+from .cache_slots import CacheSlots, Mark
+from .target_limits import check_cache, check_mask
+from .target_parts import LastState
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One target forward over B sequences.
+
+    Attributes:
+        logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
+        taps: `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read.
+    """
+
+    logits: torch.Tensor
+    taps: torch.Tensor
+
+    def last(self, columns: int) -> TargetOutput:
+        return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
+
+
+def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
+    if tuple(layers) == tuple(wanted):
+        return taps
+    places = [layers.index(layer) for layer in wanted]
+    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+
+
+def target_output(
+    target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int], last: LastState | None = None
+) -> TargetOutput:
+    """Extracts logits and taps of a forward; taps are empty without `tap_layers`.
+
+    Raises a DraftingRefused if hidden states are missing, or not one vector per position.
+    """
+    logits, states = outputs.logits, outputs.get(states_name)
+    states = states if last is None else last.behind(states)
+    if not tap_layers:
+        return TargetOutput(logits, logits[..., :0])
+    cannot = f"{type(target).__name__} cannot be drafted for: "
+    if states and len(states) <= tap_layers[-1]:
+        raise DraftingRefused(
+            f"{cannot}the drafter reads hidden state {tap_layers[-1]} of its layers, and it returns only {len(states)}."
+        )
+    missing = [layer for layer in tap_layers if states and states[layer] is None]
+    if missing:
+        raise DraftingRefused(
+            f"{cannot}the drafter reads hidden state {missing[0]} of its layers, which it leaves out when it is asked "
+            "for."
+        )
+    shapes = {tuple(states[layer].shape[:-1]) for layer in tap_layers} if states else set()
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        found = " and ".join(map(str, sorted(shapes))) or "none"
+        raise DraftingRefused(f"{cannot}its hidden states have to be one vector for each position; found {found}.")
+    return TargetOutput(logits, torch.cat([states[layer].to(logits.device) for layer in tap_layers], dim=-1))
+
+
+class Acceleration:
+    """Runs the forwards of one call.
+
+    Attributes:
+        compile_config: for forwards over trees; `None` if they are not compiled.
+        packed: whether forwards multiply by packed copies of the weights.
+        packs: whether the next forward makes such copies, and takes longer for it.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._compiled: CompiledCalls | None = None
+        self._packing: Packing | None = None
+        self.compile_config: Any = None
+        self.packed = self.packs = False
+
+    def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
+        """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
+        if self._target._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self._compiled = CompiledCalls(self._target, generation_config.compile_config, states)
+            self.compile_config = self._compiled.config
+
+    def compiled(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Compiles a function of fixed shapes if forwards are compiled."""
+        return function if self._compiled is None else compiled(function, self.compile_config)
+
+    def begin(self, asked_for: bool | None, room: int, slower: Callable[[], bool]) -> None:
+        """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
+
+        Args:
+            asked_for: the option `packed_weights`.
+            room: number of tokens that the call may emit.
+            slower: returns whether packed weights are known to slow down this kind of call.
+        """
+        self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
+        self.packs = self._packing.begin(room)
+        self.packed = self._packing.weights is not None
+
+    def after_round(self) -> bool:
+        """Counts a round; returns whether forwards have just become packed, so that costs must be measured again."""
+        if self._packing is None:
+            return False
+        self.packs, before = self._packing.after_round(), self.packed
+        self.packed = self._packing.weights is not None
+        return self.packed and not before
+
+    def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
+        """Returns the target's outputs.
+
+        Args:
+            comes_again: whether many forwards have inputs of this shape, so that compiling pays off.
+            model: runs instead of the target, and is made of its layers.
+        """
+        if self._compiled is not None and comes_again and model is None:
+            return self._compiled.forward(inputs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(grouped_attention(device_of(self._target)))
+            if self._packing is not None and self._packing.weights is not None:
+                stack.enter_context(self._packing.weights.in_use())
+            return (self._target if model is None else model)(**inputs, return_dict=True)
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The texts of the rows that are read.
+
+    Attributes:
+        kept: number of text slots of each row. Slots behind are left over from longer rows.
+        prompt_slots: number of slots of the prompts.
+        attended: `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none.
+        last_positions: `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None`
+            without position ids.
+    """
+
+    kept: list[int]
+    prompt_slots: int
+    attended: torch.Tensor | None
+    last_positions: torch.Tensor | None
+
+    @property
+    def next_positions(self) -> list[int] | None:
+        """Position id of each row's first token after the prompt; the maximum over several axes."""
+        if self.last_positions is None:
+            return None
+        last = self.last_positions.reshape(-1, self.last_positions.shape[-1]).amax(dim=0)
+        return (last.expand(len(self.kept)) + 1).tolist()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of cached tokens of each row, without padding."""
+        if self.attended is None:
+            return list(self.kept)
+        real = self.attended.sum(dim=1).expand(len(self.kept)).tolist()
+        return [kept - self.prompt_slots + count for kept, count in zip(self.kept, real, strict=True)]
+
+    def keeping(self, counts: Sequence[int]) -> TextRows:
+        return replace(self, kept=[kept + count for kept, count in zip(self.kept, counts, strict=True)])
+
+    def of(self, places: Sequence[int]) -> TextRows:
+        attended, positions, before = self.attended, self.last_positions, len(self.kept)
+        if attended is not None and len(attended) == before:
+            attended = attended[on_device(places, attended.device)]
+        if positions is not None and positions.shape[-1] == before:
+            positions = positions[..., on_device(places, positions.device)]
+        return TextRows([self.kept[place] for place in places], self.prompt_slots, attended, positions)
+
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class Names:
+    """Names of a target's text inputs and outputs; for an encoder-decoder, its decoder's."""
+
+    def __init__(self, target: Any) -> None:
+        decoder = target.config.is_encoder_decoder
+        prefix = "decoder_" if decoder else ""
+        self.mask, self.positions = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self.states = f"{prefix}hidden_states"
+        self.attentions = ("decoder_attentions", "cross_attentions") if decoder else ("attentions",)
+
+    @property
+    def by_rows(self) -> tuple[str, ...]:
+        """Inputs that can be sliced by row."""
+        return self.mask, self.positions, "inputs_embeds", "output_hidden_states"
+
+
+@dataclass
+class TargetCall:
+    """State that reading trees and reading chains share.
+
+    Attributes:
+        kwargs: model inputs that `generate()` passes from forward to forward.
+        fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
+        unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
+        marked: state of the cache before the last chains, with recurrent layers.
+        entered: its state before the round.
+        drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
+        further: number of columns of each input along the text beyond the cache after the prompts; negative where the
+            caller gave only the new tokens' columns.
+    """
+
+    target: Any
+    names: Names
+    kwargs: dict[str, Any]
+    slots: CacheSlots
+    rows: TextRows
+    acceleration: Acceleration
+    fixed: int = 0
+    forwards: int = 0
+    unread: int = 0
+    marked: Mark | None = None
+    entered: Mark | None = None
+    drops: bool = False
+    further: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def after_prompts(
+        cls, target: Any, names: Names, kwargs: dict[str, Any], outputs: Any, num_texts: int
+    ) -> TargetCall:
+        """Creates the call from the `outputs` of the prompts' forward.
+
+        Raises a DraftingRefused that says why the cache cannot roll back.
+        """
+        cache = returned_cache(outputs)
+        check_cache(target, cache)
+        slots = CacheSlots(cache)
+        if slots.hold_more_than_the_text:
+            raise DraftingRefused(
+                f"{type(target).__name__} cannot be drafted for: some layers of its cache hold more than the text, "
+                "which cannot be told from what was rejected."
+            )
+        mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
+        check_mask(target, mask, length)
+        attended = None if mask is None else mask[:, :length].bool().to(device_of(target))
+        last = None if positions is None else positions[..., -1].to(device_of(target))
+        rows = TextRows([length] * num_texts, length, attended, last)
+        given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
+        further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
+        return cls(target, names, kwargs, slots, rows, Acceleration(target), forwards=1, further=further)
+
+    def apart(self) -> TargetCall:
+        """Copy for trials: they read into the same cache, which a mark restores, and change nothing else here."""
+        return replace(self, kwargs=dict(self.kwargs), slots=copy.copy(self.slots), entered=None)
+
+    def apart_of(self, places: Sequence[int]) -> TargetCall:
+        """As `apart`, for some rows of the batch only, with a copy of their cache."""
+        kwargs, before = dict(self.kwargs), len(self.rows.kept)
+        rows = on_device(places, device_of(self.target))
+        for name, axis in ((self.names.mask, 0), (self.names.positions, -2), ("inputs_embeds", 0)):
+            value = kwargs.get(name)
+            if value is not None and value.shape[axis] == before:
+                kwargs[name] = value.index_select(axis, rows.to(value.device))
+        return replace(self, kwargs=kwargs, slots=self.slots.of_rows(places), rows=self.rows.of(places), entered=None)
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        size: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The inputs of a forward over the last `size` tokens of `ids` `[B, n]`.
+
+        Args:
+            mask: as `generate()` would pass it.
+            positions: of these tokens, if they do not follow from the text.
+            kwargs: instead of the call's.
+        """
+        kwargs = dict(self.kwargs if kwargs is None else kwargs)
+        kwargs[CACHE] = self.slots.cache
+        kwargs[self.names.mask] = mask
+        if positions is not None:
+            kwargs[self.names.positions] = positions
+            for name in TOKEN_TYPES:
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, -1:].expand(-1, size)
+        inputs = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=size, is_first_iteration=False, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = size
+        return inputs
+
+    def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
+        """The outputs for `size` columns, which the cache then holds, of the target or a `model` made of its layers."""
+        self.forwards += 1
+        own = model is None and any(value is self.slots.cache for value in inputs.values())
+        length = self.slots.length + size
+        outputs = self.acceleration.forward(inputs, comes_again=size in (1, self.fixed), model=model)
+        self.slots.count(size)
+        if own and not self.drops and not self.slots.hold(length):
+            self._drop(size)
+        return outputs
+
+    def _drop(self, size: int) -> None:
+        """Notes that slots were lost; raises a DraftingRefused if plain decoding would not have lost them there."""
+        self.drops = True
+        in_a_round = self.entered is not None  # and not in a trial
+        if size > 1 or len(self.rows.kept) > 1 or not in_a_round:
+            raise dropped(self.target)
+
+    def go_on(self, outputs: Any, new_tokens: int) -> None:
+        """Updates `kwargs` for the next forward."""
+        decoder = self.target.config.is_encoder_decoder
+        self.kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.kwargs, is_encoder_decoder=decoder, num_new_tokens=new_tokens
+        )
+
+
+def dropped(target: Any) -> DraftingRefused:
+    return DraftingRefused(
+        f"{type(target).__name__} cannot be drafted for: its cache loses tokens while it is read, which could not be "
+        "brought back after a rejection."
+    )

@@ -1,0 +1,100 @@
+"""Parts of a target, whatever its attributes are named: its list of decoder layers, and the norm after the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.refusals import DraftingRefused
+from .target_limits import decoder_layers, text_config
+
+
+def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
+    """Returns the name and the list of a model's decoder layers; raises a ValueError unless exactly one list fits.
+
+    The list has as many entries as the text configuration has layers. Among several, such as lists of experts or of an
+    image encoder, it is the one in the decoder whose layers have a `layer_idx`.
+    """
+    count = decoder_layers(text_config(model))
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    found = [(name, each) for name, each in lists if len(each) == count]
+    start = _name_of_decoder(model)
+    found = [pair for pair in found if not start or pair[0].startswith(f"{start}.")] or found
+    if len(found) > 1:
+        found = [(name, each) for name, each in found if any(hasattr(part, "layer_idx") for part in each.modules())]
+        found = [pair for pair in found if not any(pair[0].startswith(f"{other}.") for other, _ in found)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the layers of {type(model).__name__} cannot be found: expected one list of {count} layers, as its "
+            f"configuration has, found {len(found)}"
+        )
+    return found[0]
+
+
+def _name_of_decoder(model: Any) -> str:
+    """The name of the module that decodes text; empty if that is the model itself, or unknown."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+_NAMES = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")
+
+
+def final_norm(target: Any) -> nn.Module | None:
+    """The norm after the last layer; `None` where a target has none by a usual name."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    found = (getattr(decoder, name, None) for name in _NAMES)
+    return next((each for each in found if isinstance(each, nn.Module)), None)
+
+
+def before_norm(taps: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Returns tap indices for a target of `layers` layers where the last layer is tapped before the norm."""
+    return tuple(tap + 1 if tap == layers else tap for tap in taps)
+
+
+def check_last_state(target: Any) -> None:
+    """Raises a DraftingRefused if the last layer's output before the norm is not available."""
+    if final_norm(target) is None:
+        raise DraftingRefused(
+            "the drafter reads the output of the last layer before the target's final norm, and a "
+            f"{type(target).__name__} has none by a name that is known here. Use a drafter that reads lower layers "
+            "only."
+        )
+
+
+class LastState:
+    """Keeps the last layer's output before the norm, if tapped; `asked` are the taps that transformers returns."""
+
+    def __init__(self, target: Any, tap_layers: Sequence[int]) -> None:
+        layers = decoder_layers(text_config(target)) if tap_layers else 0
+        self.asked = [tap for tap in tap_layers if tap <= layers]
+        self._norm = final_norm(target) if len(self.asked) < len(tap_layers) else None
+        self._layers, self._state = layers, torch.empty(0)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a forward: keeps the norm's input, of this thread only."""
+        if self._norm is None:
+            yield
+            return
+        thread = threading.get_ident()
+
+        def keep(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if threading.get_ident() == thread:  # other threads may decode with the same target
+                self._state = inputs[0].detach()
+
+        hook = self._norm.register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def behind(self, states: Any) -> Any:
+        if self._norm is None:
+            return states
+        return (*(states or (None,) * (self._layers + 1)), self._state)
