@@ -256,7 +256,8 @@ def test_a_name_belongs_to_one_family():
 
 def renamed(weights):
     tensors = load_file(weights)
-    save_file({**tensors, "other.weight": tensors.pop("fuse.weight")}, weights, metadata={"format": "pt"})
+    moved = tensors.pop("fuse.weight")
+    save_file({**tensors, "other.weight": moved}, weights, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
