@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loss.co_training import CoTraining
 from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 
 STEPS, LABELS = 5, 3
