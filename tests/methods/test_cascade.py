@@ -79,14 +79,6 @@ def test_greedy_texts_are_those_of_plain_decoding(target, kind, rows):
 
 
 @pytest.mark.parametrize("kind", ["n-grams", "three models"])
-@pytest.mark.parametrize("options", [{"ngram_length": 3}, {"tree_sizing": "cost"}, {"beam_width": 1}])
-def test_greedy_texts_do_not_depend_on_options(target, kind, options):
-    plain = target.generate(**padded(2), **GREEDY).sequences
-    output = target.generate(**padded(2), **GREEDY, assistant_model=cascade_of(target, kind, **options))
-    assert output.sequences.tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("kind", ["n-grams", "three models"])
 def test_models_with_windows_take_back_what_is_rejected(kind):
     """The window is shorter than a text, so its layers drop what is behind it, but not what is to be seen again."""
     torch.manual_seed(5)

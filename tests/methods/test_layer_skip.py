@@ -75,11 +75,6 @@ def test_drafters_of_one_target_keep_their_parts(target):
     assert len(_parts[moved]) == 1
 
 
-def test_processes_that_run_the_same_forwards_are_refused(target):
-    with pytest.raises(DraftingRefused, match="some of the layers of a target that is sharded over processes"):
-        LayerSkipDrafter.for_target(target, [1]).warn_of_misfit(target, None, all_processes=True)
-
-
 def test_the_speed_of_chains_is_that_of_rounds_counted_out():
     generator = torch.Generator().manual_seed(0)
     for agreement, cost, depth in ((0.8, 0.3, 4), (0.5, 0.1, 2), (1.0, 1.0, 3)):

@@ -207,7 +207,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
 def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sampled):
     rule, forgiven, parted = a_rule(name, values), 0, 0
-    for seed in range(400):
+    for seed in range(150):
         table = Table(seed, sampled)
         tree = table.tree(width)
         forgives = definition(name, table, rule, numbers)
@@ -233,7 +233,7 @@ def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sam
 def test_a_text_ends_with_an_end_token_whoever_chose_it(name, numbers, values, sampled):
     """An end inside a window of fly is a token like others: what was drafted after it is looked at too."""
     rule, relaxed_ends, ends_ahead, end = a_rule(name, values), 0, 0, 3
-    for seed in range(800):
+    for seed in range(400):
         table = Table(seed, sampled)
         tree = table.tree(3)
         nodes = replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end)
@@ -268,38 +268,12 @@ def test_a_token_that_the_target_does_not_score_is_never_accepted(name):
             assert verdict.path == [2] and verdict.relaxed == (2,)
 
 
-def test_fly_on_a_chain_is_the_papers_rule():
-    """By arrays: a mismatch of the draft is kept if W places without one follow it within the draft."""
-    theta, window, kept, last = 0.3, 2, 0, 0
-    rule = a_rule("fly", {"fly_entropy": theta, "fly_window": window})
-    for seed in range(300):
-        table = Table(seed, sampled=False)
-        tree = table.tree(1)
-        draft = list(tree.tokens[1:])
-        prefixes = [tuple(draft[:place]) for place in range(len(draft) + 1)]
-        wanted = [table.own(prefix) for prefix in prefixes]
-        differs = [one != other for one, other in zip(draft, wanted, strict=False)]
-        length = len(draft)
-        for place in [place for place, different in enumerate(differs) if different]:
-            certain = entropy(table.p(prefixes[place])) / math.log(SIZE) < theta
-            forbidden = table.p(prefixes[place])[draft[place]] == 0
-            following = differs[place + 1 : place + 1 + window]
-            if certain or forbidden or len(following) < window or any(following):
-                length = place
-                last += len(following) < window and not certain
-                break
-            kept += 1
-        verdict = rule.judge(tree, table.nodes(tree))
-        assert tokens_of(tree, verdict) == (*draft[:length], wanted[length]), seed
-    assert kept > 10 and last > 10
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
     exact, loose = a_rule(name, EXACT[name]), a_rule(name, LOOSE[name])
     differing = 0
-    for seed in range(400):
+    for seed in range(150):
         table = Table(seed, sampled)
         tree = table.tree(3)
         expected = OwnChoice().judge(tree, table.nodes(tree))

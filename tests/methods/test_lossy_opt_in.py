@@ -294,20 +294,16 @@ def test_a_classifier_is_for_a_target_of_its_layers_and_name(target, plain, tmp_
     Pivot(PivotClassifier.load(tmp_path / FILE)).check(32, 99)
 
 
-@pytest.mark.parametrize("field", ["width", "tap", "layers"])
-def test_numbers_of_a_classifier_that_are_none_are_told(tmp_path, field):
-    made = a_classifier()
-    head = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3", field: "x"}
-    save_file(made.state_dict(), tmp_path / FILE, metadata=head)
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged .*'x'.* expected a file that `hsdraft train-verifier`"):
-        PivotClassifier.load(tmp_path / FILE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_weights_of_a_classifier_in_another_dtype_are_told(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("head", "dtype", "told"),
+    [({field: "x"}, torch.float32, ".*'x'.*") for field in ("width", "tap", "layers")]
+    + [({}, dtype, rf".* is {dtype}, not torch.float32") for dtype in (torch.bfloat16, torch.float64, torch.int64)],
+)
+def test_wrong_numbers_or_weights_of_a_classifier_are_told(tmp_path, head, dtype, told):
     weights = {name: tensor.to(dtype) for name, tensor in a_classifier().state_dict().items()}
-    save_file(weights, tmp_path / FILE, metadata={"format": "hsdraft-pivot-1", "width": "5", "tap": "1"})
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged \(.* is {dtype}, not torch.float32\): expected a file"):
+    numbers = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3"}
+    save_file(weights, tmp_path / FILE, metadata=numbers | head)
+    with pytest.raises(ValueError, match=rf"{FILE} is damaged \({told}\): expected a file that `hsdraft train-ver"):
         PivotClassifier.load(tmp_path / FILE)
 
 

@@ -71,6 +71,8 @@ def test_answers_are_read_as_a_person_would():
     yes = Item("told", "", "да", "label", ("да", "нет"))
     assert yes.is_right("Да, конечно") and not yes.is_right("Нет.")
     assert named.is_right("She lives in new-york!") and not named.is_right("She lives in New Yorkshire.")
+    plural = Item("writing", "", "Anna, bush, cow", "all")
+    assert plural.is_right("Two cows saw Anna's bushes.") and not plural.is_right("A coward saw Anna and a bush.")
 
 
 def test_questions_of_files(tmp_path):
@@ -193,11 +195,6 @@ def test_log_probabilities_are_the_targets(target):
     assert log_probability(target, prompt, tokens) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_text_has_its_words_also_in_the_plural():
-    item = Item("writing", "", "Anna, bush, cow", "all")
-    assert item.is_right("Two cows saw Anna's bushes.") and not item.is_right("A coward saw Anna and a bush.")
-
-
 def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
     texts = [
         "Anna found an old basket near the quiet river. It cost her $1,250 at the market.",
@@ -306,9 +303,6 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     other.config = one.config
     other.generation_config.tree_size = 3
     assert model_digest(one) != model_digest(other), "drafting options decide what lossy rules accept"
-
-
-def test_answers_of_other_levels_are_not_taken(target):
     drafter = CausalLMDrafter(target)
     one, other = (CascadeDrafter([CachebackDrafter(), drafter], tokens=[2, most]) for most in (4, 5))
     assert model_digest(one) != model_digest(other)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_target
-from oracles.exactness import chi_square
+from conftest import VOCAB, make_target
 from oracles.format_parity import randomise
 from session_helpers import news, padded
 from torch.nn.functional import silu
@@ -167,75 +165,6 @@ def test_only_a_drafter_that_reads_tokens_knows_the_last_one(target):
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_texts_are_those_of_plain_decoding(kind, rows, target):
-    inputs, call = padded(rows), {"max_new_tokens": 20, "do_sample": False}
-    plain = target.generate(**inputs, **call)
-    output = target.generate(
-        **inputs, **call, assistant_model=make_specformer(target, kind), return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == plain.tolist()
-    assert sum(output.statistics.drafted_nodes) > 0
-
-
-@pytest.mark.parametrize("kind", ["default", "without tokens", "part", "frames"])
-@pytest.mark.parametrize("options", [{}, {"beam_width": 1}], ids=["trees", "chains"])
-def test_sampled_texts_have_the_same_seed(kind, options, target):
-    """By the walk; with top-k the draws are foreseen."""
-    inputs, call = padded(1), {"max_new_tokens": 20, "do_sample": True, "top_k": 20}
-    torch.manual_seed(4)
-    plain = target.generate(**inputs, **call)
-    drafter = make_specformer(target, kind)
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    torch.manual_seed(4)
-    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("kind", ["default", "frames"])
-def test_rows_of_a_sampled_batch_have_seeds_of_their_own(kind, target):
-    inputs, call = padded(3), {"max_new_tokens": 16, "do_sample": True}
-    expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
-    drafter = make_specformer(target, kind)
-    torch.manual_seed(9)
-    found = target.generate(**inputs, **call, assistant_model=drafter)
-    assert found.tolist() == expected.tolist()
-
-
-def texts_by_rejection(drafter, target, builder: str, rows: int = 200, calls: int = 6) -> tuple[float, int]:
-    """How well drawn texts of three tokens fit the target's own probabilities, and how many drafts were accepted."""
-    size = target.config.vocab_size
-    options = {"tree_builder": builder, "verification": "rejection", "tree_size": 12, "beam_width": 3}
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    prompt = torch.tensor([[1, 4, 2]])
-    torch.manual_seed(0)
-    counts: Counter[tuple[int, ...]] = Counter()
-    accepted = 0
-    for _ in range(calls):
-        output = target.generate(
-            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
-        accepted += sum(output.statistics.accepted_lengths)
-    with torch.no_grad():
-        texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
-        ids = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
-        logs = target(ids).logits[:, 2:5].double().log_softmax(-1)
-        exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
-    return chi_square(counts, exact), accepted
-
-
-@pytest.mark.parametrize("kind", ["default", "frames"])
-@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_texts_by_rejection_are_distributed_as_the_targets(kind, builder):
-    target = make_target(vocab_size=6, pad_token_id=0, bos_token_id=1)
-    fit, accepted = texts_by_rejection(make_specformer(target, kind, draft_vocab_size=6), target, builder)
-    assert accepted > 0 and fit > 1e-4
 
 
 def test_prompts_given_as_embeddings(target):

@@ -87,23 +87,6 @@ class LMReader:
 
 
 @runtime_checkable
-class Supposing(Protocol):
-    """A drafter whose sessions can take tokens back if `supposes`: [`HSDrafter`] needs a wide window for it."""
-
-    supposes: bool
-
-
-@runtime_checkable
-class Settling(Protocol):
-    """A drafter with `settled_options`: names in `own_options` that only work on text that is never taken back.
-
-    They keep their defaults where tokens can be taken back.
-    """
-
-    settled_options: Sequence[str]
-
-
-@runtime_checkable
 class SupposingSession(Protocol):
     kind: tuple[Any, ...]
 
@@ -121,19 +104,14 @@ class SupposingSession(Protocol):
         """
 
 
-@runtime_checkable
-class Verifying(Protocol):
-    @property
-    def verifying_model(self) -> Any: ...
-
-
 def supposes(drafter: Drafter) -> bool:
-    return isinstance(drafter, Supposing) and drafter.supposes
+    """Whether a drafter's sessions are `SupposingSession`s; an [`HSDrafter`] needs a wide window for that."""
+    return bool(getattr(drafter, "supposes", False))
 
 
 def model_of(drafter: Drafter) -> Any:
     """Returns the language model that a drafter verifies with, or None."""
-    return drafter.verifying_model if isinstance(drafter, Verifying) else None
+    return getattr(drafter, "verifying_model", None)
 
 
 def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int] = ()) -> LMReader:
