@@ -11,7 +11,6 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, write_prompts
 from lm_helpers import GREEDY, layered_target, padded, steered, with_fixed
 from oracles.exactness import chi_square
 from small_target import SMALL, exact_distribution, small_target
-from test_cascade import KINDS as CASCADES
 from test_cascade import cascade_of
 from test_refinement import KINDS as REFINED
 from test_refinement import refined
@@ -36,7 +35,7 @@ def set_options(drafter, **options):
 
 DRAFTERS = {
     **{f"specformer, {kind}": partial(make_specformer, kind=kind) for kind in SLOTS},
-    **{f"cascade, {kind}": partial(cascade_of, kind=kind, tree_size=72) for kind in CASCADES},
+    "cascade": partial(cascade_of, kind="model"),
     "cascade with n-grams": partial(cascade_of, kind="three models", ngram_length=3),
     "cascade by cost": partial(cascade_of, kind="three models", tree_sizing="cost"),
     "cascade of chains": partial(cascade_of, kind="n-grams", beam_width=1),
@@ -93,7 +92,7 @@ def test_seeds_give_the_texts_of_plain_decoding(name, width, target, tmp_path):
     assert target.generate(**padded(3), **call, assistant_model=drafter).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["specformer, default", "cascade, model", "self", "steered", "layer skip"])
+@pytest.mark.parametrize("name", ["specformer, default", "cascade", "self", "steered", "layer skip"])
 def test_rows_that_end_leave(name, target, plain, tmp_path):
     call = {**GREEDY, "max_new_tokens": 40, "eos_token_id": int(plain[3][1, 17])}
     text = target.generate(**padded(3), **call)
