@@ -118,11 +118,8 @@ def test_the_command_searches(target, tokenizer, tmp_path):
     assert options.ngram_length == 0 and "writing texts" in found.output
     speed = float(found.output.split("best without")[1].split(" forwards, ")[1].split(" x plain")[0])
     assert ("this does not pay here: " in found.output) == (speed <= 1.0)
-    inputs = padded(1)
-    assert (
-        target.generate(**inputs, **GREEDY).tolist()
-        == target.generate(**inputs, **GREEDY, assistant_model=loaded).tolist()
-    )
+    plain = target.generate(**padded(1), **GREEDY)
+    assert target.generate(**padded(1), **GREEDY, assistant_model=loaded).tolist() == plain.tolist()
 
 
 def test_what_was_judged_is_what_is_drafted(target):
@@ -166,16 +163,8 @@ def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monke
             part.save_pretrained(tmp_path / name)
 
     def refused(name: str, file):
-        command = [
-            "skip-layers",
-            "--target",
-            str(tmp_path / name),
-            "--prompts",
-            str(file),
-            "--out",
-            str(tmp_path / "x"),
-        ]
-        return CliRunner().invoke(app, command)
+        given = {"--target": tmp_path / name, "--prompts": file, "--out": tmp_path / "x"}
+        return CliRunner().invoke(app, ["skip-layers", *(str(each) for pair in given.items() for each in pair)])
 
     assert "the target has 2 layers: expected 3 or more" in str(refused("short", prompts).exception)
     nothing = refused("missing", empty)  # seen before a target is loaded

@@ -23,6 +23,7 @@ from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
+from hf_hsdraft.methods.refinement import refiner_training
 from hf_hsdraft.methods.refinement.path_lm import (
     PathLM,
     PathLMSizes,
@@ -32,7 +33,7 @@ from hf_hsdraft.methods.refinement.path_lm import (
     save_refiner,
 )
 from hf_hsdraft.methods.refinement.refinement import Refiner
-from hf_hsdraft.methods.refinement.refiner_training import Examples, examples_of, perplexity, train_refiner
+from hf_hsdraft.methods.refinement.refiner_training import examples_of, perplexity, train_refiner
 from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -80,6 +81,11 @@ def borrowed(drafter, target):
     return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
 
 
+def drafts_exactly(drafter, target, prompt) -> bool:
+    call = {"max_new_tokens": 8, "do_sample": False}
+    return target.generate(prompt, **call, assistant_model=drafter).tolist() == target.generate(prompt, **call).tolist()
+
+
 def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
     """The model's logits after a text, written out: the newest token first, zeros before the beginning."""
     kept = []
@@ -103,7 +109,7 @@ def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("before", [[], [7], [3, 9, 4, 6, 8]])
 def test_the_model_is_its_formula_step_by_step(target, before):
     """Also where the text is shorter than what the model looks back."""
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     model = make_refiner()
     refiner = Refiner(model, SHARE, weights, rows=1)
     refiner.observe(0, before[:2])
@@ -168,7 +174,7 @@ def expansion_of(session, root: int) -> ParallelExpansion:
 @torch.no_grad()
 def test_the_product_for_some_columns_is_that_of_all(target):
     """Of two texts with columns of their own."""
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     refiner = Refiner(make_refiner(), SHARE, weights, rows=2)
     for row in range(2):
         refiner.observe(row, [3 + row, 9, 4])
@@ -184,7 +190,7 @@ def test_the_product_for_some_columns_is_that_of_all(target):
 def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path):
     """Below the first depth, where the refiner speaks; the likely columns are but a part here."""
     drafter, text = refined(KINDS[kind](target), tmp_path), list(range(5, 15))
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(drafter, target)
     likely = len(weights.vocab_ids) // 2
     tuned(likely_columns=likely)
     session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
@@ -228,9 +234,6 @@ def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path, monke
     assert noted[1] == noted[2] and noted[1][0] == continued.sequences[0, : more.shape[1] + 1][-4:].tolist()
 
 
-# --- exact texts -----------------------------------------------------------------------------------------------------
-
-
 # --- options and files -----------------------------------------------------------------------------------------------
 
 
@@ -267,9 +270,7 @@ def test_without_a_refiner_it_is_said_what_to_do(drafter, target, prompt):
 def test_frames_are_not_refined(target):
     drafter = make_specformer(target, "frames")
     drafter.generation_config.refinement = 0.2
-    with pytest.raises(
-        ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*; set it"
-    ):
+    with pytest.raises(ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*set it"):
         DraftOptions.of(drafter)
 
 
@@ -282,8 +283,7 @@ def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
     before, after = (refiner_of(each, borrowed(each, target)).state_dict() for each in (drafter, again))
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name])
-    call = {"max_new_tokens": 8, "do_sample": False}
-    assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
+    assert drafts_exactly(again, target, prompt)
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -362,9 +362,7 @@ def test_a_drafter_of_any_vocabulary_is_refined(target, prompt, tmp_path):
     drafter = refined(make_block(target, markov_rank=0), tmp_path)
     drafter.config = replace(drafter.config, vocab_size=None, draft_vocab_size=None)
     assert len(drafter.draft_vocab_ids()) == 0 and len(refiner_of(drafter, borrowed(drafter, target)).up.bias) == VOCAB
-    call = {"max_new_tokens": 8, "do_sample": False}
-    plain = target.generate(prompt, **call)
-    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+    assert drafts_exactly(drafter, target, prompt)
 
 
 def test_a_refiner_for_a_target_of_another_width_is_refused(target, prompt, tmp_path):
@@ -402,9 +400,7 @@ def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, toke
 )
 def test_a_changed_drafter_drafts_without_it(changed, target, prompt, tmp_path):
     drafter = changed(refined(make_drafter(target), tmp_path), target)
-    call = {"max_new_tokens": 8, "do_sample": False}
-    plain = target.generate(prompt, **call)
-    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+    assert drafts_exactly(drafter, target, prompt)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -435,7 +431,7 @@ def texts_of_a_rule(count: int, seed: int) -> list[TokenizedConversation]:
 
 
 def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     sizes = PathLMSizes(32, VOCAB)
     train, held_out = (
         examples_of(texts_of_a_rule(*each), weights.vocab_ids, sizes.length) for each in ((150, 1), (20, 2))
@@ -445,50 +441,53 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
     unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
     assert trained.perplexity_before == pytest.approx(unigram, rel=1e-3)
     assert trained.perplexity_after < 0.6 * trained.perplexity_before
-    naive_loss = []
-    for before, known, label in zip(held_out.before[:20], held_out.known[:20], held_out.labels[:20], strict=True):
-        logs = naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)
-        naive_loss.append(-float(logs[label]))
-    part = Examples(held_out.before[:20], held_out.known[:20], held_out.labels[:20])
-    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(sum(naive_loss) / 20), rel=1e-3)
+    part, naive_loss = held_out.part(slice(20)), 0.0
+    for before, known, label in zip(part.before, part.known, part.labels, strict=True):
+        naive_loss -= float(naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)[label])
+    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(naive_loss / 20), rel=1e-3)
 
 
 def test_a_seed_repeats_a_training(target):
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     examples = examples_of(texts_of_a_rule(10, 1), weights.vocab_ids, 3)
-    torch.manual_seed(5)
-    one = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
-    torch.manual_seed(6)
-    other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
+    one, other = (train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3) for _ in range(2))
     assert one.perplexity_after == other.perplexity_after and one.steps == other.steps > 0
 
 
-def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
-    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
-    (tmp_path / "chats.jsonl").write_text("no JSON")
-    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
-    done = CliRunner().invoke(app, arguments)
-    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
-
-
-def command(folder, *options: str):
+def command(folder, *options: str, chats: str | None = None):
     """Runs `train-refiner` for the drafter in a folder, on 40 chats."""
     rows = [
         {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
         for n in range(40)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "chats.jsonl").write_text(chats or "".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["train-refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
     return CliRunner().invoke(app, [*arguments, *options])
 
 
+def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
+    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
+    done = command(tmp_path, chats="no JSON")
+    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
+
+
+@pytest.fixture
+def loads(chatty, tokenizer, tmp_path, monkeypatch) -> list[torch.dtype]:
+    """A saved drafter, and the dtypes in which its target is loaded."""
+    dtypes: list[torch.dtype] = []
+
+    def load(name, dtype, device):
+        dtypes.append(dtype)
+        return chatty, tokenizer
+
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", load)
+    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
+    return dtypes
+
+
 @pytest.mark.parametrize("where", ["beside", "elsewhere"])
-def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
-    monkeypatch.setattr(
-        "hf_hsdraft.methods.refinement.refiner_training.train_refiner", lambda *args: pytest.fail("has trained")
-    )
-    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+def test_the_command_looks_first_whether_it_can_save(where, loads, tmp_path, monkeypatch):
+    monkeypatch.setattr(refiner_training, "train_refiner", lambda *args: pytest.fail("has trained"))
     out = tmp_path / ("drafter" if where == "beside" else "out")
     out.mkdir(exist_ok=True)
     (out / "refiner").write_text("in the way")
@@ -496,36 +495,21 @@ def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, t
     assert isinstance(done.exception, NotADirectoryError) and "refiner is a file" in str(done.exception)
 
 
-def test_the_command_saves_the_drafter_before_it_trains(chatty, tokenizer, tmp_path, monkeypatch):
-    """And loads the target in the drafter's dtype."""
-    dtypes, there = [], []
-
-    def load(name, dtype, device):
-        dtypes.append(dtype)
-        return chatty, tokenizer
+def test_the_command_saves_the_drafter_before_it_trains(loads, chatty, tokenizer, tmp_path, monkeypatch):
+    """The target is loaded in the drafter's dtype, and one that the drafter fits by its sizes only is warned of."""
+    there, warned = [], []
 
     def trains(*args):
         there.append(HSDrafter.from_pretrained(tmp_path / "out").dtype)
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", load)
-    monkeypatch.setattr("hf_hsdraft.methods.refinement.refiner_training.train_refiner", trains)
-    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
-    command(tmp_path, "--out", str(tmp_path / "out"))
-    assert dtypes == there == [torch.bfloat16]
-
-
-def test_the_command_warns_of_another_target(chatty, tokenizer, tmp_path, monkeypatch):
-    """As other commands do: of a target that the drafter fits by its sizes only."""
-    warned = []
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr(refiner_training, "train_refiner", trains)
     monkeypatch.setattr(HSDrafter, "warn_of_misfit", lambda self, *args, **kwargs: warned.append(args))
-    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
-    assert command(tmp_path).exit_code == 0 and warned == [(chatty, tokenizer)]
+    command(tmp_path, "--out", str(tmp_path / "out"))
+    assert loads == there == [torch.bfloat16] and warned == [(chatty, tokenizer)]
 
 
-def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
+def test_the_command_trains_and_saves(loads, chatty, tmp_path):
     make_drafter(chatty).save_pretrained(tmp_path / "drafter")
     done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")
     assert done.exit_code == 0, done.output
@@ -535,9 +519,7 @@ def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monke
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.refinement == 0.0
     loaded.generation_config.refinement = 0.3
-    ids = torch.tensor([[5, 6, 7]])
-    call = {"max_new_tokens": 12, "do_sample": False}
-    assert chatty.generate(ids, **call, assistant_model=loaded).tolist() == chatty.generate(ids, **call).tolist()
+    assert drafts_exactly(loaded, chatty, torch.tensor([[5, 6, 7]]))
     done = command(tmp_path)  # beside the weights
     assert done.exit_code == 0 and (tmp_path / "drafter" / "refiner" / "model.safetensors").is_file()
     done = command(tmp_path, "--held-out", "100")
