@@ -18,6 +18,11 @@ if not console.is_terminal:
     console = Console(width=140)  # tables in a log file keep their columns
 
 
+def say(line: str) -> None:
+    """Prints a line as it is: without markup, and not wrapped."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
