@@ -24,7 +24,8 @@ class LMReader:
         most_pending: greatest number of tokens of a text that may be taken back.
         taps: indices of hidden states to return too.
 
-    `vocab_size` is the number of tokens that the model knows, `kind` a hashable key of the time of its forwards.
+    `vocab_size` is the number of tokens that the model knows, `room` the number that it has positions for, `kind` a
+    hashable key of the time of its forwards.
     """
 
     def __init__(
@@ -37,11 +38,8 @@ class LMReader:
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
-        self._room = most_tokens(model)
+        self.room = most_tokens(model)
         self._model = model  # the texts do not keep it alive
-
-    def room(self) -> int:
-        return self._room
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Returns logits `[n, V]` after the last n tokens of each text, in one forward if the model can.
