@@ -85,12 +85,10 @@ def loaded_target(given: argparse.Namespace) -> tuple[Any, Any]:
 
 def prompt_texts(given: argparse.Namespace) -> list[str]:
     """Returns the first turns of `--prompts`, or of the prompts of `hsdraft bench`, `--limit` of them."""
-    from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
-    from hf_hsdraft.bench.run import spread
-    from hf_hsdraft.training.data.conversations import read_prompts
+    from hf_hsdraft.bench.prompts import read_questions
 
-    found = DEFAULT_PROMPTS if getattr(given, "prompts", None) is None else read_prompts(given.prompts)
-    return [prompt.turns[0] for prompt in spread(found, getattr(given, "limit", None))]
+    paths = [given.prompts] if getattr(given, "prompts", None) else []
+    return [prompt.turns[0] for prompt in read_questions(paths, getattr(given, "limit", None))]
 
 
 def in_turns(

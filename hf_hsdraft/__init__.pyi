@@ -6,8 +6,8 @@ from .drafters.base.auto_drafter import AutoDrafter as AutoDrafter
 from .drafters.base.registry import register_drafter as register_drafter
 from .drafters.block.configuration import BlockConfig as BlockConfig
 from .drafters.block.drafter import BlockDrafter as BlockDrafter
-from .drafters.eagle.configuration_eagle import EagleConfig as EagleConfig
-from .drafters.eagle.modeling_eagle import EagleDrafter as EagleDrafter
+from .drafters.eagle.configuration import EagleConfig as EagleConfig
+from .drafters.eagle.drafter import EagleDrafter as EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter

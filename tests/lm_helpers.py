@@ -26,11 +26,11 @@ def layered_target():
     return made
 
 
-def tiny(model_type: str, **fields):
+def tiny(model_type: str, seed: int = 0, **fields):
     config = tiny_config(CONFIG_MAPPING[model_type], layer_lists="cut")
     for name, value in fields.items():
         setattr(config, name, value)
-    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
 
 
 def with_fixed(drafter, **options):

@@ -197,8 +197,8 @@ def _decode(
     )
     run.first_seconds = arrivals[0] if arrivals else None
     run.first_tokens = len(answers)
-    run.accepted = [length for answer in answers for length in answer.accepted]
-    return [answer.tokens for answer in answers], run
+    run.accepted = [length for _, accepted in answers for length in accepted]
+    return [tokens for tokens, _ in answers], run
 
 
 def until_end(tokens: Sequence[int], target: Any) -> list[int]:

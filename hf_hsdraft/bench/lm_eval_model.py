@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness model `hsdraft`, which decodes with a drafter.
+"""The lm-evaluation-harness model `hsdraft`, which decodes with a drafter, and comparisons of runs with and without.
 
 `import hf_hsdraft.bench.lm_eval_model` registers it. lm_eval finds models of other packages only once they are
 imported, so this file run as a program is lm_eval's command with the model known:
@@ -11,12 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
+from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import make_table
 
+from ..core.checks import few
 from ..drafters.base.protocol import Drafter
 from ..generate.attachment import Attachment, AttachmentStatistics, attach
 
@@ -74,6 +79,98 @@ def what_drafting_did(statistics: AttachmentStatistics) -> str:
     aside = statistics.stepped_aside
     said += f"; {sum(aside.values())} stepped aside"
     return said + "".join(f"\n  {count} because {reason}" for reason, count in aside.items())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of `lm_eval.simple_evaluate`, samples included, and seconds of each call of `generate()`, in order."""
+
+    results: dict[str, Any]
+    seconds: Sequence[float]
+    drafting: AttachmentStatistics | None
+
+    def results_with_drafting(self) -> dict[str, Any]:
+        return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}
+
+    def answers(self) -> dict[tuple[str, int], Any]:
+        """The texts, or the likelihoods, of each document by task and number."""
+        samples = self.results["samples"]
+        return {(task, sample["doc_id"]): sample["resps"] for task in samples for sample in samples[task]}
+
+    def scores(self) -> dict[tuple[str, str], Any]:
+        """The scores by task and metric, without standard errors."""
+        table = self.results["results"]
+        return {(task, name): table[task][name] for task in table for name in table[task] if "_stderr" not in name}
+
+    def __str__(self) -> str:
+        said = [make_table(self.results)]
+        said += [make_table(self.results, "groups")] if self.results.get("groups") else []
+        return "\n".join([*said, "without a drafter" if self.drafting is None else what_drafting_did(self.drafting)])
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, drafter: Any, tasks: Sequence[Any], batch_size: int | str = 1, **options: Any
+) -> Evaluation:
+    """Evaluates a target on tasks, with its generated texts drafted, or plainly if `drafter` is None.
+
+    `tasks` and `options` are those of `simple_evaluate`; `max_batch_size` is the most that a `batch_size` of `"auto"`
+    tries. Raises a ValueError if lm_eval does not know a task, or the drafter was made for another target.
+    """
+    batches = {"batch_size": batch_size, "max_batch_size": options.pop("max_batch_size", None) or 64}
+    lm = HSDraftLM(model, drafter, tokenizer=tokenizer, **batches)
+    try:
+        results = simple_evaluate(lm, tasks=list(tasks), batch_size=batch_size, **options)
+    finally:
+        if lm.attachment is not None:
+            lm.attachment.detach()
+    return Evaluation(results, lm.seconds, None if lm.attachment is None else lm.attachment.statistics)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A drafted run beside a plain one.
+
+    Attributes:
+        answers: number of documents.
+        other_answers: task and number of the documents whose answers differ.
+        seconds: of all calls of `generate()`, plain and drafted.
+        call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
+            different sizes.
+    """
+
+    answers: int
+    other_answers: Sequence[tuple[str, int]]
+    same_scores: bool
+    seconds: tuple[float, float]
+    call_ratios: Sequence[float] = field(repr=False)
+
+    def __str__(self) -> str:
+        said = f"same answers: {self.answers - len(self.other_answers)} of {self.answers}"
+        if self.other_answers:
+            said += f"; not those of {few([f'{task} {number}' for task, number in self.other_answers])}"
+        said += f"\nsame scores: {'yes' if self.same_scores else 'no'}"
+        plain, drafted = self.seconds
+        if not (plain and drafted):
+            return f"{said}\nnothing was generated"
+        speed_up = f"speed-up {plain / drafted:.2f}"
+        said += f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; {speed_up}"
+        if self.call_ratios:
+            said += f"; of single calls {median(self.call_ratios):.2f}, the median of {len(self.call_ratios)}"
+        return said
+
+
+def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
+    first, second = plain.answers(), drafted.answers()
+    ratios: list[float] = []
+    if len(plain.seconds) == len(drafted.seconds):
+        ratios = [one / other for one, other in zip(plain.seconds, drafted.seconds, strict=True)]
+    return Comparison(
+        answers=len(first),
+        other_answers=[key for key in first if first[key] != second.get(key)],
+        same_scores=plain.scores() == drafted.scores(),
+        seconds=(sum(plain.seconds), sum(drafted.seconds)),
+        call_ratios=ratios,
+    )
 
 
 if __name__ == "__main__":

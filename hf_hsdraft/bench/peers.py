@@ -1,17 +1,31 @@
-"""transformers' drafters as systems to compare with: a draft model, multi-token prediction, DFlash."""
+"""Systems of others to compare with: transformers' drafters (a draft model, multi-token prediction, DFlash), and the
+package `economize` (prompt lookup, EAGLE-3, a hybrid of both).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from ..runtime.prompt_inputs import end_tokens
+
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
-LOADED = ("draft-model", "dflash")  # these need separate weights
+_LOADED = ("draft-model", "dflash")  # these need separate weights
 _OF_DFLASH = ("target_layer_ids", "block_size", "mask_token_id", "hidden_size")
+ECONOMIZE = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
+CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's
+
+# Takes prompts (each [length]), the greatest number of new tokens, a temperature (0 is greedy), a seed, and a function
+# to call when the first token is there. Returns the new tokens of each, and how many drafted ones each cycle accepted.
+Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[tuple[list[int], list[int]]]]
 
 
 def check_name(kind: str, name: str | None) -> None:
@@ -19,7 +33,7 @@ def check_name(kind: str, name: str | None) -> None:
 
     `kind` is one of `NAMES`, `name` a folder or Hub name.
     """
-    if (name is None) == (kind in LOADED):
+    if (name is None) == (kind in _LOADED):
         raise ValueError(
             f"variant {kind!r}: write {kind}=FOLDER, or the name of a model on the Hub"
             if name is None
@@ -34,12 +48,14 @@ def generate_kwargs(kind: str, target: Any, name: str | None) -> dict[str, Any]:
 
     Raises an OSError if they are missing, a ValueError if they do not fit the target or the target has none for it.
     """
-    return _KWARGS[kind](target, name)
-
-
-def _draft_model(target: Any, name: str) -> dict[str, Any]:
-    """A smaller model ("Fast Inference from Transformers via Speculative Decoding"), with the target's tokenizer."""
-    drafter = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+    if kind == "mtp":
+        _check_mtp(target)
+        return {"use_mtp": True}
+    auto = AutoModel if kind == "dflash" else AutoModelForCausalLM
+    drafter = auto.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+    if kind == "dflash":
+        _check_dflash(target, drafter)
+        return {"assistant_model": drafter, "speculation_type": "dflash"}
     own, other = (model.config.get_text_config().vocab_size for model in (target, drafter))
     if own != other:
         raise ValueError(
@@ -49,8 +65,8 @@ def _draft_model(target: Any, name: str) -> dict[str, Any]:
     return {"assistant_model": drafter}
 
 
-def _mtp(target: Any, name: None) -> dict[str, Any]:
-    """Extra layers of the target's checkpoint, each of which predicts one more token (DeepSeek-V3, section 2.2).
+def _check_mtp(target: Any) -> None:
+    """Raises a ValueError if the target's checkpoint has no layers for it (DeepSeek-V3, section 2.2).
 
     transformers reads them in every call. Here they are read once and dropped, to say what is missing.
     """
@@ -63,12 +79,10 @@ def _mtp(target: Any, name: None) -> dict[str, Any]:
         MtpModel.from_pretrained(target)
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
         raise ValueError(f"variant 'mtp': the target's layers for it cannot be read: {error}") from error
-    return {"use_mtp": True}
 
 
-def _dflash(target: Any, name: str) -> dict[str, Any]:
-    """A model that fills a block of tokens in one forward, from hidden states of the target."""
-    drafter = AutoModel.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+def _check_dflash(target: Any, drafter: Any) -> None:
+    """Raises a ValueError if a model does not fill blocks of tokens from hidden states of this target."""
     config, own = drafter.config, target.config.get_text_config()
     missing = [field for field in _OF_DFLASH if getattr(config, field, None) is None]
     if missing:
@@ -76,20 +90,80 @@ def _dflash(target: Any, name: str) -> dict[str, Any]:
             f"variant 'dflash': {type(drafter).__name__} is no DFlash drafter: its configuration has no "
             f"{', '.join(missing)}"
         )
-    wrong = [
-        f"hidden_size {config.hidden_size} instead of {own.hidden_size}" * (config.hidden_size != own.hidden_size),
-        f"layer {max(config.target_layer_ids)} of {own.num_hidden_layers}"
-        * (max(config.target_layer_ids) >= own.num_hidden_layers),
-        f"mask_token_id {config.mask_token_id} beyond the vocabulary of {own.vocab_size:,}"
-        * (config.mask_token_id >= own.vocab_size),
-    ]
-    if any(wrong):
-        raise ValueError(f"variant 'dflash': the drafter is for another target: {'; '.join(filter(None, wrong))}")
-    return {"assistant_model": drafter, "speculation_type": "dflash"}
+    wrong = []
+    if config.hidden_size != own.hidden_size:
+        wrong.append(f"hidden_size {config.hidden_size} instead of {own.hidden_size}")
+    if max(config.target_layer_ids) >= own.num_hidden_layers:
+        wrong.append(f"layer {max(config.target_layer_ids)} of {own.num_hidden_layers}")
+    if config.mask_token_id >= own.vocab_size:
+        wrong.append(f"mask_token_id {config.mask_token_id} beyond the vocabulary of {own.vocab_size:,}")
+    if wrong:
+        raise ValueError(f"variant 'dflash': the drafter is for another target: {'; '.join(wrong)}")
 
 
-_KWARGS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "draft-model": _draft_model,
-    "mtp": _mtp,
-    "dflash": _dflash,
-}
+def check_economize() -> None:
+    if importlib.util.find_spec("economize") is None:
+        raise ImportError("the comparison needs economize: pip install --no-deps economize")
+
+
+def economize_decoder(
+    kind: str, target: Any, folder: Path | None, cycle_length: int, min_confidence: float | None
+) -> Decode:
+    """Returns the function by which economize decodes with a target.
+
+    `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
+    includes the target's token. Drafting stops below the probability `min_confidence`.
+
+    Raises:
+        ImportError: economize is not installed.
+        ValueError: the folder holds another technique.
+    """
+    check_economize()
+    import economize
+
+    model = _economize_model(kind, target, folder)
+    ends = end_tokens(target)
+
+    def decode(
+        prompts: Sequence[torch.Tensor], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
+    ) -> list[tuple[list[int], list[int]]]:
+        waiting = [True]
+
+        def ends_text(text: torch.Tensor) -> bool:  # economize calls it after every token
+            if waiting:
+                waiting.clear()
+                first()
+            return int(text[-1]) in ends
+
+        sampler = economize.TopPSampler(temperature, seed=seed) if temperature > 0 else None
+        options = economize.DecodeConfig(
+            cycle_length=cycle_length, min_confidence=min_confidence, verifier="rejection" if sampler else None
+        )
+        results = model.decode_batch(list(prompts), max_new_tokens, decoding=options, selector=sampler, stop=ends_text)
+        return [([int(token) for token in each.tokens], [count for _, count in each.acceptance]) for each in results]
+
+    return decode
+
+
+def _economize_model(kind: str, target: Any, folder: Path | None) -> Any:
+    import economize
+    from economize.techniques.hybrid import HybridConfig
+    from economize.techniques.lookup import LookupConfig
+
+    if kind == "economize-lookup":
+        return economize.apply(target, LookupConfig()).eval()
+    assert folder is not None
+    checkpoint = economize.read_checkpoint(folder)
+    config, found = checkpoint.configs[0], checkpoint.configs[0].technique
+    if found not in (("eagle3",) if kind == "economize-eagle3" else ("eagle3", "hybrid")):
+        raise ValueError(f"{folder} holds {found!r} of economize; {kind} expects an EAGLE-3")
+    # The target's dtype, as for our drafter; the default is float32.
+    if found == "hybrid":
+        config = replace(config, fallback=replace(config.fallback, param_dtype="model"))
+    else:
+        config = replace(config, param_dtype="model")
+        config = HybridConfig(fallback=config) if kind == "economize-hybrid" else config
+    model = economize.apply(target, config)
+    technique = model.techniques[config.technique]
+    (technique.fallback if config.technique != found else technique).load_state_dict(checkpoint.states[found])
+    return model.eval()

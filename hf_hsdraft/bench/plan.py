@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from rich.progress import Progress
 from ..core.checks import public_name
 from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
-from ..training.data.conversations import Prompt, read_prompts
+from ..training.data.conversations import Prompt
+from ..training.files import write_json
 from .calls import Settings
-from .default_prompts import DEFAULT_PROMPTS
 from .machine import processor
 from .profile import profile
-from .report import BenchResult, write_report
-from .run import Measured, measure, spread
-from .sweeps import BATCH, CONTEXT, NEW, check_points, sweep
+from .prompts import read_questions
+from .report import BenchResult, as_document
+from .run import Measured, check_points, measure, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # greatest number of prompts in a profile
@@ -34,30 +34,25 @@ class BenchPlan:
     """What `hsdraft bench` is to do.
 
     Attributes:
-        prompts: prompt files; the embedded prompts if empty.
+        prompts: prompt files; the prompts of the package if empty.
         variants: comma-separated names, see `systems.Variant`.
+        settings: of all systems; the seed is that of the first prompt.
         limit: greatest number of prompts, taken evenly from all categories; `None` for all.
-        temperature, seed, top_k: see `Settings`; the seed is that of the first prompt.
         repeats: how often every system decodes all prompts.
-        context_lengths, batch_sizes, new_tokens: points of these sweeps; empty for none.
+        points: of the sweeps, by axis.
         profile: whether to time the parts of a round too, for each variant of ours.
         pictures: folder of the pictures; `None` for the report's.
     """
 
     prompts: Sequence[Path]
     variants: str
+    settings: Settings
     limit: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
     repeats: int = 1
-    context_lengths: Sequence[int] = ()
-    batch_sizes: Sequence[int] = ()
+    points: Mapping[str, Sequence[int]] = field(default_factory=dict)
     profile: bool = False
     json_out: Path | None = None
     pictures: Path | None = None
-    new_tokens: Sequence[int] = ()
-    top_k: int | None = None
     parsed: list[Variant] = field(init=False)
     questions: list[Prompt] = field(init=False)
 
@@ -67,27 +62,24 @@ class BenchPlan:
         Raises a ValueError if something in the plan is impossible, an ImportError if a package is missing.
         """
         object.__setattr__(self, "parsed", parse_variants(self.variants))
+        heat, top_k = self.settings.temperature, self.settings.top_k
         if self.json_out is not None and not self.json_out.parent.is_dir():
             raise ValueError(f"no such folder for --json: {self.json_out.parent}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature {self.temperature} is invalid: expected 0 (greedy) or more")
-        if self.top_k is not None and (self.top_k < 0 or not self.temperature):
+        if not 0.0 <= heat < float("inf"):
+            raise ValueError(f"--temperature {heat} is invalid: expected 0 (greedy) or more")
+        if top_k is not None and (top_k < 0 or not heat):
             raise ValueError(
-                f"--top-k {self.top_k} is invalid: expected 0 (all tokens) or more, with a --temperature above 0"
+                f"--top-k {top_k} is invalid: expected 0 (all tokens) or more, with a --temperature above 0"
             )
         if self.profile and not self.takes_drafter:
             raise ValueError("--profile times the rounds of our decoding: name a variant such as tree or default too")
         for axis, values in self.points.items():
-            name = "--" + axis.replace("_", "-")
             if any(value < 1 for value in values) or len(set(values)) < len(values):
-                raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
+                found = f"found {list(values)}"
+                raise ValueError(f"{_option(axis)}: expected different whole numbers of 1 or more, {found}")
         if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError("--pictures needs matplotlib: pip install -e '.[bench]' in a checkout")
-        found = [prompt for path in self.prompts for prompt in read_prompts(path)] if self.prompts else DEFAULT_PROMPTS
-        questions = spread(found, self.limit)
-        if not questions:
-            raise ValueError("no questions: the prompt files hold no line with `turns`")
-        object.__setattr__(self, "questions", questions)
+        object.__setattr__(self, "questions", read_questions(self.prompts, self.limit))
 
     @property
     def takes_drafter(self) -> bool:
@@ -97,34 +89,23 @@ class BenchPlan:
     def texts(self) -> list[str]:
         return [question.turns[0] for question in self.questions]
 
-    @property
-    def points(self) -> dict[str, Sequence[int]]:
-        return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
-
-    def settings(self) -> Settings:
-        return Settings(self.max_new_tokens, self.temperature, self.seed, self.top_k)
-
     def command(self, dtype: str) -> str:
         """Returns the command line of this plan, without local paths."""
+        how = self.settings
         parts = [f"--prompts {path.name}" for path in self.prompts]
         parts += [] if self.limit is None else [f"--limit {self.limit}"]
-        parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
+        parts += [f"--max-new-tokens {how.max_new_tokens}", f"--dtype {dtype}"]
         parts += [f"--variants {','.join(variant.public_text for variant in self.parsed)}"]
-        parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
-        parts += [] if self.top_k is None else [f"--top-k {self.top_k}"]
+        parts += [f"--temperature {how.temperature} --seed {how.seed}"] if how.temperature else []
+        parts += [] if how.top_k is None else [f"--top-k {how.top_k}"]
         parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
-        for axis, values in self.points.items():
-            parts += [f"--{axis.replace('_', '-')} {','.join(map(str, values))}"] if values else []
+        parts += [f"{_option(axis)} {','.join(map(str, values))}" for axis, values in self.points.items() if values]
         parts += ["--profile"] if self.profile else []
         return " ".join(["hsdraft bench", *parts])
 
 
-def whole_numbers(text: str | None, option: str) -> list[int]:
-    """Returns the numbers of a comma-separated list; raises a ValueError for anything else."""
-    try:
-        return [int(part) for part in (text or "").split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(f"{option}: expected numbers such as 1,2,4, found {text!r}") from None
+def _option(axis: str) -> str:
+    return f"--{axis.replace('_', '-')}"
 
 
 def run_plan(
@@ -136,22 +117,15 @@ def run_plan(
     not fit its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
-    texts = plan.texts
-    check_points(target, tokenizer, texts, plan.context_lengths, plan.batch_sizes, plan.max_new_tokens, plan.new_tokens)
-    result = BenchResult(
-        settings=_settings(plan, target, systems),
-        weights={
-            system.name: getattr(system.drafter.config, "weights_digest", None) for system in systems if system.ours
-        },
-        categories=[question.category for question in plan.questions],
-    )
+    check_points(target, tokenizer, plan.texts, plan.points, plan.settings.max_new_tokens)
+    digests = {system.name: getattr(system.drafter.config, "weights_digest", None) for system in systems if system.ours}
+    result = BenchResult(_settings(plan, target, systems), digests, [each.category for each in plan.questions])
 
     def save() -> None:
         if plan.json_out is not None:
-            write_report(result, plan.json_out)
+            write_json(plan.json_out, as_document(result))
 
-    inputs = encode_prompts(target, tokenizer, texts)
-    points = sum(map(len, plan.points.values()))
+    inputs = encode_prompts(target, tokenizer, plan.texts)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("bench", total=len(inputs) * plan.repeats)
 
@@ -160,38 +134,24 @@ def run_plan(
             progress.advance(task)
             save()
 
-        result.measured = measure(target, systems, inputs, plan.settings(), plan.repeats, tell)
+        result.measured = measure(target, systems, inputs, plan.settings, plan.repeats, tell)
         able = [system for system in systems if system.name in result.measured.runs]
         if plan.profile:
-            task = progress.add_task("profile", total=sum(system.ours for system in able))
-            _add_profiles(result, able, target, inputs[:PROFILED], plan.settings(), lambda: progress.advance(task))
-        if points:
-            task = progress.add_task("sweeps", total=points)
+            summaries = result.summaries()
+            for system in progress.track([each for each in able if each.ours], description="profile"):
+                speed_up = summaries[system.name].decode_speed_up
+                found = profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
+                if found is not None:
+                    result.profiles[system.name] = found
+        if plan.points:
+            task = progress.add_task("sweeps", total=sum(map(len, plan.points.values())))
         for axis, values in plan.points.items():
-            for point in sweep(target, tokenizer, able, texts, axis, values, plan.settings(), plan.repeats):
+            for point in sweep(target, tokenizer, able, plan.texts, axis, values, plan.settings, plan.repeats):
                 result.sweeps.setdefault(axis, []).append(point)
                 progress.advance(task)
                 save()
     save()
     return result
-
-
-def _add_profiles(
-    result: BenchResult,
-    systems: Sequence[System],
-    target: Any,
-    inputs: Sequence[dict[str, torch.Tensor]],
-    settings: Settings,
-    tell: Callable[[], None],
-) -> None:
-    summaries = result.summaries()
-    for system in systems:
-        if not system.ours:
-            continue
-        found = profile(target, system, inputs, settings, summaries[system.name].decode_speed_up)
-        if found is not None:
-            result.profiles[system.name] = found
-        tell()
 
 
 def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
@@ -210,24 +170,25 @@ def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
 
 
 def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[str, Any]:
+    how, dtype = plan.settings, str(target.dtype).removeprefix("torch.")
     return {
         "target": public_name(getattr(target, "name_or_path", "")),
         "prompts": ", ".join(path.name for path in plan.prompts) or "those of the package",
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "processor": processor(target.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "questions": len(plan.questions),
-        "max_new_tokens": plan.max_new_tokens,
-        "do_sample": plan.temperature > 0,
-        "temperature": plan.temperature,
-        "seed": plan.seed,
-        "top_k": plan.top_k,
+        "max_new_tokens": how.max_new_tokens,
+        "do_sample": how.temperature > 0,
+        "temperature": how.temperature,
+        "seed": how.seed,
+        "top_k": how.top_k,
         "repeats": plan.repeats,
         "systems": [PLAIN, *(system.name for system in systems)],
         "variants": {system.name: system.shown_options() for system in systems},
         "lossy": [system.name for system in systems if not system.exact],
-        "command": plan.command(str(target.dtype).removeprefix("torch.")),
+        "command": plan.command(dtype),
     }

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 from .profile import PARTS
-from .report import BenchResult
-from .summary import by_category, summarise
-from .sweeps import BATCH, CONTEXT, NEW, SweepPoint
-from .systems import PLAIN
+from .report import ROUND_PARTS, BenchResult
+from .run import BATCH, CONTEXT, NEW, SweepPoint
+from .summary import summarise
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COSTS = ("draft", "verify", "commit", "other")
 _SWEEPS = {
     CONTEXT: ("Speed-up by context length", "prompt tokens at most"),
     BATCH: ("Speed-up by batch size", "prompts a call"),
@@ -41,15 +39,13 @@ def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[P
 
 
 def _speed_up(result: BenchResult) -> Figure | None:
-    measured = result.measured
-    runs = {name: runs for name, runs in measured.runs.items() if name != PLAIN and runs}
-    if not runs:
+    groups = result.categorised()
+    if not groups:
         return None
     rows: dict[str, dict[str, float]] = {}
-    for name, each in runs.items():
-        groups = by_category(each, measured.plain, result.categories)
-        named = {category or "no category": row.speed_up for category, row in groups.items()}
-        overall = {"all prompts": summarise(each, measured.plain).speed_up}
+    for name, own in groups.items():
+        named = {category or "no category": row.speed_up for category, row in own.items()}
+        overall = {"all prompts": summarise(result.measured.runs[name], result.measured.plain).speed_up}
         rows[name] = {**(named if len(named) > 1 else {}), **overall}
     figure = new_figure(8.0, 1.6 + 0.22 * sum(map(len, rows.values())))
     axes = figure.subplots()
@@ -57,8 +53,7 @@ def _speed_up(result: BenchResult) -> Figure | None:
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     style(axes, "Speed-up by category", "tokens/s over plain generate()", "")
     axes.grid(visible=False)
-    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
-    return figure
+    return _with_legend(figure)
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
@@ -81,7 +76,7 @@ def _round(result: BenchResult) -> Figure | None:
         parts: Sequence[str] = PARTS
     else:
         rows = {name: row for name, row in result.drafted().items() if "draft" in row}
-        parts = _COSTS
+        parts = ROUND_PARTS
     if not rows:
         return None
     figure = new_figure(8.0, 1.9 + 0.45 * len(rows))
@@ -95,8 +90,7 @@ def _round(result: BenchResult) -> Figure | None:
     axes.set(yticks=range(len(rows)), yticklabels=list(rows))
     axes.invert_yaxis()
     style(axes, "Where a round's time goes", "milliseconds a round", "")
-    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=5)
-    return figure
+    return _with_legend(figure, columns=5)
 
 
 def _acceptance(result: BenchResult) -> Figure | None:
@@ -110,31 +104,33 @@ def _acceptance(result: BenchResult) -> Figure | None:
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for index, (name, row) in enumerate(rows.items()):
-        axes.plot(
-            list(row), list(row.values()), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name
-        )
+        _line(axes, index, name, list(row), list(row.values()))
     style(axes, "Rounds that accept so many drafted tokens or more", "drafted tokens", "share of rounds (0 to 1)")
     axes.set(ylim=(0, 1.02), xticks=sorted({depth for row in rows.values() for depth in row}))
-    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
-    return figure
+    return _with_legend(figure)
 
 
 def _sweep(axis: str, points: Sequence[SweepPoint]) -> Figure:
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
-    names = dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN)
+    names = dict.fromkeys(name for point in points for name in point.measured.others)
     for index, name in enumerate(names):
-        found = [
-            (point.value, summarise(point.measured.runs[name], point.measured.plain).speed_up)
-            for point in points
-            if point.measured.runs.get(name)
-        ]
-        axes.plot(*zip(*found, strict=True), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
+        measured = {point.value: point.measured for point in points if name in point.measured.others}
+        speeds = [summarise(each.runs[name], each.plain).speed_up for each in measured.values()]
+        _line(axes, index, name, list(measured), speeds)
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
     title, label = _SWEEPS[axis]
     axes.set_xscale("log", base=2)
     axes.set_xticks([point.value for point in points], [str(point.value) for point in points])
     style(axes, title, label, "tokens/s over plain generate()")
     axes.margins(y=0.15)
-    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
+    return _with_legend(figure)
+
+
+def _line(axes: Any, index: int, name: str, places: Sequence[float], values: Sequence[float]) -> None:
+    axes.plot(places, values, color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
+
+
+def _with_legend(figure: Figure, columns: int = 2) -> Figure:
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=columns)
     return figure

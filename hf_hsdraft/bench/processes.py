@@ -18,10 +18,10 @@ from rich.console import Console
 
 from ..runtime.prompt_inputs import encode_prompt
 from .machine import PeakMemory, processor, timed
-from .tables import figures_table
+from .prompts import Inputs
+from .report import figures_table, note
 
 Found = TypeVar("Found")
-Inputs = dict[str, torch.Tensor]
 _MB = 10**6
 FIRST_CALLS = (
     "seconds: of the first generate() of a process, without loading target and drafter; plain and drafted calls take "
@@ -107,8 +107,7 @@ def time_first_call(target: Any, drafter: Any, inputs: Sequence[Inputs], new_tok
 def print_first_calls(results: Sequence[FirstCalls], console: Console) -> None:
     rows = ((str(row.new_tokens), _shown(row.plain), _shown(row.drafted), f"{row.time_ratio:.2f}") for row in results)
     console.print(figures_table(("new tokens", "plain s", "drafted s", "time"), rows))
-    console.print(f"processor: {processor(torch.device('cpu'))}", style="dim", highlight=False, markup=False)
-    console.print(FIRST_CALLS, style="dim", highlight=False, markup=False)
+    note(console, f"processor: {processor(torch.device('cpu'))}", FIRST_CALLS)
 
 
 def _shown(seconds: Sequence[float]) -> str:
@@ -174,4 +173,4 @@ def print_concurrent(results: Sequence[ConcurrentCalls], console: Console) -> No
         (str(row.calls), f"{row.packed}/{row.calls}", f"{row.added:.0f}", f"{row.before / _MB:.0f}") for row in results
     )
     console.print(figures_table(("calls at once", "packed", "added MB", "MB before"), rows))
-    console.print(CONCURRENT, style="dim")
+    note(console, CONCURRENT)

@@ -1,16 +1,20 @@
 """Where the time of a round goes, and how fast decoding would be if all but the target's forward were free.
 
-The interpreter reports which functions run. Decoding itself knows nothing of a profile.
+The interpreter reports which functions run; none of them is replaced, and decoding itself knows nothing of a profile.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
+import inspect
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -30,15 +34,14 @@ from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import TreeBatch, as_attention_takes_it, tree_mask
-from .attribution import Attribution
 from .calls import Settings, time_call
-from .machine import synchronise
-from .run import Inputs
+from .machine import synchronise, timed
+from .prompts import Inputs
 from .systems import System
 
 TARGET, PYTHON = "target forward", "Python"
-# The functions of each part. Time that another part takes inside a function belongs to that part. The rest of a round
-# is Python.
+# The functions of each part. Time that another part takes inside a function belongs to that part. The target is a
+# module, and the rest of a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "context update": (HSDraftSession.read, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__),
@@ -47,22 +50,12 @@ TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "n-grams": (NgramSession.draft, NgramSession.observe),
     "tree building": (Drafting.draft,),
     "mask": (tree_mask, as_attention_takes_it, TreeBatch.of),
+    TARGET: (),
     "verification": (DecodedTexts.judge,),
     "commit": (TargetRuntime.commit,),
+    PYTHON: (decode,),
 }
-PARTS = (
-    "context update",
-    "roll-out",
-    "head",
-    "injector",
-    "n-grams",
-    "tree building",
-    "mask",
-    TARGET,
-    "verification",
-    "commit",
-    PYTHON,
-)
+PARTS = tuple(TIMED)
 DEFINITIONS = {
     "profile": "milliseconds of a round by part; the parts add up to the round. These rounds are slower than those of "
     "the table, because the interpreter reports each function and, on a GPU, every part is waited for",
@@ -122,7 +115,7 @@ def profile(
     round, because all texts ended with their first token.
     """
     tokens = nodes = rounds = 0
-    spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
+    spent = Attribution(target)
     with spent.counting():
         for each in inputs:
             _, run = time_call(target, each, system, settings)
@@ -136,7 +129,7 @@ def profile(
     one, many = (None, None) if call is None else _forward_times(target, call)
     return Profile(
         rounds=rounds,
-        round_ms=1e3 * spent.total / rounds,
+        round_ms=1e3 * sum(spent.seconds.values()) / rounds,
         parts={part: 1e3 * spent.seconds[part] / rounds for part in PARTS},
         tau=tokens / rounds,
         nodes=nodes / rounds,
@@ -204,18 +197,86 @@ def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
 
     def seconds(arguments: dict[str, Any], context: contextvars.Context, packed: PackedWeights) -> float:
         given = {**arguments, CACHE: copy.deepcopy(arguments[CACHE])}
-        synchronise(target.device)
 
         def forward() -> None:
             with packed.in_use():
                 target(**given)
 
-        begin = time.perf_counter()
-        context.run(forward)
-        synchronise(target.device)
-        return time.perf_counter() - begin
+        return timed(target.device, context.run, forward)[1]
 
     plain, nothing, packed = contextvars.copy_context(), PackedWeights([]), PackedWeights(call.packed)
     pairs = [(seconds(one, plain, nothing), seconds(many, call.context, packed)) for _ in range(_FORWARDS + 1)]
     one_s, many_s = (statistics.median(column) for column in zip(*pairs[1:], strict=True))  # the first warms up
     return 1e3 * one_s, 1e3 * many_s
+
+
+class Attribution:
+    """Counts the seconds of each of `PARTS`.
+
+    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter
+    reports the start and end of every Python function, which itself takes time, most of all in parts with many
+    small functions. There are no reports within the target's forward, so it takes no longer than usual. Time outside
+    `decode` is not counted. The device is synchronised whenever a part begins or ends.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._parts: dict[CodeType, str] = {_code(each): part for part, those in TIMED.items() for each in those}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._open: list[str] = []  # the parts that have begun, the innermost last
+        self._last = 0.0  # time when the last part began or ended
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts the functions that this thread runs within the context."""
+        before = sys.getprofile()
+        hooks = [
+            self._target.register_forward_pre_hook(self._target_begins),
+            self._target.register_forward_hook(self._target_ends, always_call=True),
+        ]
+        sys.setprofile(self._on_event)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            for hook in hooks:
+                hook.remove()
+
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        part = self._parts.get(frame.f_code)
+        if part is None:
+            return
+        if event == "call":
+            self._enter(part)
+        elif event == "return":  # an exception is reported as a return too
+            self._leave()
+
+    def _target_begins(self, *_: Any) -> None:
+        sys.setprofile(None)
+        self._enter(TARGET)
+
+    def _target_ends(self, *_: Any) -> None:
+        self._leave()
+        sys.setprofile(self._on_event)
+
+    def _enter(self, part: str) -> None:
+        if self._open or part == PYTHON:  # nothing is counted outside `decode`
+            self._count()
+            self._open.append(part)
+
+    def _leave(self) -> None:
+        if self._open:
+            self._count()
+            self._open.pop()
+
+    def _count(self) -> None:
+        """Adds the time since the last event to the innermost part."""
+        synchronise(self._target.device)
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._last
+        self._last = now
+
+
+def _code(function: Any) -> CodeType:
+    return inspect.unwrap(function).__code__

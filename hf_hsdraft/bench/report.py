@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from ..training.files import write_json
 from . import profile as profiling
 from .profile import Profile
-from .run import Measured
+from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
 from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
-from .sweeps import BATCH, CONTEXT, MEANING, NEW, SweepPoint
 from .systems import PLAIN
 
 _SHOWN_DEPTHS = 8
-_COSTS = ("draft", "verify", "commit", "other")
+ROUND_PARTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
 LOSSY = "lossy"  # marks a system whose verification may change the text
@@ -48,8 +45,13 @@ class BenchResult:
     def summaries(self) -> dict[str, Summary]:
         return _summaries(self.measured)
 
+    def categorised(self) -> dict[str, dict[str, Summary]]:
+        """The figures of each system but plain decoding, by category."""
+        plain = self.measured.runs.get(PLAIN, [])
+        return {name: by_category(runs, plain, self.categories) for name, runs in self.measured.others.items()}
+
     def drafted(self) -> dict[str, dict[str, float]]:
-        costs = {name: round_costs(runs) for name, runs in self.measured.runs.items() if name != PLAIN}
+        costs = {name: round_costs(runs) for name, runs in self.measured.others.items()}
         return {name: row for name, row in costs.items() if row}
 
 
@@ -59,78 +61,77 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
-    measured = result.measured
+    measured, drafted = result.measured, result.drafted()
+
+    def point(each: SweepPoint) -> dict[str, Any]:
+        figures = {name: asdict(row) for name, row in _summaries(each.measured).items()}
+        found = {"value": each.value, "prompt_tokens": each.prompt_tokens, "summary": figures}
+        return {**found, "left_out": each.measured.left_out}
+
     return {
         "definitions": {**DEFINITIONS, **MEANING, **profiling.DEFINITIONS},
         "settings": result.settings,
         "weights": {name: digest for name, digest in result.weights.items() if name in measured.runs},
         "summary": {name: asdict(row) for name, row in result.summaries().items()},
         "by_category": {
-            name: {
-                category: asdict(row) for category, row in by_category(runs, measured.plain, result.categories).items()
-            }
-            for name, runs in measured.runs.items()
-            if name != PLAIN
+            name: {category: asdict(row) for category, row in rows.items()}
+            for name, rows in result.categorised().items()
         },
-        "round": {name: result.drafted().get(name, {}) for name in measured.runs if name != PLAIN},
+        "round": {name: drafted.get(name, {}) for name in measured.others},
         "profile": {
             name: {**asdict(each), "limit": each.limit, "reached": each.reached}
             for name, each in result.profiles.items()
         },
         "first_calls": {name: asdict(run) for name, run in measured.first.items()},
         "left_out": measured.left_out,
-        **{
-            axis: [
-                {
-                    "value": point.value,
-                    "prompt_tokens": point.prompt_tokens,
-                    "summary": {name: asdict(row) for name, row in _summaries(point.measured).items()},
-                    "left_out": point.measured.left_out,
-                }
-                for point in points
-            ]
-            for axis, points in result.sweeps.items()
-        },
+        **{axis: list(map(point, points)) for axis, points in result.sweeps.items()},
         "categories": result.categories,
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
     }
 
 
-def write_report(result: BenchResult, path: Path) -> None:
-    write_json(path, as_document(result))
-
-
 def print_report(result: BenchResult, console: Console) -> None:
     """Prints all tables, what was left out and why, every divergence, and the definitions."""
-    _note(console, [", ".join(f"{name}={value}" for name, value in result.settings.items() if name not in _HIDDEN)])
+    measured = result.measured
+    note(console, ", ".join(f"{name}={value}" for name, value in result.settings.items() if name not in _HIDDEN))
     console.print(_main_table(result))
-    _note(console, _first_calls(result.measured))
-    _note(console, (f"left out: {name}: {reason}" for name, reason in result.measured.left_out.items()))
-    for table in (_cost_table(result), _category_table(result)):
-        if table is not None:
-            console.print(table)
+    first = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
+    note(console, *([f"first calls: {', '.join(first)}"] if first else []))
+    note(console, *(f"left out: {name}: {reason}" for name, reason in measured.left_out.items()))
+    if result.drafted():
+        console.print(_cost_table(result))
+    if len(set(result.categories)) > 1 and measured.others:
+        console.print(_category_table(result))
     if result.profiles:
         console.print(_profile_table(result))
-        _note(console, (_limit_line(name, each) for name, each in result.profiles.items()))
+        note(console, *(_limit_line(name, each) for name, each in result.profiles.items()))
     for axis, points in result.sweeps.items():
-        console.print(_sweep_table(axis, points))
-        _note(
-            console,
-            (f"left out at {p.value}: {n}: {why}" for p in points for n, why in p.measured.left_out.items()),
-        )
-    for name, runs in result.measured.runs.items():
+        console.print(sweep_table(axis, points))
+        left_out = ((point.value, *each) for point in points for each in point.measured.left_out.items())
+        note(console, *(f"left out at {value}: {name}: {why}" for value, name, why in left_out))
+    for name, runs in measured.runs.items():
         for run in runs:
             if run.divergence is not None and run.repeat == 0:
                 category = result.categories[run.question]
                 console.print(f"{name}, question {run.question} ({category}): {run.divergence}", markup=False)
     shown = {**DEFINITIONS, **{axis: MEANING[axis] for axis in result.sweeps}}
-    shown |= profiling.DEFINITIONS if result.profiles else {}
-    _note(console, (f"{name}: {text}." for name, text in shown.items()))
+    define(console, shown | (profiling.DEFINITIONS if result.profiles else {}))
 
 
-def _note(console: Console, lines: Iterable[str]) -> None:
+def note(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, style="dim", highlight=False, markup=False)
+
+
+def define(console: Console, definitions: Mapping[str, str]) -> None:
+    note(console, *(f"{name}: {text}." for name, text in definitions.items()))
+
+
+def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*(Column(name, justify="right") for name in columns))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _main_table(result: BenchResult) -> Table:
@@ -163,30 +164,23 @@ def _main_table(result: BenchResult) -> Table:
     return table
 
 
-def _cost_table(result: BenchResult) -> Table | None:
-    rows = result.drafted()
-    depths = max((sum(key.startswith("depth_") for key in row) for row in rows.values()), default=0)
-    depths = min(depths, _SHOWN_DEPTHS)  # the JSON has all depths
-    if not rows:
-        return None
-    heads = [*(f"{part} ms" for part in _COSTS), "acceptance length", *(f"accept {d}" for d in range(1, depths + 1))]
-    table = Table("per round", *heads)
-    summaries = result.summaries()
+def _cost_table(result: BenchResult) -> Table:
+    rows, summaries = result.drafted(), result.summaries()
+    depths = max(sum(key.startswith("depth_") for key in row) for row in rows.values())
+    depths = range(1, min(depths, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
+    parts = (f"{part} ms" for part in ROUND_PARTS)
+    table = Table("per round", *parts, "acceptance length", *(f"accept {depth}" for depth in depths))
     for name, row in rows.items():
-        cells = [*(_number(row.get(part), 1) for part in _COSTS), _number(summaries[name].acceptance_length)]
-        table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{d}', 0.0):.2f}" for d in range(1, depths + 1)))
+        cells = [*(_number(row.get(part), 1) for part in ROUND_PARTS), _number(summaries[name].acceptance_length)]
+        table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths))
     return table
 
 
-def _category_table(result: BenchResult) -> Table | None:
-    measured = result.measured
-    others = {name: runs for name, runs in measured.runs.items() if name != PLAIN and runs}
-    if len(set(result.categories)) < 2 or not others:
-        return None
-    columns = [by_category(runs, measured.plain, result.categories) for runs in others.values()]
-    table = Table("tau (speed-up) by category", *map(escape, others))
-    for category in columns[0]:
-        rows = [column[category] for column in columns]
+def _category_table(result: BenchResult) -> Table:
+    columns = result.categorised()
+    table = Table("tau (speed-up) by category", *map(escape, columns))
+    for category in next(iter(columns.values())):
+        rows = [column[category] for column in columns.values()]
         table.add_row(escape(category) or "(none)", *(f"{_number(row.tau)} ({row.speed_up:.2f})" for row in rows))
     return table
 
@@ -214,14 +208,14 @@ def _limit_line(name: str, found: Profile) -> str:
     return f"{line}; measured {found.decode_speed_up:.2f}, {found.reached:.0%} of it"
 
 
-def _sweep_table(axis: str, points: Sequence[SweepPoint]) -> Table:
-    names = list(dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN))
+def sweep_table(axis: str, points: Sequence[SweepPoint]) -> Table:
+    names = list(dict.fromkeys(name for point in points for name in point.measured.others))
     what = "time, speed-up, tau, same" if axis == NEW else "speed-up, tau, same"
     table = Table(_TITLES[axis], "prompt tokens", "plain tokens/s", *(f"{escape(name)}: {what}" for name in names))
     for point in points:
         rows = _summaries(point.measured)
         total = sum(run.rows for run in point.measured.plain if run.repeat == 0)
-        cells = [_EMPTY if name not in rows else _sweep_cell(axis, rows[name], total) for name in names]
+        cells = [_sweep_cell(axis, rows[name], total) if name in rows else _EMPTY for name in names]
         speed = f"{rows[PLAIN].tokens_per_second:.1f}"
         table.add_row(str(point.value), f"{point.prompt_tokens:.0f}", speed, *cells)
     return table
@@ -231,11 +225,6 @@ def _sweep_cell(axis: str, row: Summary, total: int) -> str:
     same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
     time = f"{row.time_ratio:.2f}, " if axis == NEW else ""
     return f"{time}{row.speed_up:.2f}, {_number(row.tau)}, {same}"
-
-
-def _first_calls(measured: Measured) -> list[str]:
-    found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
-    return [f"first calls: {', '.join(found)}"] if found else []
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -1,21 +1,27 @@
-"""Compares systems over prompts, in one process and in changing order."""
+"""Compares systems over prompts, in one process and in changing order: at one setting, or along a sweep of settings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from ..engine.divergence import Divergence, first_divergence
-from ..training.data.conversations import Prompt
+from ..runtime.prompt_inputs import encode_prompt
+from ..runtime.target_limits import text_config
 from .calls import Run, Settings, time_call
+from .prompts import Inputs, length_of, padded_batches, padded_prompt
 from .systems import PLAIN, System
 
 WARM_UP_TOKENS = 96  # enough rounds for a pace to learn what forwards cost
-Inputs = dict[str, torch.Tensor]
+CONTEXT, BATCH, NEW = "context_lengths", "batch_sizes", "new_tokens"  # axes of sweeps
+MEANING = {
+    CONTEXT: "prompts filled up to at most so many tokens, by text of other prompts before them in the user's turn",
+    BATCH: "so many prompts a call, of similar length, padded at the left; tokens/s and texts are those of all rows",
+    NEW: "greatest number of tokens that a call emits; every call here comes after a warm-up",
+}
 _Any = TypeVar("_Any")
 
 
@@ -37,15 +43,10 @@ class Measured:
     def plain(self) -> list[Run]:
         return self.runs[PLAIN]
 
-
-def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """Returns at most `limit` questions, in turn from all categories, in file order within each category."""
-    groups: dict[str, list[Prompt]] = defaultdict(list)
-    for question in questions:
-        groups[question.category].append(question)
-    rounds = max((len(group) for group in groups.values()), default=0)
-    ordered = [group[turn] for turn in range(rounds) for group in groups.values() if turn < len(group)]
-    return ordered[:limit]
+    @property
+    def others(self) -> dict[str, list[Run]]:
+        """The calls of all systems but plain decoding."""
+        return {name: runs for name, runs in self.runs.items() if name != PLAIN and runs}
 
 
 def turn_order(items: Sequence[_Any], turn: int) -> list[_Any]:
@@ -125,11 +126,74 @@ def _compare(
     run.same_rows = sum(a == b for a, b in zip(plain, own, strict=True))
     if len(plain) > 1 or run.same_rows:
         return
-    if settings.temperature > 0:
-        shared = zip(plain[0], own[0], strict=False)  # either text may end first
-        first = next((index for index, (a, b) in enumerate(shared) if a != b), min(len(plain[0]), len(own[0])))
-        run.divergence = Divergence(first, None)
-        return
     ids = inputs["input_ids"]
     whole = [torch.cat([ids, ids.new_tensor([tokens])], dim=1) for tokens in (plain[0], own[0])]
-    run.divergence = first_divergence(target, ids.shape[1], *whole)
+    found = first_divergence(target, ids.shape[1], *whole)
+    if found is not None:
+        run.divergence = found if settings.temperature == 0 else Divergence(found.step, None)
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """Measurements at one context length, batch size or number of new tokens.
+
+    `prompt_tokens` is the mean number of tokens of a prompt, without padding.
+    """
+
+    value: int
+    prompt_tokens: float
+    measured: Measured
+
+
+def check_points(
+    target: Any, tokenizer: Any, prompts: Sequence[str], points: Mapping[str, Sequence[int]], max_new_tokens: int
+) -> None:
+    """Raises a ValueError if a point cannot be measured with these prompts and this target."""
+    window = getattr(text_config(target), "max_position_embeddings", None) or float("inf")
+    lengths = [length_of(tokenizer, prompt) for prompt in prompts]
+    for length in points.get(CONTEXT, ()):
+        if length + max_new_tokens > window:
+            raise ValueError(
+                f"context length {length} and {max_new_tokens} new tokens are more than the target's {window} positions"
+            )
+        if length < min(lengths):
+            raise ValueError(
+                f"no prompt is as short as context length {length}: the shortest has {min(lengths)} tokens"
+            )
+    for count in points.get(NEW, ()):
+        if max(lengths) + count > window:
+            raise ValueError(
+                f"the longest prompt, of {max(lengths)} tokens, and {count} new tokens are more than the target's "
+                f"{window} positions"
+            )
+    for size in points.get(BATCH, ()):
+        if size > len(prompts):
+            raise ValueError(f"a batch of {size} needs as many prompts; there are {len(prompts)}")
+
+
+def sweep(
+    target: Any,
+    tokenizer: Any,
+    systems: Sequence[System],
+    prompts: Sequence[str],
+    axis: str,
+    values: Sequence[int],
+    settings: Settings,
+    repeats: int = 1,
+) -> Iterator[SweepPoint]:
+    """Measures plain decoding and all systems at each value of an axis: `CONTEXT`, `BATCH` or `NEW`."""
+    for value in values:
+        how = replace(settings, max_new_tokens=value) if axis == NEW else settings
+        if axis == BATCH:
+            inputs = padded_batches(tokenizer, prompts, value, target.device)
+        else:
+            texts: Sequence[str | None] = prompts
+            if axis == CONTEXT:
+                texts = [
+                    padded_prompt(tokenizer, prompt, [*prompts[index + 1 :], *prompts[:index]], value)
+                    for index, prompt in enumerate(prompts)
+                ]
+            inputs = [encode_prompt(tokenizer, text, target.device) for text in texts if text is not None]
+        tokens = sum(int(each["attention_mask"].sum()) for each in inputs)
+        mean = tokens / sum(len(each["input_ids"]) for each in inputs)
+        yield SweepPoint(value, mean, measure(target, systems, inputs, how, repeats))

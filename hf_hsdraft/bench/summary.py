@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy
+
 from .calls import Run
 
 TIE_MARGIN = 1e-3  # a divergence where the top-1/top-2 margin is smaller is a tie: rounding decides
@@ -61,46 +63,36 @@ class Summary:
     divergent: int | None
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Returns a quantile (0 to 1), with linear interpolation."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     """Returns the figures of one system, given its runs and plain decoding's of the same prompts and repeats."""
     repeats = _side_by_side(runs, plain, lambda run: run.repeat)
-    times = [_seconds(own) / _seconds(other) for own, other in repeats]
     ratios = [_speed(own) / _speed(other) for own, other in repeats]
     prompts = [
         _seconds_per_token(other) / _seconds_per_token(own)
         for own, other in _side_by_side(runs, plain, lambda run: run.question)
     ]
     decoding = [(_decode_speed(own), _decode_speed(other)) for own, other in repeats]
-    decode_ratios = [own / other for own, other in decoding if own is not None and other is not None]
-    firsts = [run.first_seconds for run in runs if run.first_seconds is not None]
-    peaks = [run.memory_peak for run in runs if run.memory_peak is not None]
+    firsts = [1e3 * run.first_seconds for run in runs if run.first_seconds is not None]
+    peaks = [run.memory_peak / 1e6 for run in runs if run.memory_peak is not None]
     growths = [
-        run.memory_peak - run.memory_before
+        (run.memory_peak - run.memory_before) / 1e6
         for run in runs
         if run.memory_peak is not None and run.memory_before is not None
     ]
     identical, ties, divergent = _texts(runs)
+    low, middle, high = (float(share) for share in numpy.quantile(prompts, (0.1, 0.5, 0.9)))
     return Summary(
         tau=_tau(runs),
         acceptance_length=_acceptance_length(runs),
         tokens_per_second=statistics.median(_speed(own) for own, _ in repeats),
         speed_up=statistics.median(ratios),
-        time_ratio=statistics.median(times),
+        time_ratio=statistics.median(_seconds(own) / _seconds(other) for own, other in repeats),
         speed_up_repeats=(min(ratios), max(ratios)),
-        speed_up_prompts=(quantile(prompts, 0.1), quantile(prompts, 0.5), quantile(prompts, 0.9)),
-        decode_speed_up=statistics.median(decode_ratios) if decode_ratios else None,
-        first_token_ms=1e3 * statistics.median(firsts) if firsts else None,
-        peak_memory_mb=max(peaks) / 1e6 if peaks else None,
-        peak_growth_mb=statistics.median(growths) / 1e6 if growths else None,
+        speed_up_prompts=(low, middle, high),
+        decode_speed_up=_median([own / other for own, other in decoding if own is not None and other is not None]),
+        first_token_ms=_median(firsts),
+        peak_memory_mb=max(peaks, default=None),
+        peak_growth_mb=_median(growths),
         identical=identical,
         ties=ties,
         divergent=divergent,
@@ -125,7 +117,7 @@ def round_costs(runs: Sequence[Run]) -> dict[str, float]:
         total = 1e3 * sum(call.total_seconds - call.prefill_seconds for call in calls) / rounds
         costs["other"] = total - sum(costs.values())
     lengths = [length for run in runs for length in run.accepted or ()]
-    for depth in range(1, max([1, *lengths]) + 1 if lengths else 1):
+    for depth in range(1, max(1, *lengths) + 1 if lengths else 1):
         costs[f"depth_{depth}"] = sum(length >= depth for length in lengths) / len(lengths)
     return costs
 
@@ -170,6 +162,10 @@ def _side_by_side(
 ) -> list[tuple[list[Run], list[Run]]]:
     others = _grouped(plain, key)
     return [(group, others[name]) for name, group in _grouped(runs, key).items()]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _speed(runs: Sequence[Run]) -> float:

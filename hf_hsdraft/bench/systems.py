@@ -17,7 +17,7 @@ from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..verify.registry import OPTION_NAMES, is_lossy
-from . import economize, peers
+from . import peers
 
 PLAIN = "plain"
 EXPECTED = (
@@ -48,12 +48,11 @@ class Variant:
 
     Attributes:
         kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
-            `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
+            `packed`, `cacheback`, or one of `peers.NAMES` or `peers.ECONOMIZE`.
         size, depth: of `treeSIZExDEPTH` or `chainSIZE`, if given.
         options: named drafting options.
-        folder, cycle, confidence: of economize: its drafter, tokens of a cycle, and the probability below which it
-            stops drafting.
-        model: folder or Hub name of a peer's weights.
+        place: folder or Hub name of a peer's weights.
+        cycle, confidence: of economize: tokens of a cycle, and the probability below which it stops drafting.
     """
 
     text: str
@@ -61,16 +60,14 @@ class Variant:
     size: int | None = None
     depth: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    folder: Path | None = None
-    cycle: int = economize.CYCLE
+    place: str | None = None
+    cycle: int = peers.CYCLE
     confidence: float | None = None
-    model: str | None = None
 
     @property
     def public_text(self) -> str:
         """The name without local paths."""
-        place = self.model or str(self.folder or "")
-        return self.text.replace(place, public_name(place)) if place else self.text
+        return self.text.replace(self.place, public_name(self.place)) if self.place else self.text
 
     @property
     def drafts(self) -> bool:
@@ -111,7 +108,7 @@ class Variant:
         match = _PEER.fullmatch(text)
         if match is not None:
             peers.check_name(*match.groups())
-            return cls(text, match[1], model=match[2])
+            return cls(text, match[1], place=match[2])
         match = _ECONOMIZE.fullmatch(text)
         if match is None:
             raise ValueError(f"unknown variant {text!r}: expected some of {EXPECTED}")
@@ -120,14 +117,9 @@ class Variant:
             raise ValueError(f"variant {text!r}: " + ("a lookup has no folder" if folder else f"write {kind}=FOLDER"))
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"variant {text!r}: no such folder: {folder}")
-        economize.check_installed()
-        return cls(
-            text,
-            kind,
-            folder=Path(folder) if folder else None,
-            cycle=int(cycle or economize.CYCLE),
-            confidence=None if confidence is None else float(confidence),
-        )
+        peers.check_economize()
+        stop = None if confidence is None else float(confidence)
+        return cls(text, kind, place=folder, cycle=int(cycle or peers.CYCLE), confidence=stop)
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -164,7 +156,7 @@ class System:
     generate_kwargs: dict[str, Any] = field(default_factory=dict)
     drafter: Any = None
     options: dict[str, Any] = field(default_factory=dict)
-    decode: economize.Decode | None = None
+    decode: peers.Decode | None = None
     ours: bool = False
     draws_as_plain: bool = True
     static: bool = False
@@ -259,13 +251,14 @@ def other_system(variant: Variant, target: Any) -> System:
         drafter = CachebackDrafter()
         return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
     if variant.kind in peers.NAMES:
-        kwargs = peers.generate_kwargs(variant.kind, target, variant.model)
-        own = f" {public_name(variant.model)}" if variant.model else ""
+        kwargs = peers.generate_kwargs(variant.kind, target, variant.place)
+        own = f" {public_name(variant.place)}" if variant.place else ""
         name = f"{peers.NAMES[variant.kind]}{own} (transformers)"
         return System(name, kwargs, draws_as_plain=False, drafts_later=variant.kind != "draft-model")
     shape = f"cycle {variant.cycle}" + ("" if variant.confidence is None else f", above {variant.confidence}")
-    decode = economize.decoder(variant.kind, target, variant.folder, variant.cycle, variant.confidence)
-    return System(f"economize {economize.KINDS[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
+    folder = None if variant.place is None else Path(variant.place)
+    decode = peers.economize_decoder(variant.kind, target, folder, variant.cycle, variant.confidence)
+    return System(f"economize {peers.ECONOMIZE[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,11 +19,13 @@ if TYPE_CHECKING:
 console = Console()
 if not console.is_terminal:
     console = Console(width=140)  # tables in a log file keep their columns
+_Number = TypeVar("_Number", int, float)
+QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
 
 
 def say(line: str) -> None:
-    """Prints a line as it is: without markup, and not wrapped."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    """Prints a line as it is, without markup, colours and line breaks."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Dtype(StrEnum):
@@ -41,14 +46,31 @@ class Injector(StrEnum):
     selector = "selector"
 
 
-TargetOption = Annotated[
-    str | None,
-    typer.Option("--target", help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."),
-]
+_TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
+TargetOption = Annotated[str | None, typer.Option("--target", help=_TARGET)]
+TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
 DrafterOption = Annotated[
     str | None, typer.Option("--drafter", help="Hub name or folder; default: the one that comes with the target.")
 ]
+DrafterArgument = Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")]
+DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
+PromptsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
+]
+PromptFileOption = Annotated[
+    Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")]
+NewTokensOption = Annotated[int, typer.Option(min=1)]
+OutOption = Annotated[Path, typer.Option(help="New folder.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Without a drafter.")]
+SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
+HostOption = Annotated[str, typer.Option(help="Name or address to listen at.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")]
 VerificationOption = Annotated[
     str | None,
     typer.Option(
@@ -94,22 +116,44 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
     return name
 
 
-def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
-    """Loads a drafter for a command that needs the hidden-state family; raises a ValueError for another family."""
-    from ..generate.by_name import load_drafter
+def numbers(text: str | None, option: str, like: str, kind: Callable[[str], _Number] = int) -> list[_Number]:
+    """Returns the numbers of a comma-separated list; raises a BadParameter for anything else."""
+    try:
+        return [kind(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as {like}, found {text!r}", param_hint=option) from None
 
-    drafter = load_drafter(name, **loading)
-    check_hidden_state(drafter, name, needed_by)
-    return drafter
+
+def prompt_texts(file: Path | None) -> list[str]:
+    """Returns the first user turn of each prompt of a file, or of a few of the package.
+
+    Raises a BadParameter if the file holds none.
+    """
+    from ..training.data.conversations import read_prompts
+    from ..training.evaluate.parity import PROMPTS
+
+    texts = list(PROMPTS) if file is None else [prompt.turns[0] for prompt in read_prompts(file)]
+    if not texts:
+        raise typer.BadParameter(f"no prompts: {file} holds no line with `turns`", param_hint="--prompts")
+    return texts
 
 
-def check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+def check_empty(folder: Path, option: str) -> None:
+    """Raises a BadParameter if a folder is there and holds something."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise typer.BadParameter(f"{folder} is not empty: name a new folder", param_hint=option)
 
-    if not isinstance(drafter, HSDrafter):
-        raise ValueError(
-            f"{needed_by} needs a hidden-state drafter, as `hsdraft train` makes: {name} is a {type(drafter).__name__}"
-        )
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Binds a port before anything is loaded, any free one for port 0; raises an OSError if it cannot."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port} ({error}): choose another --host or --port") from None
+    return taken
 
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
@@ -169,17 +213,19 @@ def load_plain_or_pair(
     """
     from ..runtime.target_loading import load_target
 
-    if not plain:
+    if plain:
         if verification is not None:
-            verification_options(verification)  # reports a misspelt one before anything is loaded
-        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-        if verification is not None:
-            set_verification(loaded, verification)
-        return model, tokenizer, loaded
+            raise typer.BadParameter(
+                "--plain has no drafts to verify: leave one of the two out", param_hint="--verification"
+            )
+        if drafter is not None:
+            raise typer.BadParameter(
+                "--plain decodes without a drafter: leave one of the two out", param_hint="--drafter"
+            )
+        return *load_target(target, dtype.torch, device), None
     if verification is not None:
-        raise typer.BadParameter(
-            "--plain has no drafts to verify: leave one of the two out", param_hint="--verification"
-        )
-    if drafter is not None:
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
-    return *load_target(target, dtype.torch, device), None
+        verification_options(verification)  # reports a misspelt one before anything is loaded
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    if verification is not None:
+        set_verification(loaded, verification)
+    return model, tokenizer, loaded

@@ -1,22 +1,37 @@
-"""`hsdraft bench`, `throughput`, `first-calls` and `concurrent`."""
+"""`hsdraft bench`, `throughput`, `first-calls`, `concurrent` and `lm-eval`."""
 
 from __future__ import annotations
 
+import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ._shared import (
+    QUESTION,
     DeviceOption,
     DrafterOption,
     Dtype,
     DtypeOption,
+    JsonOption,
+    LimitOption,
+    NewTokensOption,
+    PlainOption,
+    PromptFileOption,
+    PromptsOption,
     TargetOption,
+    TemperatureOption,
     check_fit,
     console,
     drafter_of,
     load_pair,
+    load_plain_or_pair,
+    numbers,
+    prompt_texts,
+    say,
 )
 
 app = typer.Typer()
@@ -24,16 +39,13 @@ app = typer.Typer()
 
 @app.command(short_help="Compare plain decoding, drafting and other systems.")
 def bench(
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
-    ] = None,
+    prompts: PromptsOption = None,
     target: TargetOption = None,
     drafter: Annotated[
         list[str] | None, typer.Option("--drafter", help="Hub name or folder; repeat to compare several.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    limit: LimitOption = None,
+    max_new_tokens: NewTokensOption = 128,
     variants: Annotated[
         str,
         typer.Option(
@@ -43,7 +55,7 @@ def bench(
             "economize-hybrid=FOLDER."
         ),
     ] = "default,chain,lookup",
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option(help="For sampling: set before each call, one further each prompt.")] = 0,
     top_k: Annotated[
         int | None, typer.Option(help="For sampling: tokens drawn from, 0 for all; default: the target's own, or 50.")
@@ -59,7 +71,7 @@ def bench(
     profile: Annotated[bool, typer.Option("--profile", help="Also time the parts of a round.")] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    json_out: JsonOption = None,
     pictures: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the pictures; default: beside the JSON.")
     ] = None,
@@ -71,39 +83,29 @@ def bench(
     ] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems over a prompt file, in changing order in one process."""
-    from ..bench.default_prompts import NOTE
-    from ..bench.plan import BenchPlan, draw, run_plan, whole_numbers
+    from ..bench.calls import Settings
+    from ..bench.plan import BenchPlan, draw, run_plan
+    from ..bench.prompts import NOTE
     from ..bench.report import print_report
+    from ..bench.run import BATCH, CONTEXT, NEW
     from ..generate.by_name import load_drafter
     from ..runtime.target_loading import load_target
 
     names = (
         variants if economize is None else f"{variants},economize-eagle3={economize},economize-eagle3={economize}:6:0.4"
     )
+    lists = {CONTEXT: context_lengths, BATCH: batch_sizes, NEW: new_tokens}
+    points = {axis: numbers(text, f"--{axis.replace('_', '-')}", "1,2,4") for axis, text in lists.items() if text}
+    settings = Settings(max_new_tokens, temperature, seed, top_k)
     given = drafter or [""]
     try:
         if len(set(given)) < len(given):
             raise ValueError(f"a drafter is named twice: {', '.join(given)}")
-        plan = BenchPlan(
-            prompts or [],
-            names,
-            limit,
-            max_new_tokens,
-            temperature,
-            seed,
-            repeats,
-            whole_numbers(context_lengths, "--context-lengths"),
-            whole_numbers(batch_sizes, "--batch-sizes"),
-            profile,
-            json_out,
-            pictures,
-            whole_numbers(new_tokens, "--new-tokens"),
-            top_k,
-        )
+        plan = BenchPlan(prompts or [], names, settings, limit, repeats, points, profile, json_out, pictures)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prompts:
-        console.print(NOTE, highlight=False, soft_wrap=True)
+        say(NOTE)
     loaded: dict[str, Any] = {}
     if plan.takes_drafter:
         model, tokenizer, loaded[given[0]] = load_pair(target, drafter[0] if drafter else None, dtype, device)
@@ -124,47 +126,48 @@ def throughput(
     drafter: DrafterOption = None,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16",
     calls: Annotated[int, typer.Option(min=1, help="Batches timed for each size.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: NewTokensOption = 64,
     tree_size: Annotated[int | None, typer.Option(min=1, help="Nodes a round and row; default: the drafter's.")] = None,
     num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Depth; default: the drafter's.")] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
-    from ..bench.run import spread
-    from ..bench.throughput import print_throughput, run_throughput
-    from ..training.data.conversations import read_prompts
+    from ..bench.calls import Settings
+    from ..bench.prompts import read_questions
+    from ..bench.report import define, sweep_table
+    from ..bench.run import BATCH, MEANING, check_points, sweep
+    from ..bench.summary import DEFINITIONS
+    from ..bench.systems import System
 
-    questions = spread([prompt for path in prompts for prompt in read_prompts(path)], None)
+    sizes = numbers(batch_sizes, "--batch-sizes", "1,2,4")
+    texts = [question.turns[0] for question in read_questions(prompts)]
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
     for name, value in (("tree_size", tree_size), ("num_assistant_tokens", num_assistant_tokens)):
         if value is not None:
             setattr(loaded.generation_config, name, value)
-    sizes = [int(size) for size in batch_sizes.split(",")]
-    texts = [question.turns[0] for question in questions]
-    print_throughput(run_throughput(model, tokenizer, loaded, texts, sizes, max_new_tokens, calls), console)
+    check_points(model, tokenizer, texts, {BATCH: sizes}, max_new_tokens)
+    systems, points = [System("drafted", {"assistant_model": loaded}, loaded, ours=True)], []
+    for size in sizes:
+        points += sweep(model, tokenizer, systems, texts[: size * calls], BATCH, [size], Settings(max_new_tokens))
+    console.print(sweep_table(BATCH, points))
+    define(console, {**{name: DEFINITIONS[name] for name in ("tau", "speed_up")}, "batch": MEANING[BATCH]})
 
 
 @app.command("first-calls", short_help="Time the first call of a process.")
 def first_calls(
     lengths: Annotated[str, typer.Option(help="New tokens of the calls, comma-separated.")] = "8,32,128",
     repeats: Annotated[int, typer.Option(min=1, help="Processes for each length, plain and drafted.")] = 3,
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = (
-        "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
-    ),
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = QUESTION,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
     """Times the first call of a process, plain and with the drafter, each in a fresh process."""
-    from ..bench.plan import whole_numbers
     from ..bench.processes import Pair, print_first_calls, run_first_calls
 
-    try:
-        counts = whole_numbers(lengths, "--lengths")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    counts = numbers(lengths, "--lengths", "1,2,4")
     pair = Pair(target, drafter_of(target, drafter), dtype.torch, device)
     print_first_calls(run_first_calls(pair, prompt, counts, repeats), console)
 
@@ -172,9 +175,7 @@ def first_calls(
 @app.command(short_help="Measure the memory of several calls at once.")
 def concurrent(
     calls: Annotated[str, typer.Option(help="Calls at once, comma-separated.")] = "1,2,4,8",
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
-    ] = None,
+    prompts: PromptFileOption = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -185,13 +186,74 @@ def concurrent(
 ) -> None:
     """Measures the memory of concurrent calls, each number of calls in a fresh process."""
     from ..bench.processes import Pair, print_concurrent, run_concurrent
-    from ..training.data.conversations import read_prompts
-    from ..training.evaluate.parity import PROMPTS
 
-    try:
-        counts = [int(count) for count in calls.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"expected numbers such as 1,2,4, found {calls!r}", param_hint="--calls") from None
-    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    counts = numbers(calls, "--calls", "1,2,4")
     pair = Pair(target, drafter_of(target, drafter), dtype.torch, packed_weights=packed_weights)
-    print_concurrent(run_concurrent(pair, texts, counts, max_new_tokens), console)
+    print_concurrent(run_concurrent(pair, prompt_texts(prompts), counts, max_new_tokens), console)
+
+
+@app.command("lm-eval", short_help="Evaluate a target on lm_eval's tasks.")
+def lm_eval(
+    tasks: Annotated[str, typer.Option(help="Names of lm_eval's tasks or YAML files, comma-separated.")],
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    batch_size: Annotated[str, typer.Option(help="Texts in a call, or `auto`.")] = "1",
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="The most that `auto` tries; default: 64.")] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with tasks of your own.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(min=1e-6, help="Documents of each task; below 1 the share.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")] = None,
+    gen_kwargs: Annotated[str | None, typer.Option(help="For generate(), as do_sample=True,temperature=0.7.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Prompts as chats.")] = False,
+    plain: PlainOption = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Without and with the drafter.")] = False,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write lm_eval's results here; with --compare those of both runs.")
+    ] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Evaluates a target on tasks of lm-evaluation-harness, its texts drafted."""
+    if find_spec("lm_eval") is None:
+        raise ImportError("`hsdraft lm-eval` needs lm_eval: pip install -e '.[lm-eval]' in a checkout")
+    if plain and compare:
+        raise typer.BadParameter("--compare runs with the drafter too: leave --plain out", param_hint="--plain")
+    if not re.fullmatch(r"[1-9]\d*|auto(:[1-9]\d*)?", batch_size):
+        raise typer.BadParameter(f"expected a number or auto, found {batch_size}", param_hint="--batch-size")
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import handle_non_serializable
+
+    from ..bench.lm_eval_model import compare as compared
+    from ..bench.lm_eval_model import run_tasks
+
+    if json_out is not None and (json_out.is_dir() or not json_out.parent.is_dir()):
+        raise typer.BadParameter(f"{json_out} cannot be written: expected a file in a folder", param_hint="--json")
+    manager = TaskManager(include_path=include_path)
+    names = [name for name in tasks.split(",") if name]
+    _check_tasks(names, manager)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
+    options: dict[str, Any] = {
+        "limit": limit, "num_fewshot": num_fewshot, "gen_kwargs": gen_kwargs, "max_batch_size": max_batch_size,
+        "apply_chat_template": apply_chat_template, "task_manager": manager,
+    }  # fmt: skip
+    runs = []
+    for drafts in [None, loaded] if compare else [loaded]:
+        runs.append(run_tasks(model, tokenizer, drafts, names, batch_size, **options))
+        say(str(runs[-1]))
+    if compare:
+        say(str(compared(*runs)))
+    if json_out is not None:
+        results = [run.results_with_drafting() for run in runs]
+        document = dict(zip(("plain", "drafted"), results, strict=True)) if compare else results[0]
+        written = json.dumps(document, indent=2, default=handle_non_serializable)
+        json_out.write_text(written, encoding="utf-8")
+
+
+def _check_tasks(names: list[str], manager: Any) -> None:
+    unknown = [name for name in names if not manager.match_tasks([name]) and not Path(name).is_file()]
+    if unknown:
+        said = f"lm_eval has no task {', '.join(unknown)}; a task of your own needs --include-path FOLDER"
+        raise typer.BadParameter(said, param_hint="--tasks")
+    if not names:
+        raise typer.BadParameter("expected the name of a task", param_hint="--tasks")

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, check_fit, console
+from ._shared import (
+    DeviceOption,
+    DrafterArgument,
+    Dtype,
+    DtypeOption,
+    PromptFileOption,
+    TargetArgument,
+    check_fit,
+    prompt_texts,
+    say,
+)
 
 app = typer.Typer()
 
 
 @app.command(short_help="Check that a drafter does what it should.")
 def check(
-    drafter: Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")],
-    target: Annotated[
-        str | None, typer.Argument(help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
-    ] = None,
+    drafter: DrafterArgument,
+    target: TargetArgument = None,
+    prompts: PromptFileOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Mean total variation allowed; 0: by dtype.")] = 0.0,
@@ -36,13 +41,9 @@ def check(
     from ..generate.by_name import load_drafter
     from ..runtime.prompt_inputs import encode_prompts
     from ..runtime.target_loading import load_target
-    from ..training.data.conversations import read_prompts
-    from ..training.evaluate.parity import PROMPTS
     from ..training.families.trainable import as_trained
 
-    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
-    if not texts:
-        raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
+    texts = prompt_texts(prompts)
     loaded = load_drafter(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
     check_fit(loaded, model, tokenizer)
@@ -59,10 +60,10 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
     report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
     for line in report.lines():
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
     if not report.passed:
         raise ParityError(report.explain())
-    console.print(f"passed: training and decoding agree at all {len(report.depths)} depths", highlight=False)
+    say(f"passed: training and decoding agree at all {len(report.depths)} depths")
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
@@ -72,16 +73,16 @@ def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
     checked = []
     for found in check_texts(drafter, target, inputs, max_new_tokens):
         checked.append(found)
-        console.print(str(found), highlight=False, soft_wrap=True)
+        say(str(found))
     same = sum(found.divergence is None for found in checked)
     tau = pooled_tau([found.statistics for found in checked])
-    console.print(f"same texts: {same} of {len(checked)}; tau {tau:.2f}", highlight=False, soft_wrap=True)
+    say(f"same texts: {same} of {len(checked)}; tau {tau:.2f}")
     if same == len(checked):
-        console.print("passed: every text is that of plain decoding", highlight=False)
+        say("passed: every text is that of plain decoding")
     elif target.dtype.itemsize < 4:
-        console.print("undecided: half precision rounds differently; check with --dtype float32", highlight=False)
+        say("undecided: half precision rounds differently; check with --dtype float32")
     else:
-        console.print("FAILED: a drafted text is not that of plain decoding", highlight=False)
+        say("FAILED: a drafted text is not that of plain decoding")
         sys.exit(1)
 
 

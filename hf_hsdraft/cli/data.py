@@ -4,14 +4,15 @@ prompts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from ._shared import TargetOption, console
+from ._shared import TargetOption, console, say
 
 app = typer.Typer()
 
@@ -42,27 +43,26 @@ def coverage(
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    table = Table("kind", title="training chats", title_justify="left")
-    for heading in ("chats", "user tokens", "answer tokens", *(f"distinct-{n}" for n in DISTINCT)):
-        table.add_column(heading, justify="right")
-    for row in count_kinds(chats, tokenize):
-        numbers = [f"{value:,}" for value in (row.chats, row.asked, row.answered)]
-        table.add_row(escape(row.kind) or "none", *numbers, *(f"{value:.3f}" for value in row.distinct))
-    console.print(table)
+    columns = ["chats", "user tokens", "answer tokens", *(f"distinct-{n}" for n in DISTINCT)]
+    kinds = count_kinds(chats, tokenize)
+    _print_kinds(
+        "training chats", columns, [(row.kind, row.chats, row.asked, row.answered, *row.distinct) for row in kinds]
+    )
     if others:
         what = "answers" if any(chat.answers for chat in others) else "user turns"
-        table = Table("kind", title=f"{what} of the other texts", title_justify="left")
-        for heading in ("texts", "tokens", *(f"covered-{n}" for n in COVERED)):
-            table.add_column(heading, justify="right")
-        for found in count_covered(chats, others, tokenize):
-            table.add_row(
-                escape(found.kind) or "none",
-                f"{found.texts:,}",
-                f"{found.tokens:,}",
-                *(f"{v:.3f}" for v in found.covered),
-            )
-        console.print(table)
+        columns = ["texts", "tokens", *(f"covered-{n}" for n in COVERED)]
+        covered = ((row.kind, row.texts, row.tokens, *row.covered) for row in count_covered(chats, others, tokenize))
+        _print_kinds(f"{what} of the other texts", columns, covered)
     console.print(DEFINITION, highlight=False)
+
+
+def _print_kinds(title: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Prints numbers and shares by kind, the first entry of each row."""
+    table = Table("kind", *(Column(name, justify="right") for name in columns), title=title, title_justify="left")
+    for kind, *numbers in rows:
+        shown = (f"{number:.3f}" if isinstance(number, float) else f"{number:,}" for number in numbers)
+        table.add_row(escape(kind) or "none", *shown)
+    console.print(table)
 
 
 @app.command(short_help="Find prompts that training chats hold already.")
@@ -79,7 +79,7 @@ def overlap(
     judged = [chat.asked for path in prompts for chat in read_chats(path)]
     found = PromptIndex(judged).overlaps(chats)
     near = sorted((index for index, each in enumerate(found) if each.near), key=lambda index: -found[index].share)
-    table: Any = Table("overlap", "prompt", "training chat")
+    table = Table("overlap", "prompt", "training chat")
     for index in near[:show]:
         chat = found[index].chat
         assert chat is not None
@@ -87,15 +87,13 @@ def overlap(
     if near and show:
         console.print(table)
     middle = sum(0 < each.share <= 0.5 for each in found)
-    console.print(
+    say(
         f"{len(near):,} of {len(judged):,} prompts have near-duplicates among {len(chats):,} training chats; "
-        f"{middle:,} share less, {len(judged) - len(near) - middle:,} nothing",
-        highlight=False,
-        soft_wrap=True,
+        f"{middle:,} share less, {len(judged) - len(near) - middle:,} nothing"
     )
     console.print(DEFINITION, highlight=False)
     if near:
-        console.print("hsdraft train --exclude-near leaves such chats out", highlight=False)
+        say("hsdraft train --exclude-near leaves such chats out")
         raise typer.Exit(1)
 
 

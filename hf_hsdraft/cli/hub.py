@@ -1,27 +1,27 @@
-"""`hsdraft push`, `pull`, `info`, `list` and `card`: drafters on the Hub.
+"""`hsdraft push`, `pull`, `info`, `list`, `card` and `export`: drafters as files, here and on the Hub.
 
 The token is the one of `hf auth login`, or HF_TOKEN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from ._shared import check_hidden_state, console, hidden_state_drafter
+from ._shared import DrafterArgument, DrafterFolderArgument, check_empty, console, say
 
 app = typer.Typer()
 
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Look into the cache only.")]
 
 
 @app.command(short_help="Send a drafter to the Hub.")
 def push(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
+    folder: DrafterFolderArgument,
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; created if there is none. Default: main.")] = None,
@@ -32,7 +32,7 @@ def push(
 
     drafter = AutoDrafter.from_pretrained(folder)
     commit = drafter.push_to_hub(name, private=private or None, revision=revision, commit_message=message)
-    console.print(f"{commit.repo_url} is at commit {commit.oid}", highlight=False, soft_wrap=True)
+    say(f"{commit.repo_url} is at commit {commit.oid}")
 
 
 @app.command(short_help="Fetch a drafter from the Hub.")
@@ -53,8 +53,8 @@ def pull(
     from ..hub.drafter_files import CODE, find_folder
     from ..hub.fetching import loading
 
-    if to is not None and to.is_dir() and any(to.iterdir()):
-        raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
+    if to is not None:
+        check_empty(to, "--to")
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
     with loading(name):
@@ -65,7 +65,7 @@ def pull(
         folder = find_folder(name, CODE, revision=commit, force_download=force)
     if to is not None:
         shutil.copytree(folder, to, dirs_exist_ok=True)
-    console.print(str(to or folder), highlight=False, soft_wrap=True)
+    say(str(to or folder))
 
 
 @app.command(short_help="Say what a drafter is.")
@@ -75,7 +75,7 @@ def info(
     target: Annotated[
         str | None, typer.Option(help="Also measure how well it fits this target: Hub name, folder or .gguf file.")
     ] = None,
-    offline: OfflineOption = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Look into the cache only.")] = False,
 ) -> None:
     """Describes a drafter: its target, sizes, format, recipe and figures. Runs none of its code."""
     from ._describe import describe
@@ -84,7 +84,7 @@ def info(
     for section, lines in describe(name, with_weights=target is not None or Path(name).is_dir(), **hub).items():
         console.print(f"[bold]{section}[/]")
         for title, value in lines.items():
-            console.print(f"  {escape(title)}: {escape(value)}", highlight=False, soft_wrap=True)
+            say(f"  {title}: {value}")
     if target is not None:
         _print_match(name, target, hub)
 
@@ -92,8 +92,8 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
+    from ..drafters.eagle.drafter import EagleDrafter
     from ..drafters.eagle.feedback_trial import try_on
-    from ..drafters.eagle.modeling_eagle import EagleDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
     from ..runtime.target_loading import load_target
@@ -101,16 +101,25 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     drafter = load_drafter(name, torch.float32, **hub)
     is_eagle = isinstance(drafter, EagleDrafter)
     if not is_eagle:
-        check_hidden_state(drafter, name, "`hsdraft info --target`")
+        _check_hidden_state(drafter, name, "`hsdraft info --target`")
     model, tokenizer = load_target(target, torch.float32)
     drafter.check(model)
     if is_eagle:
-        console.print(f"state fed back: {try_on(drafter, model, tokenizer)}", highlight=False, soft_wrap=True)
+        say(f"state fed back: {try_on(drafter, model, tokenizer)}")
         return
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft card --target` does"
-    console.print(explain_mismatch(model, drafter, tokenizer) or fits, highlight=False, soft_wrap=True)
+    say(explain_mismatch(model, drafter, tokenizer) or fits)
+
+
+def _check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+
+    if not isinstance(drafter, HSDrafter):
+        raise ValueError(
+            f"{needed_by} needs a hidden-state drafter, as `hsdraft train` makes: {name} is a {type(drafter).__name__}"
+        )
 
 
 @app.command("list", short_help="List the drafters in the cache of the Hub.")
@@ -122,9 +131,8 @@ def list_cached() -> None:
     for each in found:
         size = f"{each.bytes / 1e6:.1f} MB" if each.bytes else "weights not fetched"
         refs = f" ({', '.join(each.refs)})" if each.refs else ""
-        line = f"{each.name} {each.commit}{refs}: for {each.target or 'a target without name'}, format "
-        line += f"{each.format}, {size}"
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        made_for = each.target or "a target without name"
+        say(f"{each.name} {each.commit}{refs}: for {made_for}, format {each.format}, {size}")
         if each.problem:
             console.print(f"  [red]{escape(each.problem)}[/]", highlight=False, soft_wrap=True)
     if not found:
@@ -133,7 +141,7 @@ def list_cached() -> None:
 
 @app.command(short_help="Enter measurements, and write the card anew.")
 def card(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
+    folder: DrafterFolderArgument,
     bench: Annotated[
         list[Path] | None,
         typer.Option(
@@ -149,17 +157,18 @@ def card(
     language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and rewrites its card."""
+    from ..generate.by_name import load_drafter
     from ..hub.drafter_files import CARD, RECIPE, read_json
     from ..hub.model_card import is_generated, write_card
     from ..training.files import write_json
-    from ._measured import enter_benchmarks
 
-    drafter = hidden_state_drafter(str(folder), "`hsdraft card`")
+    drafter = load_drafter(str(folder))
+    _check_hidden_state(drafter, str(folder), "`hsdraft card`")
     if target is not None:
         import torch
 
         from ..runtime.target_loading import load_target
-        from ..training.families.identity import record_target
+        from ..training.families.hidden_state import record_target
 
         record_target(drafter, *load_target(target, torch.float32), name=target)
         drafter.save_pretrained(folder)
@@ -171,7 +180,74 @@ def card(
         write_json(folder / RECIPE, {**recipe, **stated})
     readme = folder / CARD
     if readme.is_file() and not is_generated(readme):
-        console.print(f"{readme} is somebody's own and was left as it is", highlight=False, soft_wrap=True)
+        say(f"{readme} is somebody's own and was left as it is")
         return
     write_card(folder, name or folder.resolve().name)
-    console.print(str(readme), highlight=False, soft_wrap=True)
+    say(str(readme))
+
+
+def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) -> list[dict[str, Any]]:
+    """Replaces the benchmarks in a drafter's figures by reports of `hsdraft bench --json`; returns their entries.
+
+    With `keep`, earlier entries stay, except those of the same command. Raises a ValueError if a file is no such
+    report, or is about other weights.
+    """
+    from ..hub.card_figures import is_chain
+    from ..hub.drafter_files import FIGURES, digests, read_json
+    from ..hub.model_card import read_figures
+    from ..training.evaluate.pictures import draw_speed_up
+    from ..training.files import write_json
+
+    weights = digests(folder)
+    entered = [_entry(path, read_json(path), weights) for path in reports]
+    before = read_figures(folder)
+    training = before["training"]
+    if keep:  # the figures in a folder are always of its weights
+        commands = {entry["settings"]["command"] for entry in entered}
+        entered = [each for each in before["benchmarks"] if each["settings"]["command"] not in commands] + entered
+    write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
+    if draw_speed_up([each for each in entered if not is_chain(each["ours"][0])], folder) is None:
+        (folder / "speed_up.png").unlink(missing_ok=True)  # drawn from other figures
+    return entered
+
+
+def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
+    from ..core.checks import printable
+    from ..hub.card_figures import is_chain
+    from ..hub.model_card import is_benchmark
+
+    measured, summary = report.get("weights"), report.get("summary")
+    if not isinstance(measured, dict) or not isinstance(summary, dict):
+        raise ValueError(f"{path} is no report of `hsdraft bench --json`: it names no weights or has no summary")
+    ours = [variant for variant in measured if measured[variant] == weights and variant in summary]
+    if not ours:
+        raise ValueError(
+            f"{path} is about other weights than this drafter's, by their SHA-256 (it measured "
+            f"{printable(', '.join(measured))}): run `hsdraft bench --drafter` with this folder"
+        )
+    entry = {
+        "settings": report.get("settings"),
+        "ours": ours,
+        "summary": {name: row for name, row in summary.items() if name != "plain"},
+        "round": report.get("round", {}),
+        "by_category": report.get("by_category"),
+    }
+    if not is_benchmark(entry):
+        raise ValueError(f"{path} is no complete report of `hsdraft bench --json`: something a card shows is missing")
+    ours.sort(key=lambda variant: (is_chain(variant), -summary[variant]["speed_up"]))
+    return entry
+
+
+@app.command(short_help="Write a drafter for other programs.")
+def export(
+    drafter: DrafterArgument,
+    out: Annotated[Path, typer.Option("--out", file_okay=False, help="New folder.")],
+    to: Annotated[str, typer.Option("--to", help="Format; that of speculators is what vLLM loads.")] = "speculators",
+    target: Annotated[str, typer.Option(help="Hub name of the target to write; default: what the files say.")] = "",
+) -> None:
+    """Writes a drafter in a format of another project. Says why, where that format has no counterpart."""
+    from ..generate.by_name import load_drafter
+
+    check_empty(out, "--out")
+    load_drafter(drafter).export(to, out, target)
+    say(f"{out} holds the drafter in the format of {to}")

@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+from ._shared import DeviceOption, Dtype, DtypeOption, HostOption, PortOption, TargetOption, bound_socket, console, say
 
 app = typer.Typer()
 _TOKEN = "HSDRAFT_TOKEN"
+MaxBatchOption = Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")]
 
 
 @app.command("verify-server", short_help="Verify the drafts of many devices.")
 def verify_server(
     target: TargetOption = None,
-    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8800,
+    host: HostOption = "localhost",
+    port: PortOption = 8800,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     token_file: Annotated[
@@ -32,7 +33,7 @@ def verify_server(
     ] = 2048,
     max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Greatest number of tokens of a text.")] = 4096,
     max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Greatest number of nodes of a draft tree.")] = 64,
-    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
+    max_batch: MaxBatchOption = 32,
     max_columns: Annotated[
         int, typer.Option(min=2, help="Greatest product of the texts in a forward and the nodes of the largest tree.")
     ] = 256,
@@ -56,7 +57,6 @@ def verify_server(
     from ..remote.verify_server import VerifyServer, server_tls
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
-    from ..serve.listening import bound_socket
 
     if (certificate is None) != (key is None):
         raise typer.BadParameter("a certificate and its key go together", param_hint="--certificate")
@@ -80,13 +80,10 @@ def verify_server(
         server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    console.print(
-        f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status"
-        + (" (with the token)" if token else ""),
-        highlight=False,
-    )
+    secret = " (with the token)" if token else ""
+    say(f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status{secret}")
     if host not in ("localhost", "127.0.0.1", "::1") and (tls is None or not token):
-        console.print("anybody who reaches this address can use it or read along: give a certificate and a token")
+        say("anybody who reaches this address can use it or read along: give a certificate and a token")
     try:
         asyncio.run(server.run(listener, tls))
     except KeyboardInterrupt:
@@ -125,7 +122,7 @@ def fleet(
     ] = 0.05,
     token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the keys and values of a token.")] = 131072,
     gibibytes: Annotated[float, typer.Option(min=0.0, max=2.0**20, help="Memory for keys and values.")] = 40.0,
-    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
+    max_batch: MaxBatchOption = 32,
     tau: Annotated[float, typer.Option(min=1.0, help="Tokens that a round emits.")] = 2.5,
     nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes of a round.")] = 8.0,
     draft_ms: Annotated[float, typer.Option(min=0.0, help="Time in which a device drafts.")] = 5.0,

@@ -1,4 +1,4 @@
-"""`hsdraft serve`, `hsdraft chat` and `hsdraft ui`."""
+"""`hsdraft serve`, `chat`, `ui` and `demo`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ._shared import (
+    QUESTION,
     DeviceOption,
     DrafterOption,
     Dtype,
     DtypeOption,
+    HostOption,
+    NewTokensOption,
+    PlainOption,
+    PortOption,
+    SystemOption,
     TargetOption,
+    TemperatureOption,
     VerificationOption,
+    bound_socket,
     checked_device,
     console,
     drafter_of,
+    load_pair,
     load_plain_or_pair,
+    say,
 )
 
 app = typer.Typer()
@@ -38,9 +48,9 @@ def serve(
     context: typer.Context,
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
-    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter, to compare.")] = False,
+    host: HostOption = "localhost",
+    port: PortOption = 8000,
+    plain: PlainOption = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
@@ -77,7 +87,6 @@ def serve(
     from ..generate.attachment import attach
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET
-    from ..serve.listening import bound_socket
     from ..serve.server import Server, build_app
 
     listener = bound_socket(host, port)
@@ -88,7 +97,7 @@ def serve(
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
-    console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
+    say(f"{name} at {address}/v1, what drafting does at {address}/drafting")
     server.run(sockets=[listener])
 
 
@@ -141,7 +150,7 @@ def _serve_by_vllm(
         on_cpu=on_cpu,
         further=further,
     )
-    console.print(shlex.join(command), highlight=False, soft_wrap=True)
+    say(shlex.join(command))
     os.execvp(command[0], command)
 
 
@@ -149,11 +158,11 @@ def _serve_by_vllm(
 def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: SystemOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    temperature: TemperatureOption = 0.0,
     seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
+    plain: PlainOption = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
@@ -178,9 +187,9 @@ def chat(
 def ui(
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 7860,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 7860,
+    system: SystemOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=2048, help="Of an answer; the page can change it.")] = 256,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -191,7 +200,6 @@ def ui(
         raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET
-    from ..serve.listening import bound_socket
     from ..serve.page import ChatPage, Talks, serve_page
     from ..serve.talk import Settings
 
@@ -203,5 +211,21 @@ def ui(
         talks.warm_up()
     names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
     page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
-    console.print(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it", highlight=False)
+    say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
     serve_page(page, talks, listener)
+
+
+@app.command(short_help="Answer a prompt, drafted tokens coloured.")
+def demo(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    max_new_tokens: NewTokensOption = 128,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Answers a prompt with and without the drafter, drafted tokens coloured."""
+    from ..serve.demo import run_demo
+
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)

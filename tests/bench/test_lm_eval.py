@@ -15,7 +15,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from hf_hsdraft import attached
-from hf_hsdraft.bench.lm_eval_run import Evaluation, compare, run_tasks
+from hf_hsdraft.bench.lm_eval_model import Evaluation, compare, run_tasks
 from hf_hsdraft.cli import main as cli
 
 DOCUMENTS = 10

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_helpers import drafts_much, make_block_drafter
 from format_parity import main as print_formats
+from lm_helpers import drafts_of
 from oracles import block_parity
 from oracles.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
-from oracles.format_parity import Case, texts_of, tiny_target
+from oracles.format_parity import Case, loaded_by_speculators, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
@@ -150,33 +152,9 @@ def test_d2t_gives_the_token_of_each_column(saved, target):
     assert drafter.draft_vocab_ids().tolist() == list(DRAFTED)
     head = target.get_output_embeddings().weight
     assert torch.equal(drafter.lm_head.weight, head[list(DRAFTED)])
-    inputs = torch.tensor([[5, 6, 7]])
-    drafter.generation_config.tree_sizing, drafter.generation_config.ngram_length = "fixed", 0
-    drafted = tokens_drafted(target, drafter, inputs)
+    rounds = drafts_of(target, drafts_much(drafter, beam_width=3), {"input_ids": torch.tensor([[5, 6, 7]])})
+    drafted = {token for trees in rounds for tokens, *_ in trees for token in tokens[1:]}
     assert drafted and drafted <= set(DRAFTED)
-
-
-def tokens_drafted(target, drafter, inputs) -> set[int]:
-    """The tokens of all nodes that are drafted in a call, but for the roots."""
-    noting = block_parity.noting(drafter)
-    found: set[int] = set()
-    session_of = noting.session
-
-    def session(call):
-        inner = session_of(call)
-        draft = inner.draft
-
-        def noted(asks):
-            trees = draft(asks)
-            found.update(token for tree in trees for token in tree.tokens[1:])
-            return trees
-
-        inner.draft = noted
-        return inner
-
-    noting.session = session
-    target.generate(inputs, assistant_model=noting, max_new_tokens=6, do_sample=False)
-    return found
 
 
 def test_nothing_of_the_target_is_kept(saved, target):
@@ -201,41 +179,25 @@ def test_nothing_of_the_target_is_kept(saved, target):
     {"num_hidden_layers": 1, "markov_rank": 0, "sample_from_anchor": False, **DFLASH2},
 ])  # fmt: skip
 def test_what_is_saved_here_is_what_the_package_speculators_loads(fields, target, tmp_path):
-    package = pytest.importorskip("speculators")
+    pytest.importorskip("speculators")
     drafter = BlockDrafter.for_target(
         target, num_draft_steps=block_parity.SLOTS, target_tap_layers=TAPS, mask_token_id=MASK, **fields
     )
     block_parity.randomise(drafter)
     if drafter.config.has_own_head:
         drafter.take_head(target.get_output_embeddings(), DRAFTED)
-    drafter.generation_config.tree_size = 11
     drafter.save_pretrained(tmp_path)
-    document = json.loads((tmp_path / "config.json").read_text())
-    assert document["sample_from_anchor"] is drafter.config.sample_from_anchor
-    assert document.keys() <= package.SpeculatorModelConfig.from_pretrained(tmp_path).to_dict().keys()  # as they write
+    model = loaded_by_speculators(tmp_path)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+        if not drafter.config.has_own_head:
+            model.lm_head.weight.copy_(target.get_output_embeddings().weight)
+    slots = partial(block_parity.speculators_slots, model)
 
     def make(target) -> BlockReference:
-        kind = document["speculators_model_type"]
-        name = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
-        layer = package.SpeculatorModelConfig.from_pretrained(tmp_path)
-        layer.transformer_layer_config._attn_implementation = "eager"
-        model, info = getattr(package, f"{name}DraftModel").from_pretrained(
-            tmp_path, config=layer, output_loading_info=True
-        )
-        assert not info["unexpected_keys"] and not info["mismatched_keys"]
-        with torch.no_grad():
-            model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-            if not drafter.config.has_own_head:
-                model.lm_head.weight.copy_(target.get_output_embeddings().weight)
-        slots = partial(block_parity.speculators_slots, model.eval())
-        return BlockReference(name, drafter.save_pretrained, slots, first_slot=drafter.config.first_slot)
+        return BlockReference("saved here", drafter.save_pretrained, slots, first_slot=drafter.config.first_slot)
 
     assert parity(Case("saved here", make)).difference < CLOSE
-    again = AutoDrafter.from_pretrained(tmp_path)
-    assert again.generation_config.tree_size == 11
-    assert replace(again.config, target_num_hidden_layers=6) == drafter.config
-    for name, tensor in drafter.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def test_a_loose_embedding_of_masks_is_applied(saved, target):
@@ -376,19 +338,6 @@ def test_large_sizes_are_refused_before_anything_is_allocated(saved):
         AutoDrafter.from_pretrained(saved("z-lab DFlash", huge))
 
 
-def test_another_target_is_refused(saved):
-    drafter = AutoDrafter.from_pretrained(saved("z-lab DFlash"))
-    inputs = torch.tensor([[5, 6, 7]])
-    for fields, message in (
-        ({"num_hidden_layers": 5}, "num_hidden_layers=5, the drafter expects 6"),
-        ({"hidden_size": 64}, "hidden_size=64, the drafter expects 32"),
-    ):
-        with pytest.raises(DraftingRefused, match=message):
-            tiny_target(**fields).generate(inputs, assistant_model=drafter, max_new_tokens=4)
-    with pytest.raises(DraftingRefused, match="vocab_size=98"):
-        drafter.check(tiny_target(vocab_size=98))
-
-
 def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     drafter = AutoDrafter.from_pretrained(saved("DeepSpec, vanilla", at_top(target_layer_ids=[0, 2, 5])))
     drafter.check(target)
@@ -410,9 +359,19 @@ def test_a_drafter_of_any_vocabulary_takes_that_of_its_target(saved):
         drafter.check(small)
 
 
-def test_dtype_and_arguments(saved):
-    folder = saved("z-lab DFlash")
-    assert AutoDrafter.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert isinstance(BlockDrafter.from_pretrained(folder), BlockDrafter)
-    with pytest.raises(TypeError, match="variant"):
-        AutoDrafter.from_pretrained(folder, variant="fp16")
+def test_what_the_format_of_speculators_cannot_say_is_not_written(target, tmp_path):
+    """It takes the output of the last layer before the norm, transformers gives it after."""
+    drafter = make_block_drafter(target, target_tap_layers=[1, 6])
+    drafter.config = replace(drafter.config, last_tap_is_normed=True)
+    with pytest.raises(ValueError, match="last layer after its norm"):
+        drafter.save_pretrained(tmp_path / "drafter")
+    assert not (tmp_path / "drafter" / "config.json").exists()
+
+
+def test_masks_with_an_embedding_of_their_own_are_kept_here_and_not_exported(target, tmp_path):
+    drafter = make_block_drafter(target, "own mask")
+    with pytest.raises(ValueError, match="its masks have an embedding of their own, for which that format has no"):
+        drafter.export("speculators", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    drafter.save_pretrained(tmp_path / "saved")
+    assert torch.equal(AutoDrafter.from_pretrained(tmp_path / "saved").mask_embedding, drafter.mask_embedding)

@@ -1,4 +1,4 @@
-"""A small language model as a drafter: it drafts what a plain forward of it says, and the target decides."""
+"""A small language model as a drafter: it drafts what a plain forward of it says."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import weakref
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from family_helpers import near
+from lm_helpers import tiny, with_fixed
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
+from session_helpers import padded
 from transformers import AutoModelForCausalLM, BartForConditionalGeneration, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
 from hf_hsdraft.core.draft_tree import DraftTree
@@ -32,37 +34,7 @@ def target():
 
 
 def drafter_of(model, tokenizer=None, **options) -> CausalLMDrafter:
-    """A drafter whose trees have the same size on every machine."""
-    drafter = CausalLMDrafter(model, tokenizer)
-    for name, value in {"tree_sizing": "fixed", "ngram_length": 0, **options}.items():
-        setattr(drafter.generation_config, name, value)
-    return drafter
-
-
-def near(target, seed: int = 1, noise: float = 0.02):
-    """A model whose drafts are often right and often wrong: the target with noise on its weights."""
-    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * torch.randn(weight.shape, generator=generator)
-    return model
-
-
-def padded(rows: int, side: str = "left") -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        columns = slice(None, 2 * row) if side == "left" else slice(11 - 2 * row, None)
-        mask[row, columns], ids[row, columns] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def tiny(model_type: str, seed: int = 0, **fields):
-    """A tiny random model of a type, with small windows."""
-    config = tiny_config(CONFIG_MAPPING[model_type])
-    for name, value in fields.items():
-        setattr(config, name, value)
-    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
+    return with_fixed(CausalLMDrafter(model, tokenizer), **options)
 
 
 class Texts:
@@ -178,14 +150,10 @@ def test_only_roots_and_expanded_nodes_are_multiplied_by_the_head():
     assert rows == [1, 3, 3, 3]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_greedy_texts_are_those_of_plain_decoding(target, rows, side, noise):
-    drafter, inputs = drafter_of(near(target, noise=noise), tree_size=24), padded(rows, side)
-    plain = target.generate(**inputs, **GREEDY)
-    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
-    assert output.sequences.tolist() == plain.sequences.tolist()
+def test_prompts_may_be_padded_on_the_right(target):
+    inputs = {name: value.flip(1) for name, value in padded(3).items()}
+    output = target.generate(**inputs, **GREEDY, assistant_model=drafter_of(near(target), tree_size=24))
+    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
     assert output.statistics.draft_kind == "tree" and sum(output.statistics.accepted_lengths) > 0
 
 
@@ -199,63 +167,6 @@ def test_the_target_itself_drafts_what_it_accepts(target, rows):
     assert output.sequences.tolist() == target.generate(**padded(rows), **call).sequences.tolist()
     assert output.statistics.accepted_lengths == [depth] * 4 * rows
     assert output.statistics.target_forwards == 1 + 4
-
-
-@pytest.mark.parametrize("builder", ["beam", "stochastic_beam", "gumbel"])
-def test_sampled_texts_are_those_of_plain_decoding(target, builder):
-    call = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
-    torch.manual_seed(5)
-    plain = target.generate(**padded(1), **call)
-    torch.manual_seed(5)
-    drafter = drafter_of(near(target), tree_builder=builder)
-    output = target.generate(**padded(1), **call, assistant_model=drafter, return_dict_in_generate=True)
-    assert output.statistics.exact and sum(output.statistics.accepted_lengths) > 0
-    if builder == "beam":  # the others draw further random numbers
-        assert output.sequences.tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("builder", ["stochastic_beam", "gumbel"])
-def test_rejection_keeps_the_targets_distribution(builder):
-    """Of the first three tokens, over all texts of them: by a chi-square test against products of plain forwards."""
-    size, rows, calls = 4, 64, 24
-    target = make_target(seed=1, vocab_size=size, pad_token_id=None)
-    drafter = drafter_of(
-        make_target(seed=2, vocab_size=size, pad_token_id=None),
-        tree_builder=builder, verification="rejection", tree_size=128 * rows, beam_width=3,
-    )  # fmt: skip
-    drafter.generation_config.tree_size = 4096
-    ids = torch.tensor([[2, 3, 1]])
-    texts = torch.cartesian_prod(*[torch.arange(size)] * 3)
-    with torch.no_grad():
-        logits = target(torch.cat([ids.expand(len(texts), -1), texts], dim=1)).logits[:, 2:-1]
-    expected = logits.log_softmax(-1).gather(-1, texts[..., None])[..., 0].sum(-1).exp() * rows * calls
-    torch.manual_seed(0)
-    counts, accepted = torch.zeros(len(texts)), 0
-    for _ in range(calls):
-        output = target.generate(
-            ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=5, assistant_model=drafter,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        new = output.sequences[:, 3:6]
-        counts += torch.bincount((new * torch.tensor([size**2, size, 1])).sum(-1), minlength=len(texts))
-        accepted += sum(output.statistics.accepted_lengths)
-    assert accepted > rows * calls / 2
-    many = expected >= 5
-    rest = torch.tensor([(counts[~many].sum() - expected[~many].sum()) ** 2 / expected[~many].sum().clamp(min=1.0)])
-    statistic = ((counts - expected) ** 2 / expected)[many].sum() + rest.sum()
-    p = torch.special.gammaincc(torch.tensor(float(many.sum())) / 2, statistic / 2)
-    assert p > 1e-4, float(statistic)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "qwen3_next"])
-def test_models_that_cannot_take_tokens_back_are_refused(target, kind):
-    with pytest.raises(ValueError, match="recurrent layers: they cannot take back"):
-        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(tiny(kind)))
-
-
-def test_models_that_keep_no_keys_and_values_are_refused(target):
-    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel keeps no keys and values"):
-        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(tiny("openai-gpt")))
 
 
 def test_a_model_that_is_deaf_to_masks_drafts_chains(target):
@@ -279,17 +190,33 @@ def test_a_model_that_is_deaf_to_masks_drafts_chains(target):
         assert_plain(near(target), texts.texts[row], tree, VOCAB)
 
 
-def test_a_model_in_training_mode_is_refused(target):
-    with pytest.raises(ValueError, match=r"training mode.*call drafter.eval\(\)"):
-        CausalLMDrafter(near(target).train()).check(target)
+RECURRENT = "recurrent layers: they cannot take back"
+REFUSED = {
+    "mamba": (lambda: tiny("mamba"), RECURRENT),
+    "jamba": (lambda: tiny("jamba"), RECURRENT),
+    "qwen3_next": (lambda: tiny("qwen3_next"), RECURRENT),
+    "openai-gpt": (lambda: tiny("openai-gpt"), "OpenAIGPTLMHeadModel keeps no keys and values"),
+    "in training": (lambda: make_target().train(), r"training mode.*call drafter.eval\(\)"),
+    "bart": (
+        lambda: tiny_model(BartForConditionalGeneration, tiny_config(CONFIG_MAPPING["bart"])),
+        "BartForConditionalGeneration is an encoder-decoder",
+    ),
+}
 
 
-def test_an_encoder_decoder_is_refused(target):
-    with pytest.raises(ValueError, match="BartForConditionalGeneration is an encoder-decoder"):
-        config = tiny_config(CONFIG_MAPPING["bart"])
-        CausalLMDrafter(tiny_model(BartForConditionalGeneration, config)).check(target)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_draft_are_refused(target, kind):
+    make, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(make()))
+
+
+def test_what_is_no_model_is_refused(tmp_path, target):
     with pytest.raises(TypeError, match="model=str is invalid: expected a causal language model"):
         CausalLMDrafter("name")
+    target.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+        CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
 
 
 @pytest.mark.parametrize("size", [VOCAB - 40, VOCAB + 30])

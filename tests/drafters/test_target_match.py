@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, pipeline
 
 from hf_hsdraft import CachebackDrafter, HSDrafter
 from hf_hsdraft.drafters.hidden_state.target_match import explain_mismatch, measure_match, tokenizer_hash
-from hf_hsdraft.training.families.identity import record_target
+from hf_hsdraft.training.families.hidden_state import record_target
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli._describe import describe
-from hf_hsdraft.cli._measured import enter_benchmarks
+from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.hub.model_card import write_card
 
 ROW = {"tau": 2.5, "speed_up": 1.25, "tokens_per_second": 30.0, "identical": 3, "ties": 1, "divergent": 0}

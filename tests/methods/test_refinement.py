@@ -19,7 +19,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown

@@ -6,15 +6,12 @@ decodes with it. Every draft of the call is then computed by the reference, on t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     Gemma3TextConfig,
@@ -34,10 +31,12 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
     HIDDEN,
+    OF_TARGET,
+    SIZES,
     VOCABULARY,
     Case,
     NotingDrafter,
@@ -46,13 +45,17 @@ from oracles.format_parity import (
     Round,
     compared,
     randomise,
+    speculators_drafter,
     taps_of,
     texts_of,
     tiny_target,
+    without,
+    write,
 )
 
 TAPS, SLOTS, MASK = (1, 3, 5), 5, 90
 DRAFTED = tuple(range(2, VOCABULARY, 2))  # a part of the vocabulary
+_LAYOUT = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS]}
 
 
 @dataclass(frozen=True)
@@ -138,55 +141,13 @@ def parity(case: Case) -> Parity:
 def speculators_model(
     target: Any, kind: str, layer: dict[str, Any] | None = None, ids: Sequence[int] | None = None, **fields: Any
 ) -> Any:
-    """Returns a drafter of the package speculators for a target.
-
-    Args:
-        target: the target.
-        kind: `"dflash"`, `"dflash2"` or `"dspark"`.
-        layer: fields of its layers' configuration.
-        ids: the tokens that it can draft; all by default.
-        fields: of its configuration.
-    """
-    import speculators as package
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-
-    known: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    of_layers = Qwen3Config(**{**known, **(layer or {})})
-    of_layers._attn_implementation = "eager"
-    proposals = package.SpeculatorsConfig(
-        algorithm=kind,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=SLOTS)],
-        default_proposal_method="greedy",
-        verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-    )
-    name = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
-    config = getattr(package, f"{name}SpeculatorConfig")(
-        transformer_layer_config=of_layers,
-        speculators_config=proposals,
-        draft_vocab_size=VOCABULARY if ids is None else len(ids),
-        block_size=SLOTS,
-        aux_hidden_state_layer_ids=list(TAPS),
-        mask_token_id=MASK,
-        **fields,
-    )
-    model = getattr(package, f"{name}DraftModel")(config).eval()
-    randomise(model)
-    drafted = torch.arange(VOCABULARY) if ids is None else torch.tensor(ids)
+    """Returns a drafter of the package speculators for a target; `layer` are fields of its layers' configuration."""
+    layers = Qwen3Config(**{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **SIZES, **(layer or {})})
+    taps = {"aux_hidden_state_layer_ids": list(TAPS), "mask_token_id": MASK, "block_size": SLOTS}
+    model = speculators_drafter(kind, layers, ids, SLOTS, **taps, **fields)
     with torch.no_grad():
         model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-        model.lm_head.weight.copy_(target.get_output_embeddings().weight[drafted])
-        if ids is not None:
-            kept = torch.zeros(VOCABULARY, dtype=torch.bool)
-            kept[drafted] = True
-            model.load_vocab_mappings(kept, drafted - torch.arange(len(drafted)))
+        model.lm_head.weight.copy_(target.get_output_embeddings().weight[list(ids or range(VOCABULARY))])
     return model
 
 
@@ -220,13 +181,6 @@ def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
     return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=first)
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes the files of a drafter."""
-    (folder / "config.json").write_text(json.dumps(config))
-    kept = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(kept, folder / "model.safetensors")
-
-
 def _layer_fields(model: Any) -> dict[str, Any]:
     """The fields of the layers, as formats have them that write them beside their own."""
     fields = model.config.transformer_layer_config.to_dict()
@@ -250,14 +204,12 @@ def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any
         **_layer_fields(model),
         "architectures": ["Qwen3DSparkModel"],
         "block_size": SLOTS,
-        "target_layer_ids": [tap - 1 for tap in TAPS],
-        "mask_token_id": MASK,
+        **_LAYOUT,
         "num_anchors": 512,
         **{name: getattr(model.config, name) for name in own},
         **(copied or {}),
     }
-    left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    tensors = without(model, OF_TARGET[2:])
     return BlockReference(
         type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
     )
@@ -347,7 +299,7 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
         "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}},
         "layer_types": kinds, "sliding_window": 512, "final_logit_softcapping": 30.0, "enable_moe_block": False,
         "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "tie_word_embeddings": False,
-        "block_size": SLOTS, "target_layer_ids": [tap - 1 for tap in TAPS], "mask_token_id": MASK, "num_anchors": 512,
+        "block_size": SLOTS, **_LAYOUT, "num_anchors": 512,
         "num_target_layers": target.config.num_hidden_layers, "markov_rank": 8, "markov_head_type": "vanilla",
         "enable_confidence_head": False, "target_model_type": "gemma4",
     }  # fmt: skip
@@ -361,8 +313,7 @@ def of_specforge(target: Any, **fields: Any) -> BlockReference:
     own = {
         "attention_mode": "gqa",
         "projector_type": "dspark",
-        "mask_token_id": MASK,
-        "target_layer_ids": [tap - 1 for tap in TAPS],
+        **_LAYOUT,
         "markov_rank": model.config.markov_rank,
         "markov_head_type": model.config.markov_head_type,
         "confidence_head_alpha": 1.0,
@@ -376,8 +327,7 @@ def of_specforge(target: Any, **fields: Any) -> BlockReference:
         "num_target_layers": target.config.num_hidden_layers,
         "dflash_config": own,
     }
-    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    tensors = without(model, OF_TARGET)
     slots = partial(speculators_slots, model)
     return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
 
@@ -385,10 +335,9 @@ def of_specforge(target: Any, **fields: Any) -> BlockReference:
 def of_zlab2(target: Any) -> BlockReference:
     """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
     model = speculators_model(target, "dflash2", **DFLASH2)
-    own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS], "block_size": SLOTS, **DFLASH2}
+    own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
     config = {**_layer_fields(model), "architectures": ["DFlash2DraftModel"], "dflash_config": own}
-    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    tensors = without(model, OF_TARGET)
     slots = partial(speculators_slots, model)
     return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
 
@@ -396,15 +345,10 @@ def of_zlab2(target: Any) -> BlockReference:
 def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
     """Returns a DFlash drafter of transformers."""
     known: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
+        **SIZES,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "block_size": SLOTS,
-        "mask_token_id": MASK,
-        "target_layer_ids": [tap - 1 for tap in TAPS],
+        **_LAYOUT,
         "layer_types": ["full_attention"] * 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0},
         "attn_implementation": "eager",
@@ -444,9 +388,8 @@ def of_zlab(target: Any) -> BlockReference:
     model = muse_model()
     names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
     tensors = {names.get(name, name): tensor for name, tensor in model.state_dict().items()}
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = {
-        **{name: getattr(model.config, name) for name in (*sizes, "head_dim", "rms_norm_eps", "hidden_act")},
+        **{name: getattr(model.config, name) for name in (*SIZES, "num_hidden_layers", "rms_norm_eps", "hidden_act")},
         "model_type": "qwen3",
         "architectures": ["DFlashDraftModel"],
         "vocab_size": VOCABULARY,
@@ -454,7 +397,7 @@ def of_zlab(target: Any) -> BlockReference:
         "max_position_embeddings": 32768,
         "block_size": SLOTS,
         "num_target_layers": target.config.num_hidden_layers,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS]},
+        "dflash_config": _LAYOUT,
         "tie_word_embeddings": True,
         "use_cache": True,
     }

@@ -19,13 +19,13 @@ from transformers import LlamaConfig, Qwen3Config
 
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
-from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
+from hf_hsdraft.drafters.eagle.session import EagleExpansion, EagleSession
 from hf_hsdraft.runtime.target_parts import before_norm
 from hf_hsdraft.trees.tree_builders import Expansion
-from oracles.block_parity import write
 from oracles.format_parity import (
     HIDDEN,
+    OF_TARGET,
+    SIZES,
     Case,
     NotingDrafter,
     Parity,
@@ -33,9 +33,12 @@ from oracles.format_parity import (
     Round,
     compared,
     randomise,
+    speculators_drafter,
     taps_of,
     texts_of,
     tiny_target,
+    without,
+    write,
 )
 
 TOKENS, LAYERS, MASK = 64, 8, 5
@@ -147,51 +150,10 @@ def speculators_model(
     taps: Sequence[int] = TAPS,
     **fields: Any,
 ) -> Any:
-    """Returns a drafter of the package speculators.
-
-    Args:
-        kind: `"eagle3"` or `"peagle"`.
-        layer: fields of its layers' configuration.
-        ids: the tokens that it can draft; `None` for all.
-        qwen: whether its layers are those of Qwen3.
-        taps: hidden states of the target that it reads.
-        fields: of its configuration.
-    """
-    import speculators as package
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-
-    known: dict[str, Any] = {
-        "vocab_size": TOKENS,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    of_layers = (Qwen3Config if qwen else LlamaConfig)(**{**known, **(layer or {})})
-    of_layers._attn_implementation = "eager"
-    proposals = package.SpeculatorsConfig(
-        algorithm=kind,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
-        default_proposal_method="greedy",
-        verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-    )
-    name = {"eagle3": "Eagle3", "peagle": "PEagle"}[kind]
-    config = getattr(package, f"{name}SpeculatorConfig")(
-        transformer_layer_config=of_layers,
-        speculators_config=proposals,
-        draft_vocab_size=TOKENS if ids is None else len(ids),
-        eagle_aux_hidden_state_layer_ids=list(taps),
-        **fields,
-    )
-    model = getattr(package, f"{name}DraftModel")(config).eval()
-    randomise(model, std=0.2)
-    if ids is not None:
-        kept = torch.zeros(TOKENS, dtype=torch.bool)
-        kept[list(ids)] = True
-        model.load_vocab_mappings(kept, torch.tensor(ids) - torch.arange(len(ids)))
-    return model
+    """Returns a drafter of the package speculators; `layer` are fields of its layers' configuration."""
+    sizes = {"vocab_size": TOKENS, "num_hidden_layers": 1, **SIZES, **(layer or {})}
+    layers = (Qwen3Config if qwen else LlamaConfig)(**sizes)
+    return speculators_drafter(kind, layers, ids, 4, 0.2, eagle_aux_hidden_state_layer_ids=list(taps), **fields)
 
 
 def _heads(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
@@ -249,11 +211,7 @@ def authors_config(**fields: Any) -> dict[str, Any]:
     known = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **SIZES,
         "num_hidden_layers": LAYERS,
         "rms_norm_eps": 1e-6,
         "vocab_size": TOKENS,
@@ -294,9 +252,8 @@ def renamed(
             model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
         if tied:
             model.lm_head.weight.copy_(model.embed_tokens.weight)
-    left_out = {"verifier_lm_head.weight", "verifier_norm.weight", *([] if own_embedding else ["embed_tokens.weight"])}
-    left_out |= {"lm_head.weight"} if tied else set()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    kept = ([] if tied else ["lm_head.weight"]) + (["embed_tokens.weight"] if own_embedding else [])
+    state = without(model, [name for name in OF_TARGET if name not in kept])
     unprefixed = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
     tensors = {
         (name if name in unprefixed else prefix + name.replace("layers.0.", f"{first_layer}.")): tensor

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
@@ -182,6 +185,79 @@ def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Te
     hook.remove()
     states = (*states, given[0])
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_CLASSES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3", "peagle": "PEagle"}
+
+
+def speculators_drafter(
+    kind: str, layers: Any, ids: Sequence[int] | None, proposed: int, std: float = 0.3, **fields: Any
+) -> Any:
+    """Returns a drafter of the package speculators with random weights.
+
+    Args:
+        kind: its type, such as `"eagle3"`.
+        layers: configuration of its layers.
+        ids: the tokens that it can draft; `None` for all.
+        proposed: number of tokens that it proposes.
+        std: of the weights.
+        fields: of its configuration.
+    """
+    import speculators as package
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layers._attn_implementation = "eager"
+    proposals = package.SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=proposed)],
+        default_proposal_method="greedy",
+        verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    config = getattr(package, f"{_CLASSES[kind]}SpeculatorConfig")(
+        transformer_layer_config=layers,
+        speculators_config=proposals,
+        draft_vocab_size=layers.vocab_size if ids is None else len(ids),
+        **fields,
+    )
+    model = getattr(package, f"{_CLASSES[kind]}DraftModel")(config).eval()
+    randomise(model, std)
+    if ids is not None:
+        kept = torch.zeros(layers.vocab_size, dtype=torch.bool)
+        kept[list(ids)] = True
+        model.load_vocab_mappings(kept, torch.tensor(ids) - torch.arange(len(ids)))
+    return model
+
+
+def loaded_by_speculators(folder: Path) -> Any:
+    """Returns the drafter of a folder as the package speculators loads it, without weights of a target."""
+    import speculators as package
+
+    document = json.loads((folder / "config.json").read_text())
+    name = _CLASSES[document["speculators_model_type"]]
+    config = getattr(package, f"{name}SpeculatorConfig").from_pretrained(folder)
+    assert document.keys() <= config.to_dict().keys() | {"num_draft_steps"}  # as they write
+    config.transformer_layer_config._attn_implementation = "eager"
+    model_class = getattr(package, f"{name}DraftModel")
+    with mock.patch.object(model_class, "load_verifier_weights", lambda self: None, create=True):
+        model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the files of a drafter."""
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(kept, folder / "model.safetensors")
+
+
+def without(model: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model but for some."""
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in names}
 
 
 def compared(

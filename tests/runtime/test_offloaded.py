@@ -8,11 +8,10 @@ import accelerate
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from family_helpers import make_block_drafter, make_eagle
 from lm_helpers import layered_target, steered, with_fixed
 from session_helpers import padded
-from test_block import make_block_drafter
 from test_cascade import cascade_of
-from test_eagle import make_eagle
 from test_self_speculation import make_self
 from test_specformer import make_specformer
 from test_targets import PackedLinear

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.cli._shared import bound_socket
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.serve.conversation import Conversation
-from hf_hsdraft.serve.listening import bound_socket
 from hf_hsdraft.serve.page_html import conversation_html, figures_html, pieces_html, trees_html
 from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, Settings, Talk, Turn
 from hf_hsdraft.serve.tree_svg import accepted_path, boxes_of, label_of, round_svg

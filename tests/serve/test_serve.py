@@ -34,7 +34,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from hf_hsdraft.serve.listening import bound_socket  # noqa: E402
+from hf_hsdraft.cli._shared import bound_socket  # noqa: E402
 from hf_hsdraft.serve.server import Server, build_app  # noqa: E402
 
 NAME = "user/tiny"

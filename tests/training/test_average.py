@@ -13,7 +13,7 @@ from conftest import VOCAB, make_drafter, make_target
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.hub.drafter_files import read_json
 from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, load_refiner, save_refiner
-from hf_hsdraft.training.families.identity import record_target
+from hf_hsdraft.training.families.hidden_state import record_target
 from hf_hsdraft.training.loop.average import average, average_folders
 
 

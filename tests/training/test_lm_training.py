@@ -147,20 +147,13 @@ def test_a_start_with_other_tokens_is_refused_before_anything_is_written(tied, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_new_steering_is_drafted_as_deep_as_it_is_trained(tied, tokenizer, tmp_path):
+@pytest.mark.parametrize(("given", "steps"), [({}, 8), ({"num_draft_steps": 4}, 4)])
+def test_a_new_steering_is_drafted_as_deep_as_it_is_trained(tied, tokenizer, tmp_path, given, steps):
     start = pruned_folder(tied, tokenizer, tmp_path / "small")
     assert CausalLMDrafter.from_pretrained(start).generation_config.num_assistant_tokens == 5
-    for given, steps in (({}, 8), ({"num_draft_steps": 4}, 4)):
-        drafter = drafter_to_start_from(
-            TRAINABLE["steered-lm"], tied, tokenizer, planned(tmp_path, "steered-lm", init_from=start, drafter=given)
-        )
+    family, plan = TRAINABLE["steered-lm"], planned(tmp_path, "steered-lm", init_from=start, drafter=given)
+    for drafter in (drafter_to_start_from(family, tied, tokenizer, plan), family.untrained(tied, given)):
         assert drafter.num_draft_steps == drafter.generation_config.num_assistant_tokens == steps
-
-
-def test_a_steering_that_is_not_trained_yet_drafts_as_deep_as_it_will_be_trained(tied):
-    for given, steps in (({}, 8), ({"num_draft_steps": 4}, 4)):
-        drafter = TRAINABLE["steered-lm"].untrained(tied, given)
-        assert drafter.generation_config.num_assistant_tokens == steps
 
 
 def test_a_steering_without_a_language_model_is_refused(tied, tokenizer, tmp_path):

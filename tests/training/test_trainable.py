@@ -12,13 +12,14 @@ import torch
 from conftest import VOCAB, make_target, write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
-from oracles.block_parity import SLOTS, speculators_slots
 from safetensors.torch import load_file
+from training_helpers import kill_at_step_three, planned, run
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.block.configuration import Sight
 from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
@@ -27,7 +28,6 @@ from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import forward_kl
@@ -46,6 +46,7 @@ KINDS = {
     "block, rnn": ("block", BLOCK | {"markov_head_type": "rnn"}),
     "block, no head": ("block", BLOCK | {"markov_rank": 0}),
     "block, fill-in": ("block", BLOCK | {"sample_from_anchor": False, "block_size": 4}),
+    "block, sliding, own mask": ("block", BLOCK | {"sights": (Sight(5, True, True), Sight(4)), "learned_mask": True}),
     "block, whole vocabulary": ("block", {**BLOCK, "draft_vocab_ids": None, "draft_vocab_size": VOCAB}),
     "eagle3": ("eagle3", EAGLE),
     "eagle3, two layers": ("eagle3", EAGLE | {"num_hidden_layers": 2, "norm_before_residual": True}),
@@ -130,12 +131,12 @@ def test_parity_holds_at_every_depth(target, kind):
     assert max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4, report
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["block", "eagle3", "peagle", "specformer", "lm", "steered-lm"])
 @pytest.mark.parametrize("planted", ["teacher", "parents", "taps"])
 def test_parity_catches_what_is_off_by_one(target, kind, planted, monkeypatch):
     from hf_hsdraft.training.evaluate import parity as module
 
-    if planted == "parents" and kind.startswith(("block, no head", "peagle", "specformer")):
+    if planted == "parents" and kind in ("peagle", "specformer"):
         pytest.skip("it drafts without the parents")
     if planted == "taps" and kind == "lm":
         pytest.skip("it reads no hidden states")
@@ -225,17 +226,7 @@ def test_drawn_tokens_follow_the_drafter(target, kind):
 
 
 def plan(folder, family: str, **overrides) -> TrainingPlan:
-    fields = {
-        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"),
-        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5, "family": family,
-        "drafter": SIZES[family],
-    }  # fmt: skip
-    return TrainingPlan(**{**fields, **overrides})
-
-
-def run(target, tokenizer, planned: TrainingPlan, **arguments):
-    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
-    return train(target, tokenizer, planned, {**fields, **arguments}, report=lambda _: None)
+    return planned(folder, family, **{"drafter": SIZES[family], **overrides})
 
 
 class Describes(TrainerCallback):
@@ -293,24 +284,14 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
 
 @families
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
-    from hf_hsdraft.training.loop import trainer
-
     whole = run(chatty, tokenizer, plan(tmp_path, family, out=str(tmp_path / "whole"), cache_taps=True))
-    original, steps = trainer.DrafterTrainer.compute_loss, []
-
-    def dies_at_step_three(self, *args, **kwargs):
-        steps.append(self.state.global_step)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
-    planned = plan(tmp_path, family, cache_taps=True)
+    steps = kill_at_step_three(monkeypatch)
+    killed = plan(tmp_path, family, cache_taps=True)
     with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, planned)
+        run(chatty, tokenizer, killed)
     with pytest.raises(ValueError, match=f"family: '{family}' -> 'hidden-state'"):
-        run(chatty, tokenizer, replace(planned, family="hidden-state", drafter={"draft_vocab_size": 40}))
-    resumed = run(chatty, tokenizer, planned)
+        run(chatty, tokenizer, replace(killed, family="hidden-state", drafter={"draft_vocab_size": 40}))
+    resumed = run(chatty, tokenizer, killed)
     assert steps[4:] == [2, 3]
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value)
@@ -401,71 +382,20 @@ def test_a_confidence_head_is_not_trained_and_not_saved_untrained(chatty, tokeni
     again = AutoDrafter.from_pretrained(tmp_path / "out")
     for name, tensor in trained.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor)
-    with pytest.raises(ValueError, match="confidence_head='hidden' is invalid in training"):
-        fields = {**SIZES["block"], "confidence_head": "hidden"}
-        run(chatty, tokenizer, replace(plan(tmp_path, "block", drafter=fields), out=str(tmp_path / "fresh")))
 
 
-def test_a_choice_among_candidates_is_not_trained(chatty, tokenizer, tmp_path):
-    fields = {"selector_rank": 4, "selector_top_k": 8, "markov_rank": 0, "draft_vocab_size": VOCAB}
-    with pytest.raises(ValueError, match="selector_rank=4 is invalid in training"):
-        run(chatty, tokenizer, plan(tmp_path, "block", drafter=fields))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"selector_rank": 4, "selector_top_k": 8, "markov_rank": 0, "draft_vocab_size": VOCAB}, "selector_rank=4"),
+        ({"markov_head_type": "rnn", "sample_from_anchor": False, "block_size": 4}, "markov_head_type='rnn'"),
+        ({"confidence_head": "hidden"}, "confidence_head='hidden'"),
+    ],
+)
+def test_heads_that_cannot_be_trained_are_refused(chatty, tokenizer, tmp_path, fields, message):
+    with pytest.raises(ValueError, match=f"{message} is invalid in training"):
+        run(chatty, tokenizer, plan(tmp_path, "block", drafter={**SIZES["block"], **fields}))
     assert not (tmp_path / "out").exists()
-
-
-def loaded_by_speculators(kind: str, folder, monkeypatch):
-    speculators = pytest.importorskip("speculators")
-    model_class = getattr(speculators, f"{kind}DraftModel")
-    # It would fetch weights of the target, which has no name here.
-    monkeypatch.setattr(model_class, "load_verifier_weights", lambda self: None)
-    config = getattr(speculators, f"{kind}SpeculatorConfig").from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    return model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("vocabulary", [40, VOCAB])
-def test_a_block_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, vocabulary, monkeypatch):
-    sizes = {**SIZES["block"], "draft_vocab_size": vocabulary, "num_draft_steps": SLOTS}
-    run(chatty, tokenizer, plan(tmp_path, "block", drafter=sizes), max_steps=10, eval_steps=10, learning_rate=3e-3)
-    model = loaded_by_speculators("DSpark", tmp_path / "out", monkeypatch)
-    drafter = AutoDrafter.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    weights = borrow(drafter, chatty)
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(chatty.get_input_embeddings().weight)
-        if vocabulary == VOCAB:
-            model.lm_head.weight.copy_(chatty.get_output_embeddings().weight)
-    pack, anchor = packed(chatty, drafter, 26), 14
-    predictions = family_of(drafter).predictions(drafter, weights)
-    tokens = pack.input_ids[anchor : anchor + SLOTS][None]
-    chains = Chains(torch.tensor([anchor - 1]), 1, torch.ones(1, dtype=torch.bool))
-    with torch.no_grad():
-        _, expected = speculators_slots(model, pack.taps, pack.input_ids.tolist(), anchor)
-        hidden = unroll(drafter, predictions, pack, chains, tokens).hidden_states
-        states = predictions.states(tokens, hidden)
-        found = torch.cat([predictions.logits(*each) for each in zip(hidden, states, strict=True)])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("vocabulary", [40, VOCAB])
-def test_an_eagle_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, vocabulary, monkeypatch):
-    sizes = {**SIZES["eagle3"], "draft_vocab_size": vocabulary}
-    run(chatty, tokenizer, plan(tmp_path, "eagle3", drafter=sizes), max_steps=10, eval_steps=10, learning_rate=3e-3)
-    model = loaded_by_speculators("Eagle3", tmp_path / "out", monkeypatch)
-    drafter = AutoDrafter.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(chatty.get_input_embeddings().weight)
-    pack, start = packed(chatty, drafter, 26), 13
-    predictions = family_of(drafter).predictions(drafter, borrow(drafter, chatty))
-    tokens = pack.input_ids[start + 1 : start + 4][None]
-    chains = Chains(torch.tensor([start]), 1, torch.ones(1, dtype=torch.bool))
-    found: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: found.append(output))
-    with torch.no_grad():
-        ids = pack.input_ids[None, 1:]
-        model(pack.taps[None, :-1], ids, torch.zeros_like(ids), ttt_steps=3)
-        hidden = unroll(drafter, predictions, pack, chains, tokens).hidden_states
-        own = torch.cat([predictions.logits(each, None) for each in hidden])
-    torch.testing.assert_close(own, torch.stack([each[0, start] for each in found]), atol=1e-4, rtol=1e-4)
 
 
 def test_co_training_takes_any_family(target, tokenizer):

@@ -1,7 +1,7 @@
 """Drafters of whole blocks of tokens in one forward (DFlash, DFlash2, DSpark) in several published formats."""
 
 from ..base.formats import register_format
-from .loading import FORMATS
+from .formats import FORMATS
 
 for _form in FORMATS:
     register_format(_form)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.checks import POSITIVE, check_fields, choice, demand, integer, is_integer, public_name, setting
-from ...runtime.target_limits import decoder_layers
+from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig, described, most_of, number
+from ..base.published import fresh_rope
 from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -114,6 +115,9 @@ class BlockConfig(PlainConfig):
         """The slot that drafts the first token after the anchor."""
         return 0 if self.sample_from_anchor else 1
 
+    def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        return self.target_tap_layers
+
     @property
     def has_own_head(self) -> bool:
         """Whether the drafter stores output rows: it does for a reduced vocabulary."""
@@ -124,15 +128,9 @@ class BlockConfig(PlainConfig):
         return any_special_tokens(self, *() if self.vocab_size is not None else ("vocab_size",))
 
     @classmethod
-    def for_target(cls, target: Any, **overrides: Any) -> BlockConfig:
-        """Derives the configuration of a new drafter from a loaded target; see `for_target_config`."""
-        name = public_name(getattr(target, "name_or_path", ""))
-        return cls.for_target_config(target.config, **{"target_name": name, **overrides})
-
-    @classmethod
-    def for_target_config(
+    def for_target(
         cls,
-        target_config: Any,
+        target: Any,
         *,
         num_draft_steps: int = 8,
         num_hidden_layers: int = 3,
@@ -141,7 +139,7 @@ class BlockConfig(PlainConfig):
         target_tap_layers: Sequence[int] | None = None,
         **overrides: Any,
     ) -> BlockConfig:
-        """Derives the configuration of a new drafter in DSpark's layout: anchor-first with a vanilla head.
+        """Derives the configuration of a new drafter from a loaded target, in DSpark's layout: anchor-first.
 
         Args:
             num_draft_steps: slots of a block, each of which drafts a token.
@@ -150,28 +148,26 @@ class BlockConfig(PlainConfig):
             target_tap_layers: hidden states to read; by default spread evenly over the target.
             overrides: further fields of the configuration and of `LayerSizes`. An invalid one raises a ValueError.
         """
-        config = target_config.get_text_config(decoder=True)
-        layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})
-        eps = getattr(config, "rms_norm_eps", None) or 1e-5
-        sizes: dict[str, Any] = {"rms_norm_eps": eps, "qk_norm": True}
+        config = text_config(target)
+        layers, size, pad = decoder_layers(config), config.vocab_size, own_integer(config, "pad_token_id")
+        sizes: dict[str, Any] = {"rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5, "qk_norm": True}
         sizes |= {name: overrides.pop(name) for name in list(overrides) if name in LayerSizes.__dataclass_fields__}
-        pad, longest = (own_integer(config, name) for name in ("pad_token_id", "max_position_embeddings"))
-        rope = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"}
         fields: dict[str, Any] = {
-            "vocab_size": config.vocab_size,
+            "vocab_size": size,
             "target_hidden_size": config.hidden_size,
             "target_tap_layers": tuple(target_tap_layers or default_tap_layers(layers, num_hidden_layers)),
             "sizes": LayerSizes.like(config, **sizes),
             "num_hidden_layers": num_hidden_layers,
             "block_size": num_draft_steps,
             "sample_from_anchor": True,
-            "mask_token_id": config.vocab_size - 1 if pad is None or not 0 <= pad < config.vocab_size else pad,
-            "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
-            "rope": {"rope_parameters": rope, "max_position_embeddings": longest},
+            "mask_token_id": size - 1 if pad is None or not 0 <= pad < size else pad,
+            "draft_vocab_size": size if draft_vocab_size is None else draft_vocab_size,
+            "rope": fresh_rope(config),
             "markov_rank": markov_rank,
             "last_tap_is_normed": False,  # other engines take it without the norm
             "target_num_hidden_layers": layers,
-            "target_architectures": tuple(getattr(target_config, "architectures", None) or ()),
+            "target_name": public_name(getattr(target, "name_or_path", "")),
+            "target_architectures": tuple(getattr(target.config, "architectures", None) or ()),
         }
         if unknown := sorted(overrides.keys() - cls.__dataclass_fields__.keys()):
             raise ValueError(f"a block drafter's configuration has no {', '.join(unknown)}")

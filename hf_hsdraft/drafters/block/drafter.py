@@ -11,23 +11,23 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import printable
-from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
-from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import before_norm, check_last_state
+from ...runtime.target_limits import text_config
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import Call
+from ..base.published import speculators_document
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
-from .block_session import BlockSession
 from .configuration import BlockConfig
-from .network import BlockNetwork, frozen_rows
-from .writing import config_document
+from .network import BlockNetwork
+from .session import BlockSession
 
 logger = logging.get_logger(__name__)
+
+# Class names that engines use.
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 
 
 class BlockDrafter(BlockNetwork, PublishedDrafter):
@@ -54,7 +54,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         """Makes an untrained drafter for a text-generating transformers model, in float32 on the CPU.
 
         `draft_vocab_ids` are the draftable token ids, all by default; `overrides` as for
-        `BlockConfig.for_target_config`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
+        `BlockConfig.for_target`. Raises a ValueError if one is invalid, or ids are not ascending or beyond the
         vocabulary.
         """
         if draft_vocab_ids is not None:
@@ -77,7 +77,8 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         if found[-1] >= size:
             raise ValueError(f"draft_vocab_ids holds {int(found[-1])}: expected ids below vocab_size={size}")
         assert self.lm_head is not None
-        self.lm_head.weight.copy_(frozen_rows(output_head, ids))
+        rows = output_head.weight.detach()
+        self.lm_head.weight.copy_(rows[found.to(rows.device)])
         self.d2t.copy_(found - torch.arange(len(found)))  # type: ignore[operator]
         self.t2d.zero_()[found.to(self.device)] = True  # type: ignore[operator]
 
@@ -85,7 +86,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         config = replace(self.config, target_name=target_name or self.config.target_name)
         state = self.state_dict()
         loose = {LOOSE_MASK: state.pop("mask_embedding")} if config.learned_mask else {}
-        return SpeculatorsFiles(config_document(config, self.dtype), state, loose)
+        return SpeculatorsFiles(_document(config, self.dtype), state, loose)
 
     def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
         if self.config.learned_mask:
@@ -105,14 +106,6 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     def taps(self) -> Sequence[int]:  # type: ignore[override]
         return self.config.target_tap_layers
 
-    def taps_of(self, target: Any) -> Sequence[int]:
-        taps = self.config.target_tap_layers
-        return taps if self.config.last_tap_is_normed else before_norm(taps, decoder_layers(text_config(target)))
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
     def default_generation_config(self) -> GenerationConfig:
         steps = self.config.num_draft_steps
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
@@ -121,26 +114,10 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         check_refiners(self, options)
 
     def check(self, target: Any) -> None:
-        config, wanted = text_config(target), self.config
-        layers, taps = decoder_layers(config), wanted.target_tap_layers
-        made_for = f"this drafter was made for {printable(wanted.target_name) or 'another target'}"
-        for name, found, expected in (
-            ("vocab_size", config.vocab_size, wanted.vocab_size),
-            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
-        ):
-            if expected is not None and found != expected:
-                raise DraftingRefused(
-                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                    "target, or train one."
-                )
-        if taps[-1] > layers or wanted.mask_token_id >= config.vocab_size:
-            raise DraftingRefused(
-                f"the drafter reads hidden state {taps[-1]} and token {wanted.mask_token_id} as its mask, the target "
-                f"has {layers} layers and {config.vocab_size} tokens: {made_for}. Use a drafter of this target."
-            )
-        if taps[-1] == layers and not wanted.last_tap_is_normed:
-            check_last_state(target)
+        super().check(target)
+        tokens, mask = text_config(target).vocab_size, self.config.mask_token_id
+        if mask >= tokens:
+            self.refuse(f"the drafter reads token {mask} as its mask, the target has {tokens} tokens")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config = self.config
@@ -160,3 +137,70 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         target, options = call.target, call.options
         weights = self.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         return BlockSession(self, weights, options, batch_size=call.rows, foresight=call.foresight)
+
+
+def _kind_of(config: BlockConfig) -> str:
+    """Returns the type of drafter: `"dflash"`, `"dflash2"` or `"dspark"`."""
+    if config.selector_rank:
+        return "dflash2"
+    heads = config.markov_rank > 0 or config.confidence_head != "none"
+    return "dspark" if heads or config.sample_from_anchor else "dflash"
+
+
+def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns a drafter's config.json, with all switches, since readers have different defaults.
+
+    Raises a ValueError if the format cannot express what the drafter computes.
+    """
+    _check_can_be_written(config)
+    kind = _kind_of(config)
+    heads: dict[str, Any] = {}
+    if kind == "dspark":
+        heads = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.confidence_head != "none",
+            "confidence_head_with_markov": config.confidence_head == "markov",
+        }
+    if kind == "dflash2":
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        heads = {name: getattr(config, name) for name in names}
+    if config.embedding_scale is None:
+        heads["target_scales_embeddings"] = True
+    return speculators_document(
+        config,
+        kind,
+        _ARCHITECTURES[kind],
+        dtype,
+        "qwen3",
+        config.sizes,
+        [sight.reach for sight in config.sights],
+        aux_hidden_state_layer_ids=list(config.target_tap_layers),
+        mask_token_id=config.mask_token_id,
+        block_size=config.block_size,
+        sample_from_anchor=config.sample_from_anchor,
+        sliding_window_non_causal=not any(sight.causal for sight in config.sights),
+        **heads,
+    )
+
+
+def _check_can_be_written(config: BlockConfig) -> None:
+    """Raises a ValueError for anything the format has no field for."""
+    sights = [sight for sight in config.sights if sight.reach is not None or sight.causal]
+    one_rule = len({(sight.reach, sight.causal) for sight in sights}) <= 1
+    told = {
+        "a sliding window that each slot counts by itself": not all(sight.of_anchor for sight in sights),
+        "several sliding windows": not one_rule,
+        "a factor of embeddings": config.embedding_scale not in (None, 1.0),
+        "a factor or a cap of logits": config.output_multiplier != 1.0 or config.final_logit_softcapping != 0.0,
+        "any target's vocabulary": config.vocab_size is None,
+        "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
+        and config.target_tap_layers[-1] == (config.target_num_hidden_layers or config.target_tap_layers[-1]),
+        "layers of Gemma 4": config.sizes.gemma,
+        "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
+    }
+    if found := [name for name, is_so in told.items() if is_so]:
+        raise ValueError(
+            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
+            "it was loaded from"
+        )

@@ -6,7 +6,7 @@ hidden size, K drafts of a block, V' draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -18,13 +18,54 @@ from torch import nn
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.drafter_output import DrafterOutput
+from ..base.published import PublishedNetwork
 from ..base.target_weights import TargetWeights, borrow
-from .block_context import training_attention
 from .configuration import BlockConfig
-from .convolution import BlockConvolution
+from .context import training_attention
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
 
 AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions over a block's slots, before and after a part of a layer.
+
+    Slot i becomes the sum over tau of (base[tau] + delta[i, tau]) * x[i - tau], with zeros before the block. Channels
+    of a group share one delta. Both deltas are computed from the input of the first convolution. Kernels span
+    `kernel_size` slots, groups `group_size` channels.
+    """
+
+    def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * (hidden_size // group_size), bias=False)
+        self.group_size = group_size
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes both convolutions the identity."""
+        with torch.no_grad():
+            self.base_kernel.zero_()
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the convolved input `[..., slots, D]` of the part, and the kernels for `after`."""
+        size = self.base_kernel.shape[1]
+        deltas = self.kernel_projection(x).unflatten(-1, (2, size, -1)).repeat_interleave(self.group_size, dim=-1)
+        kernels = self.base_kernel + deltas
+        return _convolved(x, kernels[..., 0, :, :]), kernels[..., 1, :, :]
+
+    def after(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        """Returns the convolved output `[..., slots, D]` of the part."""
+        return _convolved(x, kernels)
+
+
+def _convolved(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+    """Convolves blocks `[..., slots, D]` by kernels `[..., slots, K, D]`."""
+    slots = x.shape[-2]
+    parts = (F.pad(x, (0, 0, back, 0))[..., :slots, :] * kernels[..., back, :] for back in range(kernels.shape[-2]))
+    return torch.stack(list(parts)).sum(dim=0)
 
 
 class BlockLayer(DecoderLayer):
@@ -68,9 +109,7 @@ def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[tor
     return convolution.after(part(x), kernels)
 
 
-class BlockNetwork(nn.Module):
-    loss_function: Any = None
-
+class BlockNetwork(PublishedNetwork):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config, sizes = config, config.sizes
@@ -100,28 +139,14 @@ class BlockNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initialises all weights, except the target's rows."""
+        """Initialises all weights; the target's rows are to be taken after that."""
+        super().reset_parameters(std)
         for module in self.modules():
-            if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
-                nn.init.normal_(module.weight, std=std)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-            elif isinstance(module, CandidateSelector):
+            if isinstance(module, CandidateSelector):
                 nn.init.normal_(module.predecessor_codebook, std=std)
                 nn.init.normal_(module.successor_codebook, std=std)
-        for module in self.modules():
-            if isinstance(module, BlockConvolution):
+            elif isinstance(module, BlockConvolution):
                 module.reset_parameters()
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
 
     @property
     def token_head(self) -> TokenHead | None:
@@ -209,28 +234,6 @@ class BlockNetwork(nn.Module):
             logits = logits * self.config.output_multiplier
         return logits if cap == 0 else torch.tanh(logits / cap) * cap
 
-    def advance(
-        self, tokens: torch.Tensor, hidden: torch.Tensor | None = None, states: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Returns the token head's states after tokens of the text, in training; None without such a head.
-
-        `tokens` `[N]` are int64, at depth 0 the anchors. `hidden` `[N, D]` are the slots that predict them, `states`
-        `[N, S]` those before them; both None for anchors. Raises a ValueError for an "rnn" head of the fill-in layout,
-        which would need the anchors' slots.
-        """
-        if self.token_head is None:
-            return None
-        if self.token_head.needs_hidden and self.config.first_slot:
-            raise ValueError("markov_head_type='rnn' with sample_from_anchor=False can draft, but not be trained here")
-        return self.token_head.advance(tokens, hidden, states)
-
-    def token_bias(self, depth: int, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the bias `[N, V']` of slots `[N, D]` after paths in `states` `[N, S]`; None without a token head.
-
-        The formula is the same at all depths.
-        """
-        return None if self.token_head is None or states is None else self.token_head(hidden, states)
-
     def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
         """Returns `[V']`, int64, the token id of each row of the head; drafters of any vocabulary need `vocab_size`."""
         ids = torch.arange(self.config.draft_vocab_size or vocab_size or 0, device=self.device)
@@ -252,9 +255,3 @@ class BlockNetwork(nn.Module):
         if scale == 1.0:
             return weights
         return replace(weights, embed=lambda tokens: weights.embed(tokens) * scale)
-
-
-def frozen_rows(output_head: nn.Linear, ids: Sequence[int]) -> torch.Tensor:
-    """Returns a copy of the target's output rows, `[V', D]`."""
-    rows = output_head.weight.detach()
-    return rows[torch.tensor(list(ids), device=rows.device)].clone()

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...core.checks import few, printable, short
+from ...core.checks import few, printable
 from ...core.fields import REQUIRED, Fields
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
-from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
+from ..base.layer_fields import read_rope, read_sizes, read_windows
 from ..base.plain_config import most_of
 from .configuration import MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
@@ -38,28 +38,25 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
     layer = _with_defaults(given.values, given.place)
     layer.ignore(*_MEANINGLESS)
     causal = not config.flag("sliding_window_non_causal", kind == "dflash2")
-    sights = [_sight(window, of_anchor=True, causal=causal) for window in _windows(layer)]
     target_name, target_architectures = target_of(checkpoint.config)
     fields = {
         **_trunk(layer),
         "target_hidden_size": config.integer("target_hidden_size", None) or layer.integer("hidden_size"),
         "target_tap_layers": tuple(config.integers("aux_hidden_state_layer_ids")),
-        "block_size": config.integer("block_size", 8, most=most_of(BlockConfig, "block_size")),
+        "block_size": _size(config, "block_size", 8),
         "sample_from_anchor": config.flag("sample_from_anchor", kind == "dspark"),
         "mask_token_id": config.integer("mask_token_id", least=0),
-        "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=most_of(BlockConfig, "draft_vocab_size")),
-        "sights": tuple(sights),
+        "draft_vocab_size": _size(config, "draft_vocab_size", 32000),
+        "sights": tuple(_sight(window, of_anchor=True, causal=causal) for window in _windows(layer)),
         # Only this package writes it, for drafters in z-lab's format.
         "embedding_scale": None if config.flag("target_scales_embeddings", False) else 1.0,
         "last_tap_is_normed": False,
         "target_name": target_name,
         "target_architectures": target_architectures,
-        **(_dspark_heads(config, enabled=True) if kind == "dspark" else {}),
+        **(_dspark_heads(config, 256, enabled=True) if kind == "dspark" else {}),
         **(_dflash2_heads(config, least_known=True) if kind == "dflash2" else {}),
     }
-    layer.refuse_unread()
-    config.refuse_unread()
-    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+    return _complete(fields, checkpoint, layer, config)
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
@@ -72,37 +69,30 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
     dspark = own.choice("projector_type", ("dflash", "dflash2", "dspark"), "dflash") == "dspark"
     config.ignore(*_MEANINGLESS, "num_target_layers")
     both = Fields({**config.values, **{name: value for name, value in own.values.items() if value is not None}}, CONFIG)
-    causal = _agreed(own.flag("causal", None), config.flag("is_causal", None), "causal", "is_causal")
+    causal, is_causal = own.flag("causal", None), config.flag("is_causal", None)
+    if None not in (causal, is_causal) and causal != is_causal:
+        raise ValueError(f"causal={causal} and is_causal={is_causal} in {CONFIG} contradict each other")
+    causal = is_causal if causal is None else causal
     windows = _windows(config)
     if own.flag("use_swa", False):
         window = own.integer("swa_window_size")
         if window != config.integer("sliding_window", window):
             raise ValueError(f"swa_window_size={window} in dflash_config is invalid: expected the same sliding_window")
         windows = windows if "layer_types" in config else (window,) * len(windows)
-    sights = [
-        _sight(None if window is None else window - 1, causal=window is not None if causal is None else causal)
-        for window in windows
-    ]
     is_second = any(name.startswith("candidate_selector.") for name in checkpoint.shapes)
     fields = {
         **_trunk(config),
-        "target_hidden_size": config.integer("hidden_size"),
-        "target_tap_layers": _taps_of(both.integers("target_layer_ids"), least=0),
-        "block_size": both.integer("block_size", 16, most=most_of(BlockConfig, "block_size")),
+        **_block(both, block_size=16),
         "sample_from_anchor": dspark and own.flag("shift_label", True),
-        "mask_token_id": both.integer("mask_token_id", least=0),
-        "sights": tuple(sights),
+        "sights": tuple(_reaching(window, window is not None if causal is None else causal) for window in windows),
         "embedding_scale": both.number("input_embedding_scale", None),
         "output_multiplier": both.number("output_multiplier", 1.0),
         "final_logit_softcapping": both.number("final_logit_softcapping", 0.0, least=-1.0),
-        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
         **(_dflash2_heads(both) if is_second else {}),
         **(_dspark_of(both, checkpoint) if dspark else {}),
     }
     own.ignore("enable_confidence_head", "confidence_head_with_markov")  # the tensors decide
-    own.refuse_unread()
-    config.refuse_unread()
-    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+    return _complete(fields, checkpoint, own, config)
 
 
 def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
@@ -110,28 +100,19 @@ def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
     config = Fields(checkpoint.config, CONFIG)
     config.choice("model_type", _COPIED, "qwen3")
     config.ignore(*_MEANINGLESS, *_OF_COPIES, "num_anchors")
-    sights = [_sight(None if window is None else window - 1) for window in _windows(config)]
     fields = {
         **_trunk(config, whole_heads=True),
-        "target_hidden_size": config.integer("hidden_size"),
-        "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
-        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
-        "sample_from_anchor": config.flag("sample_from_anchor", True),
-        "mask_token_id": config.integer("mask_token_id", least=0),
-        "sights": tuple(sights),
-        "last_tap_is_normed": False,
-        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
-        **_dspark_heads(config, enabled=False),
+        **_of_deepspec(config),
+        "sights": tuple(_reaching(window) for window in _windows(config)),
     }
-    config.refuse_unread()
-    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+    return _complete(fields, checkpoint, config)
 
 
 def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
     """Reads DeepSpec's DSpark for Gemma 4: layers like the target's full ones, from a copy of its configuration."""
     config, shapes = Fields(checkpoint.config, CONFIG), checkpoint.shapes
     config.choice("model_type", ("gemma4_text", "gemma4_unified_text"), "gemma4_text")
-    config.ignore(*_MEANINGLESS, "num_anchors", "attention_k_eq_v", "tie_word_embeddings", "attention_bias")
+    config.ignore(*_MEANINGLESS, "num_anchors", "attention_k_eq_v", "attention_bias")
     for name in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"):
         config.expect(name, False, 0)
     # If heads differ by layer type, the copied fields are ambiguous; the tensors are those of full layers.
@@ -141,26 +122,18 @@ def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
     own["hidden_act"] = config.values.get("hidden_activation", "gelu_pytorch_tanh")
     bias = f"{first}q_proj.bias" in shapes
     sizes = read_sizes(Fields(own, CONFIG), attention_bias=bias, output_bias=bias, qk_norm=True)
-    vocabulary = config.integer("vocab_size", most=most_of(BlockConfig, "vocab_size"))
+    vocabulary = _size(config, "vocab_size")
     fields = {
         "vocab_size": vocabulary,
         "draft_vocab_size": vocabulary,
         "sizes": replace(sizes, gemma=True, keys_are_values=f"{first}v_proj.weight" not in shapes),
-        "num_hidden_layers": config.integer("num_hidden_layers", most=MOST_LAYERS),
+        "num_hidden_layers": _size(config, "num_hidden_layers"),
         "rope": read_rope(config, "full_attention"),
-        "target_hidden_size": config.integer("hidden_size"),
-        "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
-        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
-        "sample_from_anchor": config.flag("sample_from_anchor", True),
-        "mask_token_id": config.integer("mask_token_id", least=0),
+        **_of_deepspec(config),
         "embedding_scale": None,
         "final_logit_softcapping": config.number("final_logit_softcapping", 0.0),
-        "last_tap_is_normed": False,
-        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
-        **_dspark_heads(config, enabled=False),
     }
-    config.refuse_unread()
-    return BlockConfig(**fields)
+    return _complete(fields, checkpoint, config)
 
 
 def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
@@ -169,27 +142,54 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
     config.ignore(*_MEANINGLESS)
     fields = {
         **_trunk(config, has_vocabulary=False),
-        "target_hidden_size": config.integer("hidden_size"),
-        "target_tap_layers": _taps_of(config.integers("target_layer_ids"), least=0),
-        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
+        **_block(config),
         "sample_from_anchor": False,
-        "mask_token_id": config.integer("mask_token_id", least=0),
         "sights": tuple(_sight(window) for window in _windows(config)),
         "embedding_scale": None,
     }
-    config.refuse_unread()
-    return BlockConfig(**fields)
+    return _complete(fields, checkpoint, config)
+
+
+def _complete(fields: Mapping[str, Any], checkpoint: Checkpoint, *read: Fields) -> BlockConfig:
+    """Returns the configuration; a file with a mask embedding says that there is one."""
+    for each in read:
+        each.refuse_unread()
+    return BlockConfig(**fields, learned_mask=(checkpoint.folder / LOOSE_MASK).is_file())
+
+
+def _size(fields: Fields, name: str, default: Any = REQUIRED) -> Any:
+    return fields.integer(name, default, most=most_of(BlockConfig, name))
+
+
+def _block(config: Fields, least: int = 0, block_size: Any = REQUIRED) -> dict[str, Any]:
+    """Reads the layout of a block and the layers of the target, from `least` on: layer -1 is the embeddings."""
+    return {
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": tuple(layer + 1 for layer in config.integers("target_layer_ids", least=least)),
+        "block_size": _size(config, "block_size", block_size),
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
+    }
+
+
+def _of_deepspec(config: Fields) -> dict[str, Any]:
+    return {
+        **_block(config, least=-1),
+        "sample_from_anchor": config.flag("sample_from_anchor", True),
+        "last_tap_is_normed": False,
+        **_dspark_heads(config, REQUIRED, enabled=False),
+    }
 
 
 def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False) -> dict[str, Any]:
     """Reads sizes of layers in Qwen3's names, and of the vocabulary if there is one."""
     bias = layer.flag("attention_bias", False)
-    size = layer.integer("vocab_size", most=most_of(BlockConfig, "vocab_size")) if has_vocabulary else None
+    size = _size(layer, "vocab_size") if has_vocabulary else None
     return {
         "vocab_size": size,
         "draft_vocab_size": size,
         "sizes": read_sizes(layer, attention_bias=bias, output_bias=bias, qk_norm=True),
-        "num_hidden_layers": layer.integer("num_hidden_layers", most=MOST_LAYERS),
+        "num_hidden_layers": _size(layer, "num_hidden_layers"),
         # If rope differs by layer type, all layers use that of sliding ones.
         "rope": read_rope(layer, "sliding_attention", whole_heads),
     }
@@ -197,7 +197,7 @@ def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False
 
 def _windows(layer: Fields) -> tuple[int | None, ...]:
     """Reads the sliding window of each layer; without `layer_types`, derives it as Qwen3's configuration does."""
-    count, kinds = layer.integer("num_hidden_layers", most=MOST_LAYERS), layer.values.get("layer_types")
+    count, kinds = _size(layer, "num_hidden_layers"), layer.values.get("layer_types")
     if kinds is None:
         slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
         first = layer.integer("max_window_layers", 28, least=0) if slides else count
@@ -210,40 +210,38 @@ def _sight(window: int | None, of_anchor: bool = False, causal: bool = False) ->
     return Sight(None, False, causal and not of_anchor) if window is None else Sight(window, of_anchor, causal)
 
 
-def _taps_of(layers: list[int], least: int) -> tuple[int, ...]:
-    """Returns the taps of layers counted from 0; with `least` -1, layer -1 is the embeddings."""
-    if min(layers) < least:
-        raise ValueError(f"target_layer_ids={short(layers)} in {CONFIG} is invalid: expected numbers from {least}")
-    return tuple(layer + 1 for layer in layers)
+def _reaching(window: int | None, causal: bool = False) -> Sight:
+    """As `_sight`, of a window that counts the slot itself."""
+    return _sight(None if window is None else window - 1, causal=causal)
 
 
-def _dspark_heads(config: Fields, enabled: bool) -> dict[str, Any]:
-    """Reads DSpark's heads; `enabled` is the default of the confidence head's switches."""
-    rank = config.integer("markov_rank", 256 if enabled else REQUIRED, least=0, most=MOST_RANK)
-    confidence = "none"
+def _dspark_heads(config: Fields, rank: Any, enabled: bool) -> dict[str, Any]:
+    """Reads DSpark's heads; `rank` is the default of the rank, `enabled` of the confidence head's switches."""
     with_markov = config.flag("confidence_head_with_markov", enabled)
-    if config.flag("enable_confidence_head", enabled):
-        confidence = "markov" if with_markov else "hidden"
-    kind = config.choice("markov_head_type", MARKOV_HEADS, "vanilla")
-    return {"markov_rank": rank, "markov_head_type": kind, "confidence_head": confidence}
+    confidence = ("markov" if with_markov else "hidden") if config.flag("enable_confidence_head", enabled) else "none"
+    return _heads(config, rank, confidence)
 
 
 def _dspark_of(config: Fields, checkpoint: Checkpoint) -> dict[str, Any]:
     """Reads DSpark's heads; the tensors show whether there is a confidence head, and its input."""
-    rank, confidence = config.integer("markov_rank", 0, least=0, most=MOST_RANK), "none"
-    if (shape := checkpoint.shapes.get("confidence_head.proj.weight")) is not None:
-        confidence = "hidden" if shape[-1] == config.integer("hidden_size") else "markov"
-    kind = config.choice("markov_head_type", MARKOV_HEADS, "vanilla")
-    return {"markov_rank": rank, "markov_head_type": kind, "confidence_head": confidence}
+    shape = checkpoint.shapes.get("confidence_head.proj.weight")
+    if shape is None:
+        return _heads(config, 0, "none")
+    return _heads(config, 0, "hidden" if shape[-1] == config.integer("hidden_size") else "markov")
+
+
+def _heads(config: Fields, rank: Any, confidence: str) -> dict[str, Any]:
+    return {
+        "markov_rank": config.integer("markov_rank", rank, least=0, most=MOST_RANK),
+        "markov_head_type": config.choice("markov_head_type", MARKOV_HEADS, "vanilla"),
+        "confidence_head": confidence,
+    }
 
 
 def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
     """Reads convolutions and selector of DFlash2; `least_known` gives missing sizes the usual values."""
     usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-    return {
-        name: config.integer(name, value if least_known else REQUIRED, most=most_of(BlockConfig, name))
-        for name, value in usual.items()
-    }
+    return {name: _size(config, name, value if least_known else REQUIRED) for name, value in usual.items()}
 
 
 def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwen3") -> Fields:
@@ -258,27 +256,11 @@ def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwe
     defaults = CONFIG_MAPPING[kind]().to_dict()
     derived = {"layer_types", "rope_parameters", "sliding_window"}
     kept = {name: value for name, value in defaults.items() if name not in derived}
-    rope = {} if {"rope_parameters", "rope_theta"} & values.keys() else _default_rope(defaults)
-    window = {"sliding_window": defaults.get("sliding_window")} if "sliding_window" not in values else {}
-    fields = Fields({**kept, **rope, **window, **values}, place)
+    if defaults.get("rope_parameters") and not {"rope_parameters", "rope_theta"} & values.keys():
+        kept["rope_parameters"] = defaults["rope_parameters"]
+    fields = Fields({**kept, "sliding_window": defaults.get("sliding_window"), **values}, place)
     fields.ignore(*(name for name, value in fields.values.items() if name in defaults and defaults[name] == value))
     return fields
-
-
-def _default_rope(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rope_parameters": defaults["rope_parameters"]} if defaults.get("rope_parameters") else {}
-
-
-def _agreed(one: Any, other: Any, name: str, other_name: str) -> Any:
-    """Returns the value of two fields, either of which may be missing."""
-    if one is not None and other is not None and one != other:
-        raise ValueError(f"{name}={one} and {other_name}={other} in {CONFIG} contradict each other")
-    return other if one is None else one
-
-
-def _with_loose_mask(config: BlockConfig, checkpoint: Checkpoint) -> BlockConfig:
-    """Returns the configuration with a learned mask embedding if there is a file with one."""
-    return replace(config, learned_mask=True) if (checkpoint.folder / LOOSE_MASK).is_file() else config
 
 
 def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
@@ -297,12 +279,14 @@ def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
 def is_refused(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint has a related, unsupported format."""
     own = checkpoint.config.get("dflash_config")
-    domino = checkpoint.config.get("projector_type") == "domino"
-    domino = domino or (isinstance(own, dict) and own.get("projector_type") == "domino")
-    marks = ("prefix_gru.", "aux_hidden_norms.")
-    names = [name for name in checkpoint.shapes if name.startswith(marks) or ".self_attn.g_proj." in name]
-    inside = any(name.startswith("mtp.") and ".markov_head." in name for name in checkpoint.shapes)
-    return domino or bool(names) or inside
+    tables = [checkpoint.config, own if isinstance(own, dict) else {}]
+    domino = any(table.get("projector_type") == "domino" for table in tables)
+    return domino or any(
+        name.startswith(("prefix_gru.", "aux_hidden_norms."))
+        or ".self_attn.g_proj." in name
+        or (name.startswith("mtp.") and ".markov_head." in name)
+        for name in checkpoint.shapes
+    )
 
 
 def is_speculators(checkpoint: Checkpoint) -> bool:
@@ -321,11 +305,7 @@ def is_gemma_dspark(checkpoint: Checkpoint) -> bool:
     return is_deepspec(checkpoint) and "Gemma4DSparkModel" in str(checkpoint.config.get("architectures"))
 
 
-def is_transformers(checkpoint: Checkpoint) -> bool:
-    return names_transformers(checkpoint.config)
-
-
-def names_transformers(config: Mapping[str, Any]) -> bool:
+def is_transformers(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "muse_glimmer_assistant"
 
 

@@ -1,8 +1,8 @@
 """Drafters that extrapolate the target's hidden states autoregressively (EAGLE-3) or in parallel (P-EAGLE)."""
 
 from ..base.formats import Format, register_format, with_fields
-from .eagle_formats import describe, is_eagle, is_speculators
-from .modeling_eagle import EagleDrafter
+from .drafter import EagleDrafter
+from .formats import describe, is_eagle, is_speculators
 
 for _name, _rank, _matches, _fields in (
     ("speculators eagle3 and peagle", 10, is_speculators, ("speculators_model_type",)),

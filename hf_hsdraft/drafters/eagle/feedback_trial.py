@@ -14,8 +14,8 @@ import torch
 from transformers.utils import logging
 
 from ..base.target_weights import TargetWeights
-from .configuration_eagle import EagleConfig
-from .eagle_network import EagleNetwork
+from .configuration import EagleConfig
+from .network import EagleNetwork
 
 logger = logging.get_logger(__name__)
 

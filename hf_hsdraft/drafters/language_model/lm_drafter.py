@@ -25,10 +25,9 @@ from ..base.loading_arguments import take_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter
 from ..base.travelling_config import ANY
+from .lm_ability import ability_of, shared_tokens, what_differs
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
-from .lm_trial import ability_of
-from .lm_vocabulary import shared_tokens, what_differs
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,49 @@ from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
 from ...runtime.tree_reading import AttentionKind
 from ...trees.tree_builders import Expansion
+from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.tree_session import TreeSession
-from .lm_expansion import LMExpansion, Repeatable
-from .lm_limits import kind_of
-from .lm_texts import LMTexts, groups_of_rows, shared_length
+from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
+
+
+@dataclass(frozen=True)
+class LMExpansion(Expansion):
+    """The model's distribution after each node, one forward per depth. A node's state is its path.
+
+    Attributes:
+        texts: have read the accepted tokens, including the roots.
+        first: `[B, 1, V]`, logits after the roots.
+        depth: greatest depth of a child.
+        vocab_size: only this many first columns of the logits may be drafted.
+        temperature: of the returned distributions.
+        race: with foreseen target draws; probabilities are then those of winning the race.
+    """
+
+    texts: LMTexts
+    first: torch.Tensor
+    depth: int
+    vocab_size: int
+    temperature: float = 1.0
+    race: Race | None = None
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level - 1]`.
+
+        `states` `[B, n, level - 2]` are the paths of the nodes' parents; None at level 1.
+        """
+        if states is None:
+            self.texts.forget()  # evaluated again
+            logits, paths = self.first, tokens[..., None][..., :0]
+        else:
+            logits, paths = self.texts.read_nodes(tokens, states)
+        logits = logits[..., : self.vocab_size].float()
+        if self.race is not None:
+            return self.race(level, logits), paths
+        return (logits / self.temperature).log_softmax(dim=-1), paths
 
 
 @dataclass(frozen=True)
@@ -179,5 +216,4 @@ class CausalLMSession(TreeSession):
         return LMExpansion(texts, first, depth, self._vocab_size, options.draw_temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
-        own = expansion.texts.copied()  # drafts are dropped after each round
-        return Repeatable(replace(expansion, texts=own), own)
+        return replace(expansion, texts=expansion.texts.copied())  # drafts are dropped after each round

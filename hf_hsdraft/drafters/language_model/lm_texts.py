@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ...core.cache_name import CACHE
 from ...core.tensors import device_of, on_device
 from ...core.tuning import TUNING
 from ...runtime.cache_slots import CacheSlots, move_slots
 from ...runtime.target_forwards import TargetOutput, target_output
-from ...runtime.target_limits import text_config
+from ...runtime.target_limits import furthest_position, text_config
 from ...runtime.tree_reading import AttentionKind, DraftedLevels, TreeBatch, as_attention_takes_it, tree_mask
-from .lm_limits import empty_cache, most_tokens
 
 
 class LMTexts:
@@ -30,7 +30,7 @@ class LMTexts:
     Args:
         model: not changed, and referenced weakly.
         rows: row numbers in the call.
-        kinds: attention types that need separate masks, see `kinds_for_trees`; empty for a model that only reads chains
+        kinds: attention types that need separate masks, see `LMAbility`; empty for a model that only reads chains
             of a single row.
         most_drafted: greatest number of drafted tokens per row that one draft reads.
 
@@ -43,12 +43,12 @@ class LMTexts:
         # Memories on the target's cache must not keep the drafter alive.
         self._reference = weakref.ref(model)
         self._kinds, self._most_drafted = kinds, most_drafted
-        self._slots = CacheSlots(empty_cache(model))
+        self._slots = CacheSlots(DynamicCache(config=text_config(model)))
         self._slots.keep_past()
         self._slots.widen_windows(most_drafted)
         if text_config(model)._attn_implementation in ("sdpa", "eager"):
             self._slots.make_room()
-        self._last_position = most_tokens(model) - 1
+        self._last_position = furthest_position(model) - 1
         self._takes = inspect.signature(model.forward).parameters.keys() & {"logits_to_keep", "position_ids"}
         self._drafted: DraftedLevels | None = None
 
@@ -206,6 +206,12 @@ class LMTexts:
         dropped = start + columns - max(self.kept)
         self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
         self._slots.drop(dropped)
+
+
+def kind_of(model: Any) -> tuple[Any, ...]:
+    """Returns what the time of a model's forwards depends on: type, size, dtype and device."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    return text_config(model).model_type, weights, model.dtype, model.device
 
 
 def groups_of_rows(rows: int, kinds: Sequence[AttentionKind]) -> list[list[int]]:

@@ -97,6 +97,8 @@ class CachebackDrafter(WeightlessDrafter):
         for option, value in options.items():
             if option not in kwargs:
                 setattr(drafter.generation_config, option, value)
+        if given:
+            drafter.check_options()
         return drafter
 
     def document(self) -> dict[str, Any]:

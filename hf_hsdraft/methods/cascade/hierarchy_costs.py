@@ -17,7 +17,7 @@ import torch
 
 from ...bench.calls import ArrivalStreamer
 from ...bench.machine import synchronise
-from ...bench.run import Inputs
+from ...bench.prompts import Inputs
 from ...core.draft_tree import DraftTree
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from ...bench.calls import Run, Settings
-from ...bench.run import Inputs, Measured, measure
+from ...bench.prompts import Inputs
+from ...bench.run import Measured, measure
 from ...bench.systems import PLAIN, System, Variant, drafted_system
 from ...drafters.base.protocol import Drafter
 from .cascade_drafter import CascadeDrafter

@@ -9,10 +9,9 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Drafter
-from ...drafters.language_model.lm_limits import kind_of, most_tokens
-from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, shared_length
-from ...drafters.language_model.lm_trial import ability_of
-from ...runtime.target_limits import text_config
+from ...drafters.language_model.lm_ability import ability_of
+from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
+from ...runtime.target_limits import furthest_position, text_config
 from ...runtime.tree_reading import AttentionKind
 
 
@@ -38,7 +37,7 @@ class LMReader:
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
-        self.room = most_tokens(model)
+        self.room = furthest_position(model)
         self._model = model  # the texts do not keep it alive
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:

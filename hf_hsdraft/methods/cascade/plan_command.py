@@ -43,12 +43,10 @@ def plan(
     slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
     a drafter alone with its own defaults.
     """
-    from ...bench.default_prompts import DEFAULT_PROMPTS, NOTE
-    from ...bench.run import spread
+    from ...bench.prompts import NOTE, read_questions
     from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import load_target
-    from ...training.data.conversations import read_prompts
     from ...training.loop.pruning import check_empty
     from .hierarchy_costs import Measuring
     from .hierarchy_run import Plans, compare
@@ -59,10 +57,10 @@ def plan(
         say("no --drafter is named: only n-grams are planned, and no hierarchy")
     if not prompts:
         say(NOTE)
-    found = [prompt for path in prompts for prompt in read_prompts(path)] if prompts else DEFAULT_PROMPTS
-    questions = spread(found, limit)
-    if not questions:
-        raise typer.BadParameter("no questions: the prompt files hold no line with `turns`", param_hint="--prompts")
+    try:
+        questions = read_questions(prompts or [], limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from None
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
     model, tokenizer = load_target(target, dtype.torch, device)
     inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])

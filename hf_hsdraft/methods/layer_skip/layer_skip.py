@@ -20,9 +20,8 @@ from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...drafters.base.travelling_config import ANY
 from ...drafters.language_model.layer_subset import are_layers, with_layers
+from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.language_model.lm_trial import ability_of
-from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...runtime.target_limits import decoder_layers, text_config
 
 _MOST_LAYERS = 4096

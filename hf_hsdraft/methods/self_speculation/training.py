@@ -15,11 +15,9 @@ from torch import nn
 
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
-from ...training.families.identity import record_name
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
-from ...training.loss.timid import start_timidly
 from .modeling_self import SelfDrafter
 
 
@@ -60,16 +58,8 @@ class SelfFamily(TravellingFamily):
     def taps(self, drafter: SelfDrafter, target: Any) -> Sequence[int]:
         return tuple(drafter.config.target_tap_layers)
 
-    def start_from_target(self, drafter: SelfDrafter, target: Any, finals: torch.Tensor) -> None:
-        rows = target.get_output_embeddings().weight.detach()
-        rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-        start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
-
     def predictions(self, drafter: SelfDrafter, weights: TargetWeights) -> ImitationPredictions:
         return ImitationPredictions(drafter, weights)
-
-    def record_target(self, drafter: SelfDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
-        record_name(drafter, target, tokenizer, name)
 
     def describe(self, drafter: SelfDrafter) -> str:
         config = drafter.config

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
-from ...training.families.identity import record_name
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
-from ...training.loss.timid import start_timidly
 from .collapsed_frames import CollapsedFrames
 from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
@@ -80,20 +78,11 @@ class SpecFormerFamily(TravellingFamily):
     plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
 
-    def start_from_target(self, drafter: SpecFormerDrafter, target: Any, finals: torch.Tensor) -> None:
-        if drafter.config.hidden_size == drafter.config.target_hidden_size:
-            rows = target.get_output_embeddings().weight.detach()
-            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-            start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
-
     def only_objective(self, config: SpecFormerConfig) -> str:
         return "ctc" if config.ctc else ""
 
     def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
         return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
-
-    def record_target(self, drafter: SpecFormerDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
-        record_name(drafter, target, tokenizer, name)
 
     def describe(self, drafter: SpecFormerDrafter) -> str:
         config = drafter.config

@@ -20,12 +20,11 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.formats import Format, register_format
 from ...drafters.base.protocol import Accepted, Call
+from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_files import describe, why_no_causal_lm, why_not_by_config
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts
-from ...drafters.language_model.lm_trial import ability_of
-from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config

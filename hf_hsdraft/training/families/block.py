@@ -15,7 +15,6 @@ from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
 from .family import Choose
 from .published import PublishedFamily
 
@@ -41,12 +40,13 @@ class BlockPredictions(Predictions):
         return {"mask_embeds": self.weights.embed(mask)}
 
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        state = self.drafter.advance(tokens[:, 0])
-        result = [state]
+        head = self.drafter.token_head
+        if head is None:
+            return [None] * len(hidden_states)
+        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None, None)]
         for depth, hidden in enumerate(hidden_states[1:], 1):
             rows = hidden.shape[0]
-            before = None if state is None else state[:rows]
-            state = self.drafter.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], before)
+            state = head.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], state[:rows])
             result.append(state)
         return result
 
@@ -64,6 +64,7 @@ class BlockFamily(PublishedFamily):
     name = "block"
     drafter = BlockDrafter
     config = BlockConfig
+    predictions = BlockPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
     plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
@@ -115,17 +116,11 @@ class BlockFamily(PublishedFamily):
             )
         super().continued(drafter, fields)
 
-    def start_from_target(self, drafter: BlockDrafter, target: Any, finals: torch.Tensor) -> None:
-        rows = target.get_output_embeddings().weight.detach()
-        rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-        head = drafter.token_head
-        start_timidly(drafter.norm.weight, rows, finals, up=None if head is None else head.rows)
+    def bias_rows(self, drafter: BlockDrafter) -> torch.Tensor | None:
+        return None if drafter.token_head is None else drafter.token_head.rows
 
     def width(self, config: BlockConfig) -> int:
         return config.sizes.hidden_size
-
-    def predictions(self, drafter: BlockDrafter, weights: TargetWeights) -> BlockPredictions:
-        return BlockPredictions(drafter, weights)
 
     def describe(self, drafter: BlockDrafter) -> str:
         config = drafter.config

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.eagle.configuration_eagle import EagleConfig
-from ...drafters.eagle.modeling_eagle import EagleDrafter
+from ...drafters.eagle.configuration import EagleConfig
+from ...drafters.eagle.drafter import EagleDrafter
 from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
 from .family import Choose
 from .published import PublishedFamily
 
@@ -53,6 +52,7 @@ class EagleFamily(PublishedFamily):
     name = "eagle3"
     drafter = EagleDrafter
     config = EagleConfig
+    predictions = EaglePredictions
     least = {"draft_vocab_size": 1}  # noqa: RUF012
     free = ("target_name", "num_draft_steps")
 
@@ -73,17 +73,8 @@ class EagleFamily(PublishedFamily):
     def check_trainable(self, config: EagleConfig) -> None:
         _ = config.window  # raises where layers differ
 
-    def start_from_target(self, drafter: EagleDrafter, target: Any, finals: torch.Tensor) -> None:
-        if drafter.config.layer.hidden_size == drafter.config.target_hidden_size:
-            rows = target.get_output_embeddings().weight.detach()
-            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-            start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
-
     def width(self, config: EagleConfig) -> int:
         return config.layer.hidden_size
-
-    def predictions(self, drafter: EagleDrafter, weights: TargetWeights) -> EaglePredictions:
-        return EaglePredictions(drafter, weights)
 
     def describe(self, drafter: EagleDrafter) -> str:
         config = drafter.config

@@ -13,6 +13,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.predictions import Predictions
+from ..loss.timid import start_timidly
 
 Choose = Callable[[int], list[int]]
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
@@ -33,6 +34,7 @@ class TrainableFamily:
     Attributes:
         name: name of the family, as `hsdraft train --family` takes it.
         drafter: class of its drafters.
+        predictions: makes the predictions of a drafter with given `TargetWeights`.
         least: fields of the smallest drafter, with which a target is tried.
         plain_options: drafting options with which a draft depends on nothing of earlier rounds.
         arguments: training arguments whose defaults differ for this family.
@@ -43,6 +45,7 @@ class TrainableFamily:
 
     name: str
     drafter: Any
+    predictions: Callable[[Any, TargetWeights], Predictions]
     least: Mapping[str, Any]
     plain_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
@@ -111,7 +114,18 @@ class TrainableFamily:
         raise NotImplementedError
 
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
-        """Initialises parts of a fresh drafter from the target and some of its final states, `[N, D]`, float32."""
+        """Initialises the norm, head and token bias of a fresh drafter of the target's width from the target.
+
+        `finals` are some of its final states, `[N, D]`, float32.
+        """
+        if self.width(drafter.config) == drafter.config.target_hidden_size:
+            rows = target.get_output_embeddings().weight.detach()
+            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+            start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
+
+    def bias_rows(self, drafter: Any) -> torch.Tensor | None:
+        """Returns the weight `[V', r]` of the last product of the drafter's token bias; None if it has no such bias."""
+        return None
 
     def check_trainable(self, config: Any) -> None:
         """Raises a ValueError for the configuration of a drafter that can draft, but not be trained."""
@@ -150,9 +164,6 @@ class TrainableFamily:
     def layers(self, drafter: Any) -> list[nn.Module]:
         """Returns the layers of a drafter, which are recomputed in the backward where memory is short."""
         return list(drafter.layers)
-
-    def predictions(self, drafter: Any, weights: TargetWeights) -> Predictions:
-        raise NotImplementedError
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
         """Records a drafter's target in its configuration. All processes of a sharded target have to take part."""

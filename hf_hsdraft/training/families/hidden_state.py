@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.cache_name import CACHE, returned_cache
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
+from ...runtime.prompt_inputs import encode_prompt
+from ...runtime.target_limits import furthest_position
 from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
-from .identity import record_target
-from .travelling import TravellingFamily
+from .travelling import TravellingFamily, record_name
+
+_PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
+_TOKENS = 96
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class HiddenStateFamily(TravellingFamily):
 
     name = "hidden-state"
     drafter = HSDrafter
+    predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
     plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
@@ -67,14 +73,8 @@ class HiddenStateFamily(TravellingFamily):
     def layers(self, drafter: HSDrafter) -> list[nn.Module]:
         return [*drafter.layers, *(layer for step in drafter.step_modules for layer in step.layers)]  # type: ignore
 
-    def start_from_target(self, drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
-        if drafter.config.hidden_size == drafter.config.target_hidden_size:
-            rows = target.get_output_embeddings().weight.detach()
-            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-            start_timidly(drafter.norm.weight, rows, finals, up=drafter.injector.up.weight, head=drafter.lm_head)
-
-    def predictions(self, drafter: HSDrafter, weights: TargetWeights) -> InjectedPredictions:
-        return InjectedPredictions(drafter, weights)
+    def bias_rows(self, drafter: HSDrafter) -> torch.Tensor:
+        return drafter.injector.up.weight
 
     def record_target(self, drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
         record_target(drafter, target, tokenizer, name)
@@ -82,3 +82,39 @@ class HiddenStateFamily(TravellingFamily):
     def describe(self, drafter: HSDrafter) -> str:
         config = drafter.config
         return f"{trunk_in_words(config.to_dict())}, {config.injector} injector"
+
+
+def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Records a drafter's target in its configuration, so that `target_match` can recognise the target.
+
+    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part. `name`
+    is `None` for the name by which the target was loaded. A drafter for a target of other sizes is a ValueError.
+    """
+    config = drafter.config
+    config.target_reference = None
+    record_name(drafter, target, tokenizer, name)
+    prompt = encode_prompt(tokenizer, _PROMPT, target.device)["input_ids"]
+    start = prompt.shape[1]
+    tokens = min(_TOKENS, furthest_position(target) - start)
+    if start < 2 or tokens < 1 or not can_measure(target, start + tokens):
+        return
+    text = _greedy(target, prompt, tokens)
+    match = measure_match(target, drafter, text, start)
+    config.target_reference = {
+        "input_ids": text,
+        "start": start,
+        "agreed": match.agreed,
+        "drafted": match.drafted,
+    }
+    config.check()
+
+
+@torch.no_grad()
+def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+    """Returns a prompt and its greedy continuation, without `generate()`, whose defaults a target may change."""
+    text, cache, read = prompt, None, prompt
+    for _ in range(tokens):
+        output = target(read, **{CACHE: cache}, use_cache=True)
+        cache, read = returned_cache(output), output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
+        text = torch.cat([text, read], dim=1)
+    return [int(token) for token in text[0]]

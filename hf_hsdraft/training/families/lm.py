@@ -12,10 +12,9 @@ from torch import nn
 
 from ...core.checks import public_name
 from ...drafters.base.refiners import leave_folder
-from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
+from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.branches import Branches
@@ -32,6 +31,7 @@ class LMFamily(TrainableFamily):
     name = "lm"
     drafter: Any = TrainedLM
     drafts_as: Any = CausalLMDrafter  # class of its drafters outside training
+    predictions = LMPredictions
     least = {"num_hidden_layers": 1}  # noqa: RUF012
     # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012
@@ -138,8 +138,8 @@ class LMFamily(TrainableFamily):
     def layers(self, drafter: Any) -> list[nn.Module]:
         return list(layers_of(drafter.model)[1])
 
-    def predictions(self, drafter: Any, weights: TargetWeights) -> LMPredictions:
-        return LMPredictions(drafter, weights)
+    def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
+        """A language model starts from its own weights."""
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
         own_name = name or getattr(target, "name_or_path", "") or ""

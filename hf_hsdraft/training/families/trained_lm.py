@@ -12,8 +12,8 @@ from torch import nn
 from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import any_special_tokens
+from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
-from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.target_limits import text_config
 from ...runtime.tree_reading import as_attention_takes_it
 from ..loss.branches import Branches

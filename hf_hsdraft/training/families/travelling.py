@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
+from ...core.checks import public_name
 from ...drafters.base.refiners import leave_folder
+from ...drafters.hidden_state.target_match import tokenizer_hash
 from ..data.vocabulary import with_draft_vocabulary
 from .family import Choose, TrainableFamily
 
@@ -51,3 +56,31 @@ class TravellingFamily(TrainableFamily):
 
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: Any) -> Any:
         return with_draft_vocabulary(drafter, ids, output_rows)
+
+    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        record_name(drafter, target, tokenizer, name)
+
+
+def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Records the target's name, tokenizer and special tokens in a drafter's configuration."""
+    drafter.check(target)
+    config = drafter.config
+    own_name = getattr(target, "name_or_path", "") or ""
+    config.target_name = public_name(name or own_name)
+    config.target_revision = _revision(own_name)
+    config.target_tokenizer_hash = tokenizer_hash(tokenizer)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(target.config.get_text_config(), token, None))
+
+
+def _revision(name: str) -> str:
+    """Returns the commit of a model of the Hub, if the cache has only one; else an empty string."""
+    if not name or Path(name).exists():
+        return ""
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no such name on the Hub
+        return ""
+    if not isinstance(cached, str) or len(list(Path(cached).parent.parent.iterdir())) != 1:
+        return ""
+    return Path(cached).parent.name

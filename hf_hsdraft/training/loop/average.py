@@ -20,7 +20,7 @@ from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
 from ...hub.model_card import RECIPE, read_recipe, write_card
 from ...hub.publication import complete_folder
-from ..families.identity import record_target
+from ..families.hidden_state import record_target
 from ..files import write_json
 
 logger = logging.get_logger(__name__)

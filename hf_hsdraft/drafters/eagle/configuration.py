@@ -12,6 +12,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig, described
+from ..base.published import fresh_rope
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # if the files do not say: the depth of the authors' trees
@@ -26,6 +27,8 @@ class EagleConfig(PlainConfig):
     """
 
     model_type: ClassVar[str] = "eagle3"
+    target_num_hidden_layers: ClassVar[None] = None  # any number that has the hidden states
+    last_tap_is_normed: ClassVar[bool] = False
 
     layer: LayerSizes = setting("sizes of a layer, and what kind of layer it is")
     vocab_size: int = setting("size of the target's vocabulary", limit=integer(2**22))
@@ -126,7 +129,6 @@ class EagleConfig(PlainConfig):
             fields: other fields of the constructor. An invalid one raises a ValueError.
         """
         config = text_config(target)
-        rope = getattr(config, "rope_parameters", None) or {}
         head_dim = {"head_dim": config.head_dim} if getattr(config, "head_dim", None) else {}
         layer = LayerSizes.like(config, rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6, **head_dim)
         if draft_vocab_size is None:
@@ -134,10 +136,7 @@ class EagleConfig(PlainConfig):
         taps = default_taps(decoder_layers(config)) if target_tap_layers is None else tuple(target_tap_layers)
         known = {
             "layer": layer,
-            "rope": {
-                "rope_parameters": {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"},
-                "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
-            },
+            "rope": fresh_rope(config),
             "target_name": public_name(getattr(target, "name_or_path", "")),
             "target_architectures": (type(target).__name__,),
         }

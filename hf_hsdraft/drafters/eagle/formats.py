@@ -26,11 +26,10 @@ from ...core.checks import few, printable
 from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
-from ..base.decoder_layer import LayerSizes
 from ..base.formats import fields_told
 from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from ..base.vocabulary_maps import drafted_ids
-from .configuration_eagle import DRAFT_STEPS, EagleConfig
+from .configuration import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # in speculators
 _LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -144,33 +143,23 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
     check_proposals(fields)
     given = fields.table("transformer_layer_config")
     layer = Fields(_with_defaults(given), given.place)
-    sizes = _layer_sizes(layer, checkpoint, "layers.0")
-    layers = layer.integer("num_hidden_layers", most=MOST_LAYERS)
     target_name, target_architectures = target_of(checkpoint.config)
     parallel = kind == "peagle"
-    config = EagleConfig(
-        layer=sizes,
-        vocab_size=layer.integer("vocab_size"),
-        target_hidden_size=fields.integer("target_hidden_size", sizes.hidden_size),
+    config = _config(
+        checkpoint,
+        fields,
+        layer,
+        num_hidden_layers=layer.integer("num_hidden_layers", most=MOST_LAYERS),
         draft_vocab_size=fields.integer("draft_vocab_size", 32000),
         target_tap_layers=_ascending(fields, _IDS, 0),
-        num_hidden_layers=layers,
-        windows=_windows(layer, layers),
-        rope=read_rope(layer),
-        norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc=fields.flag("norm_before_fc", False),
         fc_norm=fields.flag("fc_norm", False),
-        norm_output=fields.flag("norm_output", False),
         norm_output_told=fields.flag("norm_output_told", True),
-        own_embedding="embed_tokens.weight" in checkpoint.shapes,
         mask_token_id=fields.integer("mask_token_id", least=0) if parallel else None,
         num_draft_steps=_steps(fields, parallel),
         target_name=target_name,
         target_architectures=target_architectures,
     )
-    for each in (fields, layer):
-        each.ignore(*_HARMLESS)
-        each.refuse_unread()
     return Reading(checkpoint, config)
 
 
@@ -178,33 +167,61 @@ def _read_eagle(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Rea
     shapes, fields = checkpoint.shapes, Fields(checkpoint.config, "config.json")
     _refuse_others(checkpoint)
     first = "midlayer" if "midlayer.hidden_norm.weight" in shapes else "layers.0"
-    sizes = _layer_sizes(fields, checkpoint, first)
-    layers = 1 + max((int(name.split(".")[1]) for name in shapes if _is_of_layer(name)), default=0)
-    vocabulary = fields.integer("vocab_size")
-    parallel = "mask_hidden" in shapes
-    normed = fields.flag("norm_output", False)
-    told = not normed or parallel or _OF_NEMO in _architectures(fields)
-    config = EagleConfig(
-        layer=sizes,
-        vocab_size=vocabulary,
-        target_hidden_size=fields.integer("target_hidden_size", sizes.hidden_size),
-        draft_vocab_size=fields.integer("draft_vocab_size", vocabulary),
+    parallel, named = "mask_hidden" in shapes, fields.values.get("architectures")
+    told = parallel or (isinstance(named, list) and _OF_NEMO in named)
+    # The tensors decide about these.
+    fields.ignore(*_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting")
+    config = _config(
+        checkpoint,
+        fields,
+        fields,
+        first,
+        num_hidden_layers=1 + max((int(name.split(".")[1]) for name in shapes if _is_of_layer(name)), default=0),
+        draft_vocab_size=fields.integer("draft_vocab_size", fields.integer("vocab_size")),
         target_tap_layers=_named_taps(fields),
-        num_hidden_layers=layers,
-        windows=_windows(fields, layers),
-        rope=read_rope(fields),
-        norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc="input_norm.weight" in shapes,
         fc_norm="fc_norm.0.weight" in shapes,
-        norm_output=normed,
-        norm_output_told=told,
-        own_embedding="embed_tokens.weight" in shapes,
+        norm_output_told=told or not fields.flag("norm_output", False),
         mask_token_id=_mask_token(fields, mask_token_id) if parallel else None,
         num_draft_steps=fields.integer("num_depths", _PARALLEL_STEPS, most=64) if parallel else DRAFT_STEPS,
     )
-    fields.ignore(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting")  # the tensors decide
-    fields.refuse_unread()
     return Reading(checkpoint, config, first)
+
+
+def _config(
+    checkpoint: Checkpoint, fields: Fields, layer: Fields, first: str = "layers.0", **further: Any
+) -> EagleConfig:
+    """Reads what all formats tell alike, and refuses switches that are not read.
+
+    Args:
+        fields: config.json.
+        layer: the part of it about layers.
+        first: the files' name of the first layer. The tensors show biases, norms of queries and keys, and embeddings.
+        further: fields that formats tell differently.
+    """
+    names, count = checkpoint.shapes, further["num_hidden_layers"]
+    layer.ignore("attention_bias", "qkv_bias")
+    sizes = read_sizes(
+        layer,
+        attention_bias=f"{first}.self_attn.q_proj.bias" in names,
+        output_bias=f"{first}.self_attn.o_proj.bias" in names,
+        qk_norm=f"{first}.self_attn.q_norm.weight" in names,
+    )
+    config = EagleConfig(
+        layer=sizes,
+        vocab_size=layer.integer("vocab_size"),
+        target_hidden_size=fields.integer("target_hidden_size", sizes.hidden_size),
+        windows=_windows(layer, count),
+        rope=read_rope(layer),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        norm_output=fields.flag("norm_output", False),
+        own_embedding="embed_tokens.weight" in names,
+        **further,
+    )
+    for each in (fields, layer):
+        each.ignore(*_HARMLESS)
+        each.refuse_unread()
+    return config
 
 
 def _mask_token(fields: Fields, given: int | None) -> int:
@@ -218,11 +235,6 @@ def _mask_token(fields: Fields, given: int | None) -> int:
             "that the tokenizer does not use, which is len(tokenizer)"
         )
     return own
-
-
-def _architectures(fields: Fields) -> list[Any]:
-    named = fields.values.get("architectures")
-    return named if isinstance(named, list) else []
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
@@ -257,18 +269,6 @@ def _is_inside_target(names: Mapping[str, Any]) -> bool:
 def _is_of_layer(name: str) -> bool:
     parts = name.split(".")
     return parts[0] == "layers" and len(parts) > 2 and parts[1].isdigit() and len(parts[1]) < 4
-
-
-def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSizes:
-    """Sizes of the layers. The tensors show biases and norms of queries and keys."""
-    names = checkpoint.shapes
-    fields.ignore("attention_bias", "qkv_bias")
-    return read_sizes(
-        fields,
-        attention_bias=f"{first}.self_attn.q_proj.bias" in names,
-        output_bias=f"{first}.self_attn.o_proj.bias" in names,
-        qk_norm=f"{first}.self_attn.q_norm.weight" in names,
-    )
 
 
 def _with_defaults(layer: Fields) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from ..base.protocol import Accepted, Ask
 from ..base.row_context import Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Columns
-from .block_context import farthest, own_mask
 from .configuration import Sight
+from .context import farthest, own_mask
 from .heads import TokenHead
 from .network import BlockNetwork
 

@@ -12,23 +12,9 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ..base.formats import Format, with_fields
 from ..base.loading_arguments import Placement, take_options
 from ..base.vocabulary_maps import drafted_ids
+from . import reading
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
-from .reading import (
-    is_deepspec,
-    is_dflash,
-    is_gemma_dspark,
-    is_refused,
-    is_speculators,
-    is_transformers,
-    names_transformers,
-    read_deepspec,
-    read_dflash,
-    read_gemma_dspark,
-    read_speculators,
-    read_transformers,
-    refuse,
-)
 
 Reader = Callable[[Checkpoint], BlockConfig]
 
@@ -94,26 +80,41 @@ def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
     return tensor.reshape(width)
 
 
-def _format(
-    name: str,
-    rank: int,
-    matches: Callable[[Checkpoint], bool],
-    read: Reader,
-    possible: Callable[[Mapping[str, Any]], bool],
-    **names: str,
-) -> Format:
+_OF_LAYERS = with_fields("hidden_size")
+
+
+def _format(name: str, rank: int, matches: Any, read: Reader, possible: Any = _OF_LAYERS, **names: str) -> Format:
     def load_by_name(checkpoint: Checkpoint, **kwargs: Any) -> BlockDrafter:
         return load(checkpoint, read, names, **kwargs)
 
     return Format(name, rank, matches, load_by_name, drafter=BlockDrafter, possible=possible)
 
 
-_OF_LAYERS, _OF_SPECULATORS = with_fields("hidden_size"), with_fields("speculators_model_type")
 FORMATS = (
-    Format("neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS, loads=False),
-    _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
-    _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
-    _format("DeepSpec (DSpark of Gemma 4)", 19, is_gemma_dspark, read_gemma_dspark, _OF_LAYERS),
-    _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
-    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, is_dflash, read_dflash, _OF_LAYERS),
+    Format(
+        "neighbouring formats that are refused",
+        0,
+        reading.is_refused,
+        reading.refuse,
+        possible=_OF_LAYERS,
+        loads=False,
+    ),
+    _format(
+        "speculators (dflash, dflash2, dspark)",
+        10,
+        reading.is_speculators,
+        reading.read_speculators,
+        with_fields("speculators_model_type"),
+    ),
+    _format("DeepSpec (DSpark)", 20, reading.is_deepspec, reading.read_deepspec),
+    _format("DeepSpec (DSpark of Gemma 4)", 19, reading.is_gemma_dspark, reading.read_gemma_dspark),
+    _format(
+        "transformers (DFlash)",
+        30,
+        lambda checkpoint: reading.is_transformers(checkpoint.config),
+        reading.read_transformers,
+        reading.is_transformers,
+        **_OF_TRANSFORMERS,
+    ),
+    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, reading.is_dflash, reading.read_dflash),
 )

@@ -22,8 +22,9 @@ from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
+from ..base.published import PublishedNetwork
 from ..base.target_weights import TargetWeights
-from .configuration_eagle import EagleConfig
+from .configuration import EagleConfig
 
 AttendRows = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 
@@ -48,10 +49,8 @@ class EagleLayer(DecoderLayer):
         return self.joined(normed if self.norm_before_residual else x, inputs, rope, attend, rows)
 
 
-class EagleNetwork(nn.Module):
+class EagleNetwork(PublishedNetwork):
     """Network of an EAGLE-3 drafter, or of a parallel one (P-EAGLE); raises a ValueError for an unknown rope type."""
-
-    loss_function: Callable[..., Any] | None = None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -72,13 +71,11 @@ class EagleNetwork(nn.Module):
         self.feedback_counts: dict[bool, int] = {}
         self.feedback_tried = 0
 
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        super().reset_parameters(std)
+        if self.mask_hidden is not None:
+            nn.init.normal_(self.mask_hidden)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""
@@ -173,9 +170,7 @@ class EagleNetwork(nn.Module):
             path = cast(torch.Tensor, path_embeds)[: len(y), step]
             y = self.through(inputs, path, at + step, _of_packed(texts.rolling(step, len(y))))
             states.append(y)
-        loss = None
-        if labels is not None:
-            loss = cast(Callable[..., Any], self.loss_function)(self, states, labels)
+        loss = None if labels is None else self.loss_function(self, states, labels)
         return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
 
@@ -192,17 +187,3 @@ def _of_packed(attend: PackedAttend) -> AttendRows:
 
 # Cached by drafter, with the configured ids: slow to build for every call.
 _vocabularies: weakref.WeakKeyDictionary[EagleNetwork, tuple[Sequence[int], torch.Tensor]] = weakref.WeakKeyDictionary()
-
-
-@torch.no_grad()
-def initialise(network: EagleNetwork, std: float = 0.02) -> None:
-    """Initialises a new drafter: products and embeddings normally distributed, norms 1."""
-    for module in network.modules():
-        if isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-    if network.mask_hidden is not None:
-        nn.init.normal_(network.mask_hidden)

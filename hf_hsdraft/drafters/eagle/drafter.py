@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import few, printable
-from ...core.refusals import DraftingRefused
+from ...core.checks import few
 from ...hub.checkpoint import Checkpoint
-from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import before_norm, check_last_state
 from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options
 from ..base.protocol import Call
+from ..base.published import speculators_document
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.target_weights import TargetWeights, borrow
-from .configuration_eagle import EagleConfig
-from .eagle_formats import read
-from .eagle_network import EagleNetwork, initialise
-from .eagle_saving import fields_of, vocabulary_maps
-from .eagle_session import EagleSession
+from .configuration import EagleConfig
+from .formats import read
+from .network import EagleNetwork
+from .session import EagleSession
+
+_CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 class EagleDrafter(EagleNetwork, PublishedDrafter):
@@ -45,7 +43,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         if self.device.type != "meta":
-            initialise(self)
+            self.reset_parameters()
         self.generation_config = self.default_generation_config()
 
     @classmethod
@@ -63,8 +61,8 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         config = replace(self.config, target_name=target_name or self.config.target_name)
-        tensors = {**dict(self.named_parameters()), **vocabulary_maps(config)}
-        return SpeculatorsFiles(fields_of(config, self.dtype), tensors)
+        tensors = {**dict(self.named_parameters()), **_vocabulary_maps(config)}
+        return SpeculatorsFiles(_document(config, self.dtype), tensors)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -73,38 +71,8 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
             raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
         return tuple(self.config.target_tap_layers)
 
-    def taps_of(self, target: Any) -> Sequence[int]:
-        layers = decoder_layers(text_config(target))
-        return before_norm(self.config.taps_of(layers), layers)
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
     def default_generation_config(self) -> GenerationConfig:
         return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
-
-    def check(self, target: Any) -> None:
-        config, wanted = text_config(target), self.config
-        made_for = f"this drafter was trained for {printable(wanted.target_name) or 'another target'}"
-        for name, found, expected in (
-            ("vocab_size", config.vocab_size, wanted.vocab_size),
-            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-        ):
-            if found != expected:
-                raise DraftingRefused(
-                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                    "target."
-                )
-        layers = decoder_layers(config)
-        taps = wanted.taps_of(layers)
-        if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
-            raise DraftingRefused(
-                f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}: "
-                f"{made_for}. Use a drafter of this target."
-            )
-        if taps[-1] == layers:
-            check_last_state(target)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
         """Borrows the target's embedding, unless the drafter has one.
@@ -144,6 +112,41 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         self.lm_head = nn.Linear(head.shape[1], len(wanted), bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(head[rows], requires_grad=head.requires_grad)
         self.config = config
+
+
+def _vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:
+    """Returns `d2t` `[V']`, int64, from row to token, and `t2d` `[V]`, bool; nothing for a whole vocabulary."""
+    if config.draft_vocab_size == config.vocab_size:
+        return {}
+    size = config.draft_vocab_size
+    ids = torch.arange(size) if config.draft_vocab_ids is None else torch.tensor(config.draft_vocab_ids)
+    rows = torch.zeros(config.vocab_size, dtype=torch.bool)
+    rows[ids] = True
+    return {"d2t": ids - torch.arange(size), "t2d": rows}
+
+
+def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns a drafter's config.json in the speculators format, which vLLM reads too."""
+    kind = "eagle3" if config.mask_token_id is None else "peagle"
+    open_fields: dict[str, Any] = {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
+    if not config.norm_output_told:  # the next load continues the trial
+        open_fields["norm_output_told"] = False
+    taps = config.target_tap_layers
+    switches = ("num_draft_steps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return speculators_document(
+        config,
+        kind,
+        _CLASSES[kind],
+        dtype,
+        "qwen3" if config.layer.qk_norm else "llama",
+        config.layer,
+        config.windows if any(config.windows) else (),
+        eagle_aux_hidden_state_layer_ids=None if taps is None else list(taps),
+        embed_requires_grad=config.own_embedding,
+        tie_word_embeddings=False,
+        **{name: getattr(config, name) for name in switches},
+        **open_fields,
+    )
 
 
 __all__ = ["EagleDrafter"]

@@ -1,0 +1,72 @@
+"""`hsdraft average` and `prune`: new weights from old ones, without training."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ._shared import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    OutOption,
+    TargetArgument,
+    TargetOption,
+    numbers,
+    say,
+)
+
+app = typer.Typer()
+
+
+@app.command(short_help="Average the weights of drafters that began as one.")
+def average(
+    drafters: Annotated[list[str], typer.Argument(help="Folders or Hub names, of drafters with one beginning.")],
+    out: OutOption,
+    shares: Annotated[str, typer.Option(help="Of each, as 0.35,0.65; default: equal ones.")] = "",
+    target: TargetOption = None,
+    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: as before.")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Averages the weights of drafters that share a starting point. Everything else is copied from the first."""
+    from ..runtime.target_loading import load_target
+    from ..training.loop.average import average_folders, check_shares
+
+    parts = numbers(shares, "--shares", "0.35,0.65", float) if shares else [1.0] * len(drafters)
+    check_shares(len(drafters), parts)
+    model, tokenizer = load_target(target, dtype.torch, device)
+    average_folders(drafters, parts, out, model, tokenizer, target_name)
+    say(f"drafter saved in {out}")
+
+
+@app.command(short_help="Make a small language model of some layers of a target.")
+def prune(
+    out: OutOption,
+    target: TargetArgument = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, from 0 on, as 0,1,15,28,29.")] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Or their number: spread evenly, with the first and the last.")
+    ] = None,
+    dtype: DtypeOption = Dtype.float32,
+) -> None:
+    """Saves an ordinary model with some of the target's layers, for `hsdraft train --family lm --init-from`.
+
+    The target's name is written into the recipe beside it and published with it; of a path, only the last part.
+    """
+    from ..drafters.language_model.layer_subset import checked_layers, evenly, layers_of
+    from ..runtime.target_loading import DEFAULT_TARGET, load_target
+    from ..training.loop.pruning import check_empty
+    from ..training.loop.pruning import prune as save_pruned
+
+    if (layers is None) == (num_layers is None):
+        raise typer.BadParameter("name the layers to keep, or their number: one of --layers and --num-layers")
+    named = None if layers is None else numbers(layers, "--layers", "0,1,15")
+    check_empty(out)
+    model, tokenizer = load_target(target, dtype.torch)
+    count = len(layers_of(model)[1])
+    kept = checked_layers(model, evenly(count, num_layers or count) if named is None else named)
+    small = save_pruned(model, tokenizer, kept, out, target or DEFAULT_TARGET)
+    size = sum(weight.numel() for weight in small.parameters())
+    say(f"{len(kept)} of {count} layers ({', '.join(map(str, kept))}), {size / 1e6:.1f}M parameters, saved in {out}")

@@ -1,0 +1,141 @@
+"""What drafters of published architectures share: their networks, the target that they were made for, their files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ...core.checks import printable, public_name
+from ...core.refusals import DraftingRefused
+from ...core.tensors import RMSNorm
+from ...hub.speculators_format import speculators_fields
+from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_parts import before_norm, check_last_state
+from .decoder_layer import LayerSizes
+from .protocol import Drafter
+
+_LAYER_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "attention_bias",
+)  # fmt: skip
+
+
+class PublishedNetwork(nn.Module, Drafter):
+    """A network that fuses hidden states of the target by `fc`.
+
+    Its configuration has `num_draft_steps`, `taps_of(num_hidden_layers)`, and fields about its target:
+    `vocab_size`, `target_hidden_size`, `target_num_hidden_layers` (each None for any), `target_name`, and
+    `last_tap_is_normed`.
+    """
+
+    config: Any
+    fc: nn.Linear
+    loss_function: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def num_draft_steps(self) -> int:  # type: ignore[override]
+        return int(self.config.num_draft_steps)
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Initialises products and embeddings normally distributed, norms as 1."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        layers = decoder_layers(text_config(target))
+        taps: Sequence[int] = self.config.taps_of(layers)
+        return taps if self.config.last_tap_is_normed else before_norm(taps, layers)
+
+    def check(self, target: Any) -> None:
+        has, wanted = text_config(target), self.config
+        layers = decoder_layers(has)
+        for name, found, expected in (
+            ("vocab_size", has.vocab_size, wanted.vocab_size),
+            ("hidden_size", has.hidden_size, wanted.target_hidden_size),
+            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
+        ):
+            if expected is not None and found != expected:
+                self.refuse(f"the target has {name}={found}, the drafter expects {expected}")
+        taps = wanted.taps_of(layers)
+        if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
+            self.refuse(f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}")
+        if taps[-1] == layers and not wanted.last_tap_is_normed:
+            check_last_state(target)
+
+    def refuse(self, misfit: str) -> NoReturn:
+        made_for = printable(self.config.target_name) or "another target"
+        raise DraftingRefused(
+            f"{misfit}: this drafter was made for {made_for}. Use a drafter of this target, or train one."
+        )
+
+
+def fresh_rope(target_config: Any) -> dict[str, Any]:
+    """Returns the rotary embedding of a fresh drafter as `rotary_of` takes it: plain, with the target's base."""
+    rope = getattr(target_config, "rope_parameters", None) or {}
+    return {
+        "rope_parameters": {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"},
+        "max_position_embeddings": getattr(target_config, "max_position_embeddings", None) or 2048,
+    }
+
+
+def speculators_document(
+    config: Any,
+    kind: str,
+    architecture: str,
+    dtype: torch.dtype,
+    model_type: str,
+    sizes: LayerSizes,
+    windows: Sequence[int | None],
+    **fields: Any,
+) -> dict[str, Any]:
+    """Returns a drafter's config.json in the speculators format, with all switches: readers have different defaults.
+
+    Args:
+        kind: type of drafter in that format.
+        architecture: class name that engines use.
+        model_type: transformers' type of the layers.
+        windows: sliding window of each layer; empty if the files need not tell.
+        fields: of the type.
+    """
+    sliding = {
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "use_sliding_window": any(windows),
+    }
+    layers = {
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        **{name: getattr(sizes, name) for name in _LAYER_FIELDS},
+        "tie_word_embeddings": False,
+        **(sliding if windows else {}),
+        **{name: value for name, value in config.rope.items() if value is not None},
+    }
+    target = public_name(config.target_name)
+    return {
+        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
+        "architectures": [architecture],
+        "dtype": str(dtype).removeprefix("torch."),
+        "transformer_layer_config": layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **fields,
+    }

@@ -1,0 +1,544 @@
+"""What all families promise: exact texts, drafts that depend on the text alone, files, refusals, and commands."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
+from family_helpers import PUBLISHED, assert_same_tree, drafts, make_block_drafter, make_eagle, make_lm, session_of
+from lm_helpers import drafted_call
+from oracles.exactness import chi_square
+from safetensors.torch import load_file, save_file
+from session_helpers import news, padded
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, attach
+from hf_hsdraft.cli._describe import cached_drafters
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.draft_memory import DraftMemory
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.formats import formats
+from hf_hsdraft.drafters.base.protocol import Call
+from hf_hsdraft.engine.loop import Observer
+from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.training.families.trainable import as_trained
+
+KINDS = {**PUBLISHED, "language model": make_lm}
+MAIN = ("block, vanilla", "block, selector", "eagle3", "peagle", "language model")
+PAIR = {"block": make_block_drafter, "eagle": make_eagle}
+EVERY = {
+    **PAIR,
+    "hidden states": make_drafter,
+    "language model": CausalLMDrafter,
+    "n-grams": lambda target: CachebackDrafter(),
+    "cascade": lambda target: CascadeDrafter([CachebackDrafter(), CausalLMDrafter(target)], tokens=[4, 8]),
+}
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+published = pytest.mark.parametrize("kind", PUBLISHED)
+main = pytest.mark.parametrize("kind", MAIN)
+pair = pytest.mark.parametrize("family", PAIR)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(num_hidden_layers=6)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False), (3, True)])
+def test_texts_are_the_targets_own(target, kind, rows, do_sample):
+    """By trees and chains. Sampled, each row of a batch has a seed; the draws are foreseen."""
+    drafter, inputs, call = KINDS[kind](target), padded(rows), {"max_new_tokens": 20, "do_sample": do_sample}
+    torch.manual_seed(7)
+    if do_sample and rows > 1:
+        plain = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 7, **call)
+    else:
+        plain = target.generate(**inputs, **call)
+    for width in (5, 1):
+        drafter.generation_config.beam_width = width
+        torch.manual_seed(7)
+        output = target.generate(**inputs, **call, assistant_model=drafter, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist()
+        assert sum(output.statistics.drafted_nodes) > 0
+
+
+@main
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tree_sizing": "cost", "ngram_length": 4, "assistant_confidence_threshold": 0.05},
+        {"tree_builder": "gumbel", "verification": "rejection"},
+        {"tree_builder": "stochastic_beam", "verification": "rejection"},
+    ],
+    ids=["paced", "gumbel", "stochastic_beam"],
+)
+def test_other_options_keep_greedy_texts(target, kind, options):
+    drafter = KINDS[kind](target)
+    drafter.generation_config.update(**options)
+    plain = target.generate(**padded(3), **GREEDY)
+    assert target.generate(**padded(3), **GREEDY, assistant_model=drafter).tolist() == plain.tolist()
+
+
+@main
+@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
+def test_rejection_keeps_the_targets_distribution(kind, builder):
+    """Of texts of three tokens: their counts against the target's probabilities. Some drafters know 4 of 5 tokens."""
+    size, rows, calls = 5, 200, 4
+    target = make_target(vocab_size=size, pad_token_id=None, bos_token_id=1, num_hidden_layers=4)
+    target.generation_config.pad_token_id = 0
+    fields = {"draft_vocab_ids": (0, 1, 2, 3)} if kind != "block, selector" else {"selector_top_k": 4}
+    drafter = KINDS[kind](target, **fields)
+    drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=4096, beam_width=3)
+    prompt, counts, accepted = torch.tensor([[1, 4, 2]]), Counter(), 0
+    torch.manual_seed(0)
+    for _ in range(calls):
+        output = target.generate(
+            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
+        accepted += sum(output.statistics.accepted_lengths)
+    texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
+    with torch.no_grad():
+        logs = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, 2:5].double().log_softmax(-1)
+    exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
+    assert accepted > 0 and any(4 in text for text in counts)
+    assert chi_square(counts, exact) > 1e-4
+
+
+@published
+def test_prompts_may_be_embeddings(target, kind):
+    drafter, inputs = PUBLISHED[kind](target), padded(3)
+    call = {"inputs_embeds": target.get_input_embeddings()(inputs.pop("input_ids")).detach(), **inputs, **GREEDY}
+    assert target.generate(**call, assistant_model=drafter).tolist() == target.generate(**call).tolist()
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+@main
+def test_a_chat_drafts_as_a_call_that_reads_it_all(target, kind):
+    """It goes on from what the earlier call has read; what another drafter has read is left alone."""
+    drafter, ids = KINDS[kind](target), padded(1)["input_ids"]
+    _, first = drafted_call(target, drafter, {"input_ids": ids})
+    more = {"input_ids": torch.cat([first.sequences, torch.tensor([[8, 9, 10]])], dim=1)}
+    wanted, whole = drafted_call(target, drafter, more)
+    stranger = make_eagle(target, seed=2)
+    for each in (drafter, stranger):
+        found, output = drafted_call(target, each, more, past_key_values=copy.deepcopy(first.past_key_values))
+        assert output.sequences.tolist() == whole.sequences.tolist()
+        if each is drafter:
+            assert len(found) == len(wanted) > 0
+            for one, other in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+                assert one[:2] == other[:2] and one[2] == pytest.approx(other[2], abs=1e-4)
+
+
+TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23], [30, 31, 32, 33, 34, 35, 36]]
+
+
+@published
+def test_rows_of_a_batch_draft_as_they_do_alone(target, kind):
+    """Of different lengths, read in different pieces, and with rows that have ended in between."""
+    drafter = PUBLISHED[kind](target)
+    together = session_of(drafter, target, rows=3)
+    together.observe([news(drafter, target, text, 0, len(text) - 3, row) for row, text in enumerate(TEXTS)])
+    drafts(together, {row: text[-3] for row, text in enumerate(TEXTS)})
+    together.keep([0, 2])
+    together.observe(
+        [news(drafter, target, TEXTS[row], len(TEXTS[row]) - 3, len(TEXTS[row]) - 1, row) for row in (2, 0)]
+    )
+    found = drafts(together, {row: TEXTS[row][-1] for row in (2, 0)})
+    for row, tree in zip((2, 0), found, strict=True):
+        alone = session_of(drafter, target)
+        alone.observe([news(drafter, target, TEXTS[row], 0, len(TEXTS[row]) - 1)])
+        assert_same_tree(tree, drafts(alone, {0: TEXTS[row][-1]})[0])
+
+
+@published
+def test_drafts_depend_on_the_text_alone(target, kind, tuned):
+    """Not on earlier drafts, nor on when the text came, though it waits for a draft for long."""
+    tuned(most_pending=2)
+    drafter, text = PUBLISHED[kind](target), list(range(5, 25))
+    whole, often, rarely = (session_of(drafter, target) for _ in range(3))
+    whole.observe([news(drafter, target, text, 0, 19)])
+    for start in range(0, 19):
+        for session in (often, rarely):
+            session.observe([news(drafter, target, text, start, start + 1)])
+        drafts(often, {0: text[start + 1]})
+    assert len(rarely._rows[0].pending) <= 3
+    wanted = drafts(whole, {0: text[-1]})[0]
+    for session in (often, often, rarely):
+        assert_same_tree(drafts(session, {0: text[-1]})[0], wanted)
+
+
+class Listening(Observer):
+    """Keeps what the trees of a batch grow from, each with the log-probabilities of two depths as they are then."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_expansion(self, rows, expansion):
+        self.heard.append((rows, expansion, depths_of(rows, expansion)))
+
+    def put(self, tokens): ...
+
+    def end(self): ...
+
+
+def depths_of(rows, expansion):
+    tokens = torch.tensor([[9 + row] for row in rows])
+    first, states = expansion(1, tokens, None)
+    return first if expansion.depth == 1 else torch.cat([first, expansion(2, tokens, states)[0]])
+
+
+@main
+def test_what_trees_of_a_batch_grow_from_can_be_asked_after_the_call(target, kind):
+    listening = Listening()
+    target.generate(**padded(3), **GREEDY, assistant_model=KINDS[kind](target), streamer=listening)
+    assert any(len(rows) > 1 for rows, *_ in listening.heard)
+    for rows, expansion, before in listening.heard:
+        torch.testing.assert_close(depths_of(rows, expansion), before)
+
+
+def test_costs_of_one_kind_are_no_costs_of_another(target):
+    drafters = [
+        make_eagle(target),
+        make_eagle(target, "peagle"),
+        make_block_drafter(target),
+        make_block_drafter(target, "gated"),
+    ]
+    kinds = {each.session(Call(target, 1, DraftOptions.of(each))).kind for each in drafters}
+    assert len(kinds) == len(drafters)
+
+
+def test_drafters_that_can_only_draft_are_known(target):
+    for drafter in (make_drafter(target), make_block_drafter(target), make_eagle(target)):
+        assert as_trained(drafter) is drafter
+    assert as_trained(make_block_drafter(target, "rnn", sample_from_anchor=False)) is None
+
+
+def test_a_memory_does_not_fit_a_drafter_of_another_dtype(target):
+    drafter = make_drafter(target)
+    memory = DraftMemory.of(drafter, 5, None, ())
+    assert memory.fits(drafter, 5)
+    assert not memory.fits(drafter.to(torch.bfloat16), 5)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def document_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def change(folder, **fields) -> None:
+    (folder / "config.json").write_text(json.dumps({**document_of(folder), **fields}))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLISHED if kind != "block, sliding"])
+def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
+    drafter = PUBLISHED[kind](target, target_name="/home/somebody/models/a-target")
+    drafter.generation_config.tree_size = 13
+    drafter.save_pretrained(tmp_path)
+    again = AutoDrafter.from_pretrained(tmp_path)
+    unknown = {"target_num_hidden_layers": None} if "block" in kind else {}
+    assert again.config == replace(drafter.config, target_name="a-target", **unknown)
+    assert again.generation_config.tree_size == 13
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    card, config = ((tmp_path / name).read_text() for name in ("README.md", "config.json"))
+    assert f"`{document_of(tmp_path)['speculators_model_type']}`" in card and "reads hidden states" in card
+    assert "a-target" in card and "a-target" in config and "somebody" not in card + config
+    again.generation_config.tree_size = 0
+    with pytest.raises(ValueError, match="tree_size=0 is invalid"):
+        again.save_pretrained(tmp_path / "other")
+
+
+@pair
+@pytest.mark.parametrize("model_type", [None, "speculator_model"])  # earlier versions wrote one
+def test_a_drafter_takes_the_place_of_a_former_one(target, family, model_type, tmp_path):
+    make_block_drafter(target, "own mask").save_pretrained(tmp_path)
+    for name in ("model-00001-of-00002.safetensors", "figures.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    drafter = PAIR[family](target)
+    drafter.save_pretrained(tmp_path)
+    left = {"model-00001-of-00002.safetensors", "figures.json", "mask_embedding.pt", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} & left == {"notes.txt"}
+    change(tmp_path, **({"model_type": model_type} if model_type else {}))
+    assert torch.equal(AutoDrafter.from_pretrained(tmp_path).fc.weight, drafter.fc.weight)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_family_takes_the_same_arguments(target, kind, tmp_path):
+    EVERY[kind](target).save_pretrained(tmp_path)
+    for dtype in ({"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}):
+        drafter = AutoDrafter.from_pretrained(tmp_path, **dtype, attn_implementation="eager", tree_size=9)
+        assert getattr(drafter, "dtype", torch.bfloat16) == torch.bfloat16
+        assert drafter.generation_config.tree_size == 9
+    weightless = kind == "n-grams"
+    for device in ("cpu", "auto", {"": "cpu"}, torch.device("cpu")):
+        drafter = AutoDrafter.from_pretrained(tmp_path, device_map=device, attn_implementation="sdpa", token=None)
+        assert weightless or drafter.device.type == "cpu"
+    for wrong, error in (
+        ({"dtype": "int8"}, ValueError),
+        ({"attn_implementation": "flash_attention_9"}, (ValueError, ImportError)),
+        ({"tree_sise": 9}, (TypeError, ValueError)),
+        ({"tree_size": 0}, ValueError),
+        *([] if kind == "language model" else [({"device_map": {"a": "cpu", "b": 0}}, ValueError)]),
+    ):
+        [name] = wrong
+        with pytest.raises(error, match=name):
+            AutoDrafter.from_pretrained(tmp_path, **wrong)
+
+
+@pair
+def test_dtype_and_device_of_weights(target, family, tmp_path):
+    PAIR[family](target).save_pretrained(tmp_path)
+    assert AutoDrafter.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
+    assert AutoDrafter.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
+    for wrong, message in (
+        ({"dtype": "nine"}, "dtype='nine' is invalid"),
+        ({"dtype": "float16", "torch_dtype": "float32"}, "dtype='float16' contradicts torch_dtype='float32'"),
+        ({"tree_sise": 9}, "no drafting option tree_sise: the nearest option is tree_size"),
+        ({"variant": "fp16"}, "no drafting option variant"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            AutoDrafter.from_pretrained(tmp_path, **wrong)
+
+
+@pair
+def test_a_class_refuses_drafters_of_others_before_it_loads_them(target, family, tmp_path, monkeypatch):
+    kind, [other] = type(PAIR[family](target)), [make for name, make in PAIR.items() if name != family]
+    other(target).save_pretrained(tmp_path / "other")
+    CausalLMDrafter(target).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"AutoDrafter\.from_pretrained\(\) loads it"):
+        HSDrafter.from_pretrained(tmp_path / "other")
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", None)
+    for name, form in (("other", "speculators"), ("model", "causal language model")):
+        with pytest.raises(ValueError, match=f"is of the format {form}.*, not a {kind.__name__}: load it by AutoDraft"):
+            kind.from_pretrained(tmp_path / name)
+
+
+@pair
+def test_recipe_and_figures_come_along_while_the_weights_stay(target, family, tmp_path):
+    PAIR[family](target).save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "figures.json").write_text("{}")
+    (tmp_path / "saved" / "training_recipe.json").write_text('{"training": {"data": "some chats"}}')
+    drafter = AutoDrafter.from_pretrained(tmp_path / "saved")
+    drafter.save_pretrained(tmp_path / "again")
+    drafter.export("speculators", tmp_path / "exported")
+    for name in ("again", "exported"):
+        assert (tmp_path / name / "figures.json").is_file()
+        assert "some chats" in (tmp_path / name / "training_recipe.json").read_text()
+    next(drafter.parameters()).data.mul_(2)
+    drafter.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed" / "figures.json").exists()
+    assert json.loads((tmp_path / "changed" / "training_recipe.json").read_text())["changed_since"] is True
+
+
+@pair
+@pytest.mark.parametrize("contradict", [lambda marked: marked.roll(1), torch.ones_like])
+def test_maps_of_the_vocabulary_that_contradict_each_other_are_refused(target, family, contradict, tmp_path):
+    PAIR[family](target, draft_vocab_ids=range(2, 20, 3)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, "t2d": contradict(state["t2d"])}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"d2t and t2d of .* name different tokens"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+@pair
+def test_switches_and_methods_of_files(target, family, tmp_path):
+    """Harmless switches of layers are passed over, unknown ones refused; methods may be missing but not wrong."""
+    PAIR[family](target).save_pretrained(tmp_path)
+    layers, proposals = (document_of(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
+    harmless = {"use_cache": True, "return_dict": True, "is_decoder": False, "tie_word_embeddings": False}
+    for methods in (None, []):
+        change(tmp_path, transformer_layer_config={**layers, **harmless},
+               speculators_config={**proposals, "proposal_methods": methods, "verifier": "a name"})  # fmt: skip
+        AutoDrafter.from_pretrained(tmp_path)
+    change(tmp_path, speculators_config={**proposals, "proposal_methods": "greedy"})
+    with pytest.raises(ValueError, match="proposal_methods='greedy' is invalid: expected a list"):
+        AutoDrafter.from_pretrained(tmp_path)
+    change(tmp_path, speculators_config=proposals, transformer_layer_config={**layers, "scales_by_depth": True})
+    with pytest.raises(ValueError, match="transformer_layer_config has scales_by_depth=true"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+# --- other targets ---------------------------------------------------------------------------------------------------
+
+
+@pair
+def test_another_target_is_refused_before_any_work(target, family):
+    drafter = PAIR[family](target, target_tap_layers=(1, 4))
+    drafter.config = replace(drafter.config, target_name="a\x1b[31m\ntarget")
+    wanted = {"block": "expects 6", "eagle": r"reads its hidden states \[1, 4\]"}[family]
+    for fields, message in (
+        ({"vocab_size": VOCAB + 1}, f"vocab_size={VOCAB + 1}, the drafter expects {VOCAB}"),
+        ({"hidden_size": 64}, "hidden_size=64, the drafter expects 32"),
+        ({"num_hidden_layers": 3}, f"num_hidden_layers=3, the drafter {wanted}"),
+    ):
+        other = make_target(**{"num_hidden_layers": 6, **fields})
+        with pytest.raises(DraftingRefused, match=message) as told:
+            other.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)
+        assert str(told.value).isprintable() and "Use a drafter of this target" in str(told.value)
+
+
+def test_rows_of_an_offloaded_embedding_are_taken_as_they_are(target):
+    accelerate = pytest.importorskip("accelerate")
+
+    class Scaled(torch.nn.Embedding):
+        embed_scale = 3.0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * self.embed_scale
+
+    tokens, head = torch.tensor([[3, 4]]), target.get_output_embeddings()
+    embedding = Scaled(*target.get_input_embeddings().weight.shape)
+    rows = embedding.weight.detach().clone()[tokens]
+    accelerate.cpu_offload(torch.nn.Sequential(embedding), torch.device("cpu"))
+    assert embedding.weight.device.type == "meta"
+    for drafter in (make_block_drafter(target), make_eagle(target)):
+        assert torch.equal(drafter.borrow(embedding, head).embed(tokens), rows)
+    doubled = make_block_drafter(target, embedding_scale=2.0)
+    assert torch.equal(doubled.borrow(embedding, head).embed(tokens), 2.0 * rows)
+
+
+# --- names and commands ----------------------------------------------------------------------------------------------
+
+COMMANDED = ("block", "eagle", "language model")
+commanded = pytest.mark.parametrize("kind", COMMANDED)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, target, tokenizer):
+    """Folders of the target and of a drafter of each kind."""
+    made = {name: tmp_path_factory.mktemp("folders") / name.replace(" ", "-") for name in ("target", *COMMANDED)}
+    target.save_pretrained(made["target"])
+    tokenizer.save_pretrained(made["target"])
+    make_block_drafter(target, block_size=4, target_name="org/big").save_pretrained(made["block"])
+    make_eagle(target).save_pretrained(made["eagle"])
+    CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(made["language model"])
+    return {name: str(folder) for name, folder in made.items()}
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exception is None, result.exception
+    return " ".join(result.output.split())
+
+
+def refused(*arguments: str) -> str:
+    return str(CliRunner().invoke(app, list(arguments)).exception)
+
+
+def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
+    for kind, told in {
+        "block": ("speculators (dflash, dflash2, dspark)", "block_size: 4", "MB", "aux_hidden_state_layer_ids: ["),
+        "eagle": ("speculators eagle3 and peagle", "target_hidden_size: 32"),
+        "language model": (
+            "causal language model",
+            "reads: the text alone",
+            "vocab_size: 97",
+            "num_assistant_tokens: 5",
+        ),
+    }.items():
+        said = run("info", folders[kind])
+        assert f"format: {told[0]}" in said and all(part in said for part in told), kind
+        checkpoint = Checkpoint.open(folders[kind])
+        form = next(form for form in formats() if form.matches(checkpoint))
+        assert all(text.isprintable() for each in form.describe(checkpoint).items() for text in each)
+    target.base_model.save_pretrained(tmp_path)
+    error = refused("info", str(tmp_path))
+    assert "is no drafter of a known format" in error
+    assert all((form.name in error) == form.loads for form in formats())
+
+
+@commanded
+def test_commands_decode_with_drafters_of_any_format(kind, folders):
+    both = "--target", folders["target"], "--drafter", folders[kind]
+    said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
+    assert "right in training right in decoding" in said  # all of them can be trained
+    assert said.endswith("depths") and "passed: training and decoding agree at all" in said
+    run("bench", "--variants", "default,chain,tree24x6", "--max-new-tokens", "4", "--limit", "1", *both)
+    assert "same text yes" in run("demo", "w1 w2 w3", "--max-new-tokens", "4", *both)
+
+
+def test_several_drafters_of_different_kinds_are_compared(folders):
+    names = [argument for kind in COMMANDED for argument in ("--drafter", folders[kind])]
+    said = run("bench", "--variants", "tree24x6", "--max-new-tokens", "4", "--limit", "1", "--target",
+               folders["target"], *names)  # fmt: skip
+    assert "tree24x4" in said or ("tree24x3" in said and "tree24x6" in said)
+
+
+def test_commands_refuse_a_language_model_with_another_tokenizer(folders, tmp_path):
+    shutil.copytree(folders["language model"], tmp_path / "other")
+    vocabulary = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"]["seven"] = vocabulary["model"]["vocab"].pop("w7")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    both = "--target", folders["target"], "--drafter", str(tmp_path / "other")
+    for command in (["demo", "w1 w2"], ["bench", "--limit", "1"]):
+        assert "tokenizer is not the target's: 1 of 97 token ids" in refused(*command, *both)
+
+
+@commanded
+def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
+    plain = target.generate(prompt, **GREEDY).tolist()
+    assert target.generate(prompt, **GREEDY, assistant_model=folders[kind]).tolist() == plain
+    with attach(target, folders[kind]) as attachment:
+        assert target.generate(prompt, **GREEDY).tolist() == plain
+    assert attachment.statistics.calls == 1 and not attachment.statistics.stepped_aside
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
+    out = tmp_path / "out"
+    run("export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
+    document = document_of(out)
+    assert document["speculators_model_type"] == {"block": "dspark", "eagle": "eagle3"}[kind]
+    assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
+    assert "org/a-target" in (out / "README.md").read_text()
+    before, after = (AutoDrafter.from_pretrained(folder) for folder in (folders[kind], out))
+    assert after.config.target_name == "org/a-target"
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name])
+    with pytest.raises(ValueError, match=r"cannot be written in the format 'other': .* speculators only"):
+        after.export("other", tmp_path / "again")
+    assert CliRunner().invoke(app, ["export", folders[kind], "--out", str(out)]).exit_code == 2
+
+
+def test_the_cache_lists_drafters_of_every_format(folders, target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "own")
+    for name in (*folders, "own"):  # the target is a language model that was not saved as a drafter
+        place = tmp_path / "cache" / f"models--user--{name.split()[0]}"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text("c" * 40)
+        shutil.copytree(folders.get(name, tmp_path / name), place / "snapshots" / ("c" * 40))
+    found = cached_drafters(str(tmp_path / "cache"))
+    assert {each.name: (each.format, each.target) for each in found} == {
+        "user/block": ("speculators (dflash, dflash2, dspark)", "org/big"),
+        "user/eagle": ("speculators eagle3 and peagle", ""),
+        "user/language": ("causal language model", ""),
+        "user/own": ("2", ""),
+    }
+    assert all(each.bytes and not each.problem for each in found)
+
+
+def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(folders, tmp_path):
+    make_target(hidden_size=96).save_pretrained(tmp_path)
+    drafted = "--tau", "2", "--drafter", folders["block"]
+    assert "41 rows" in run("estimate", folders["target"], *drafted)
+    assert "hidden_size=96" in refused("estimate", str(tmp_path), *drafted)
+    assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2
