@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from family_helpers import near
 from lm_helpers import padded
 from oracles.exactness import chi_square
 from session_helpers import news
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.methods.cascade.cascade_session import CascadeSession, HeldChain
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
@@ -30,15 +30,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": T
 @pytest.fixture(scope="module")
 def target():
     return make_target(seed=3)
-
-
-def near(target, noise: float, seed: int = 1, layers: int | None = None):
-    """A model that is often right and often wrong about a target: its first layers with noise on the weights."""
-    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * torch.randn(weight.shape, generator=generator)
-    return model if layers is None else with_layers(model, range(layers))
 
 
 def cascade_of(target, kind: str, **options) -> CascadeDrafter:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from family_helpers import near
 from rich.table import Table
-from test_cascade import near
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
