@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, make_drafter
-from exactness import main as run_exactness
 from oracles.exactness import check, settings
 from test_protocol import ListDrafter
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -480,15 +479,3 @@ def test_values_out_of_range_are_told(target, option, value):
     setattr(drafter.generation_config, option, value)
     with pytest.raises(ValueError, match=f"{option}=.* is invalid: expected"):
         DraftOptions.of(drafter)
-
-
-def test_the_command_that_tests_exactness_leaves_lossy_rules_out(monkeypatch):
-    tried = []
-    monkeypatch.setattr("oracles.exactness.check", lambda *s, samples: tried.append(s[0]) or stop())
-
-    def stop():
-        raise ValueError("enough")
-
-    with pytest.raises(ValueError, match="enough"):
-        run_exactness(["--samples", "1000", "--processors", "none"])
-    assert tried == ["walk"]

@@ -390,19 +390,15 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
 
 
-def planned(folder, **overrides):
+def planned(folder):
     sizes = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2}
-    return training_helpers.planned(folder, "self", **{"drafter": sizes, **overrides})
-
-
-def run(target, tokenizer, plan, **arguments):
-    return training_helpers.run(target, tokenizer, plan, **{**TRAINABLE["self"].arguments, **arguments})
+    return training_helpers.planned(folder, "self", drafter=sizes)
 
 
 @pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
     steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
-    run(chatty, tokenizer, planned(tmp_path), **steps)
+    training_helpers.run(chatty, tokenizer, planned(tmp_path), **TRAINABLE["self"].arguments, **steps)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
@@ -422,10 +418,13 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
 
 
 def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
-        prepared(planned(tmp_path), {"data_policy": "mixed"}, "cpu")  # no target was needed
-    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
-        run(chatty, tokenizer, planned(tmp_path), data_policy="mixed")
+    for policy in ("mixed", "student"):
+        for begin in (  # no target is needed to see it
+            lambda policy: prepared(planned(tmp_path), {"data_policy": policy}, "cpu"),
+            lambda policy: training_helpers.run(chatty, tokenizer, planned(tmp_path), data_policy=policy),
+        ):
+            with pytest.raises(ValueError, match=f"data_policy='{policy}' is invalid with family='self'"):
+                begin(policy)
     assert not (tmp_path / "out").exists()
 
 

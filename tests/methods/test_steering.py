@@ -75,32 +75,17 @@ def test_each_drafted_token_is_steered_by_the_last_verified_position(target):
 
     def logits(tokens: list[int], root: int) -> torch.Tensor:
         """After tokens whose root stands at a position: those behind it know no more than the root does."""
-        sources = [min(place, root) - 1 for place in range(len(tokens))]
-        deltas = torch.stack(
-            [
-                torch.zeros(3 * 64)
-                if source < 0
-                else steering.up.weight
-                @ torch.nn.functional.layer_norm(
-                    steering.fuse.weight @ taps[source], (32,), steering.norm.weight, steering.norm.bias
-                )
-                for source in sources
-            ]
-        )
-        blocks = []
+        norm = steering.norm.weight, steering.norm.bias
+        vectors = torch.nn.functional.layer_norm(taps @ steering.fuse.weight.T, (32,), *norm)
+        known = torch.cat([torch.zeros(1, 3 * 64), vectors @ steering.up.weight.T])  # nothing before the first token
+        deltas = known[[min(place, root) for place in range(len(tokens))]]
         for number, layer in enumerate(model.model.layers):
-            mlp = layer.mlp
 
-            def gated(x, mlp=mlp, delta=deltas[:, 64 * number : 64 * (number + 1)]):
+            def gated(x, mlp=layer.mlp, delta=deltas[:, 64 * number : 64 * (number + 1)]):
                 return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * (mlp.up_proj(x) + delta))
 
-            blocks.append((mlp, gated))
-        for mlp, gated in blocks:
-            mlp.forward = gated
-        found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-        for mlp, _ in blocks:
-            del mlp.forward
-        return found.log_softmax(-1)
+            layer.mlp.forward = gated
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
     drafts, output = drafted_call(target, drafter, inputs)
     position, accepted = inputs["input_ids"].shape[1], output.statistics.accepted_lengths
