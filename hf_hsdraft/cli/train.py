@@ -25,6 +25,9 @@ _OF_PLAN = (
     "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
     "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
 )  # fmt: skip
+_OF_METHODS = ", ".join(
+    f"--{name.replace('_', '-')}" for kind in ("training_option", "drafter_option") for name in offered(kind)
+)
 _DEFAULT_FAMILY = Family("hidden-state")
 
 
@@ -45,10 +48,9 @@ class Head(StrEnum):
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
     "--num-train-epochs, "
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
-    "--max-minutes, --ce-share, --ctc-labels, --rejected-drafts, --depth-weighting, "
-    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --cosine-weight, "
-    "--chains-per-conversation, "
-    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. --max-minutes bounds the time from the first "
+    "--max-minutes, --ce-share, --depth-weighting, --depth-decay, --depth-weights, --regression-weight, "
+    "--regression-steps, --cosine-weight, --chains-per-conversation, --rolled-fraction, --eval-new-tokens and "
+    f"--early-stopping-patience; and of methods {_OF_METHODS}. --max-minutes bounds the time from the first "
     "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
     "Run the same command again to resume.",
 )
@@ -127,12 +129,6 @@ def train(
         int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
     ] = None,
     markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
-    reads_tokens: Annotated[
-        bool | None, typer.Option(help="Whether specformer drafters read the last accepted token; default: they do.")
-    ] = None,
-    draft_layers: Annotated[
-        int | None, typer.Option(min=1, help="Of self drafters: first layers that draft; default: a quarter.")
-    ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
@@ -155,9 +151,9 @@ def train(
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.data.plan import TrainingPlan
-    from ..training.loop.arguments import parse_arguments
-    from ..training.loop.checks import check_no_other_run
-    from ..training.loop.prepared import prepared
+    from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
+    from ..training.loop.checks import prepared
+    from ..training.loop.run_folder import check_no_other_run
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -174,10 +170,9 @@ def train(
         "head": head and head.value,
         "markov_rank": markov_rank,
         "markov_head_type": markov_head and markov_head.value,
-        "reads_tokens": reads_tokens,
-        "draft_layers": draft_layers,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    overrides |= {name: arguments.pop(name) for name in DRAFTER_OPTIONS if name in arguments}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
     as_given: dict[str, Any] = {name: context.params[name] for name in _OF_PLAN}
     as_given |= {"temperatures": temperature} if temperature else {}

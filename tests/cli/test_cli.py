@@ -101,7 +101,7 @@ def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, option
 
 
 def test_two_runs_in_one_folder_are_refused_before_a_target_is_loaded(tmp_path):
-    from hf_hsdraft.training.loop.checks import only_run
+    from hf_hsdraft.training.loop.run_folder import only_run
 
     (tmp_path / "chats.jsonl").write_text('{"turns": ["w1"]}\n' * 60)
     arguments = ["train", "--target", "./missing", "--out", str(tmp_path), "--prompts", str(tmp_path / "chats.jsonl")]

@@ -14,11 +14,11 @@ from test_collapsed_frames import collapsed, enumerated, random_frames
 from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
+from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loss.co_training import CoTraining
 from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 
 STEPS, LABELS = 5, 3

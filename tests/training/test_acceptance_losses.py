@@ -10,17 +10,17 @@ import torch
 from conftest import make_target
 from test_trainable import IDS, KINDS, borrow, packed, random_drafter
 
+from hf_hsdraft.methods.on_policy.draft_opd import RejectedDrafts, rejected_draft
 from hf_hsdraft.training.families.trainable import family_of
-from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.depth_weights import d_pace
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import (
     OBJECTIVES,
     forward_kl,
     nla,
     objective_of,
-    rejected_draft,
     total_variation,
 )
 
@@ -181,7 +181,7 @@ def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams)
         for place, (logits, _) in every.items():
             columns[place] = logits.argmax()  # drafts are first choices
         rejected = RejectedDrafts(columns, costs)
-        labels = replace(labels, rejected=rejected, count=labels.count + costs.sum(dim=0))
+        labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
     pace = streams != "rejected"
     parts = loss_of(drafter, target, pack, chains, labels, d_pace=pace, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
@@ -264,13 +264,14 @@ def test_d_pace_in_bfloat16_leaves_no_parameter_without_gradient(target, kind):
         ({"depth_weighting": "d-pace", "depth_weights": [1.0]}, r"depth_weights=\[1.0\] is invalid with"),
         ({"rejected_drafts": 2}, "rejected_drafts=2 is invalid with data_policy='teacher'"),
         ({"data_policy": "draft-opd", "rejected_drafts": -1}, "rejected_drafts=-1 is invalid: expected 0 or more"),
+        ({"data_policy": "own"}, "data_policy='own' is unknown: expected one of teacher, student, mixed, draft-opd"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
-        DrafterTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+        training_arguments(tmp_path, given, "cpu")
 
 
 def test_d_pace_weighs_depths_evenly_where_drafters_are_compared(tmp_path):
-    arguments = DrafterTrainingArguments(output_dir=str(tmp_path), use_cpu=True, depth_weighting="d-pace")
+    arguments = training_arguments(tmp_path, {"depth_weighting": "d-pace"}, "cpu")
     assert arguments.weights_of_depths(3) == [1.0, 1.0, 1.0]

@@ -28,7 +28,6 @@ from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
-from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import TrainingDiverged
@@ -195,7 +194,7 @@ def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.loop.run._train_on", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run._Run.learn_from", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path))
     keys = keys_of(tmp_path / "out" / "data")
@@ -237,7 +236,7 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.loop.run._save", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run.save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path), max_steps=8)
     said: list[str] = []
@@ -273,7 +272,7 @@ def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(chatty, tokeniz
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.loop.run._save", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run.save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path))
     (tmp_path / "out").rename(tmp_path / "moved")
@@ -309,8 +308,7 @@ def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
 def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_path, monkeypatch):
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (pushing, publish):
-            monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
         files = hub.files("user/out")
     pictures = {"acceptance.png", "calibration.png", "learning_curves.png"}
@@ -378,7 +376,7 @@ def test_chats_that_were_given_with_their_answers_are_not_published(chatty, toke
 
 def test_the_hub_is_asked_before_hours_are_spent(chatty, tokenizer, tmp_path, monkeypatch):
     with HubServer(tokens={}) as hub:
-        monkeypatch.setattr(publish, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         with pytest.raises(OSError, match="401"):
             run(chatty, tokenizer, plan(tmp_path), push_to_hub=True, hub_token="hf_secret")
     assert not (tmp_path / "out").exists()

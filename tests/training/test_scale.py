@@ -27,7 +27,7 @@ from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.runtime.target_loading import load_target
 from hf_hsdraft.training.loop import trainer
-from hf_hsdraft.training.loop.checks import steps_done
+from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

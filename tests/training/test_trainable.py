@@ -21,17 +21,16 @@ from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.block.configuration import Sight
 from hf_hsdraft.hub import pushing
+from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import forward_kl
-from hf_hsdraft.training.loss.on_policy import drafted_labels
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -301,8 +300,7 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, 
 def test_a_trained_drafter_is_pushed_with_its_documents(chatty, tokenizer, tmp_path, family, monkeypatch):
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (pushing, publish):
-            monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         for _ in range(2):  # the second time the repository holds a drafter already
             run(chatty, tokenizer, plan(tmp_path, family), push_to_hub=True, hub_token="hf_secret")
         files = hub.files("user/out")
@@ -399,7 +397,7 @@ def test_heads_that_cannot_be_trained_are_refused(chatty, tokenizer, tmp_path, f
 
 
 def test_co_training_takes_any_family(target, tokenizer):
-    from hf_hsdraft.training.loss.co_training import CoTraining
+    from hf_hsdraft.methods.co_training.co_training import CoTraining
 
     for kind in ("block", "eagle3", "specformer"):
         drafter = fresh(target, kind)

@@ -11,6 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 from session_helpers import drafted_by
 
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import Features, cache_features
 from hf_hsdraft.training.evaluate import parity as parity_module
@@ -25,7 +26,6 @@ from hf_hsdraft.training.loss.loss import (
     true_labels,
 )
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, forward_kl, total_variation
-from hf_hsdraft.training.loss.on_policy import drafted_labels
 
 
 def conversation(length: int, seed: int) -> TokenizedConversation:

@@ -17,6 +17,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
+from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import Predictions, trained
 from .modeling_self import SelfDrafter
 
@@ -67,3 +68,4 @@ class SelfFamily(TravellingFamily):
 
 
 TRAINABLE[SelfFamily.name] = SelfFamily()
+DRAFTER_OPTIONS["draft_layers"] = int

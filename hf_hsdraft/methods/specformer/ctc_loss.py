@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import family_of
+from ...training.loop.arguments import METHOD_OPTIONS, MethodOption
 from ...training.loss.loss import CHUNK_LOGITS, ChainLabels, LossParts, loss_parts, sum_over_chunks
 from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
 from .collapsed_frames import CollapsedFrames
@@ -101,10 +102,9 @@ def ctc_losses(frames: torch.Tensor, choices: torch.Tensor, lengths: torch.Tenso
 
 
 def _check(config: Any, args: Any) -> None:
-    if args.ctc_labels is not None and args.ctc_labels > config.num_draft_steps:
-        raise ValueError(
-            f"ctc_labels={args.ctc_labels} is invalid: expected at most num_draft_steps={config.num_draft_steps}"
-        )
+    labels = args.method_options.get("ctc_labels", 1)
+    if labels > config.num_draft_steps:
+        raise ValueError(f"ctc_labels={labels} is invalid: expected at most num_draft_steps={config.num_draft_steps}")
     only_values = {
         "data_policy": "teacher", "depth_weighting": "fixed", "rolled_fraction": 1.0, "regression_weight": 0.0,
         "cosine_weight": 0.0,
@@ -120,8 +120,16 @@ def _check(config: Any, args: Any) -> None:
 
 def _made(args: Any, drafter: Any, weights: TargetWeights, teacher_head: torch.Tensor, chunk_logits: int) -> CTCLoss:
     """See `WholeLoss.made`. By default a chain has half as many labels as frames, rounded up."""
-    num_labels = args.ctc_labels or (drafter.config.num_draft_steps + 1) // 2
+    num_labels = args.method_options.get("ctc_labels") or (drafter.config.num_draft_steps + 1) // 2
     return CTCLoss(weights, teacher_head, num_labels, chunk_logits)
 
 
+def _check_ctc_labels(args: Any, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"ctc_labels={value} is invalid: expected 1 or more")
+    if args.objective != CTC:
+        raise ValueError(f"ctc_labels={value} is invalid: leave it out, or name the objective='ctc'")
+
+
+METHOD_OPTIONS["ctc_labels"] = MethodOption(int, _check_ctc_labels)
 WHOLE_LOSSES[CTC] = WholeLoss({"ctc": True}, _check, _made)

@@ -13,6 +13,7 @@ from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
+from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import Predictions, trained
 from .collapsed_frames import CollapsedFrames
 from .configuration_specformer import SpecFormerConfig
@@ -91,3 +92,4 @@ class SpecFormerFamily(TravellingFamily):
 
 
 TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()
+DRAFTER_OPTIONS["reads_tokens"] = bool

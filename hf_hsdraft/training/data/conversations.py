@@ -183,3 +183,9 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length
         dtype=torch.bool,
     )[:max_length]
     return TokenizedConversation(ids, mask)
+
+
+def check_template_keeps_turns(tokenizer: Any) -> None:
+    """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
+    turns = (("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green."))
+    tokenize_conversation(tokenizer, Conversation(turns), 256)

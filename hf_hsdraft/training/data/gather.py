@@ -14,11 +14,10 @@ from transformers import __version__ as transformers_version
 
 from ..._version import __version__
 from ...runtime.target_loading import is_sharded
-from ..loop.checks import check_template_keeps_turns
 from ..loop.progress import Reporter
 from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
 from .chats import Chat, read_chats
-from .conversations import Conversation, Message, Prompt, read_jsonl
+from .conversations import Conversation, Message, Prompt, check_template_keeps_turns, read_jsonl
 from .dataset import RowFolder
 from .generating import reply
 from .inventing import invent_prompts, prompt_of

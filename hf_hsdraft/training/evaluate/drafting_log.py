@@ -87,7 +87,7 @@ class DraftingLog(TrainerCallback):
             self._warned = True
             logger.warning(
                 f"hsdraft/tau has fallen from {start:.2f} to {now:.2f} since the start: the drafter fits the changed "
-                "model less. Train it on the fresh texts (hf_hsdraft.training.loss.co_training), or detach it"
+                "model less. Train it on the fresh texts (CoTraining, see docs/integrations.md), or detach it"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +14,28 @@ from accelerate.utils import patch_environment
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from ...core.methods import Registry
+from ..loss.data_policies import DATA_POLICIES
 from ..loss.depth_weights import DEPTH_WEIGHTINGS
 from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
-DATA_POLICIES = ("teacher", "student", "mixed", "draft-opd")
 _OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
 _DEPTH_DECAY = 0.8
+
+
+@dataclass(frozen=True)
+class MethodOption:
+    """A training argument that only one method has; `check` raises a ValueError if a value does not go with the others.
+
+    It is kept in `DrafterTrainingArguments.method_options`, where it is given.
+    """
+
+    type: type
+    check: Callable[[DrafterTrainingArguments, Any], None]
+
+
+METHOD_OPTIONS: Registry[MethodOption] = Registry("training_option")
+DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a method's drafters, with their types
 
 
 @dataclass
@@ -30,12 +46,9 @@ class DrafterTrainingArguments(TrainingArguments):
         objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, such as `"ctc"` for a drafter whose
             slots are frames with a blank.
         ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
-        ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
-            frames.
-        data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
-            draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4); `"draft-opd"` for the
-            rounds that drafting along the text comes to, see `draft_opd`.
-        rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
+        data_policy: whose tokens the chains follow, a name in `data_policies.DATA_POLICIES`: `"teacher"` for the text,
+            `"student"` for tokens that the drafter draws and the target labels, `"mixed"` for half of each
+            (DistillSpec, section 4); `"draft-opd"` for the rounds that drafting along the text comes to.
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
             for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
             estimate of how far each chain is accepted, see `depth_weights.d_pace`.
@@ -52,6 +65,9 @@ class DrafterTrainingArguments(TrainingArguments):
             `warmup_steps` and `lr_scheduler_type` then have no effect.
         early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
             such limit.
+
+    Attributes:
+        method_options: values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them.
     """
 
     max_steps: int = 2000
@@ -77,9 +93,7 @@ class DrafterTrainingArguments(TrainingArguments):
     ce_share: float | None = field(
         default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1) and kl_ce (0.5)."}
     )
-    ctc_labels: int | None = field(default=None, metadata={"help": "Tokens that the frames of ctc are to say."})
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
-    rejected_drafts: int | None = field(default=None, metadata={"help": "Of a round, with draft-opd (1)."})
     depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
     depth_decay: float = field(default=_DEPTH_DECAY, metadata={"help": "Depth d weighs depth_decay ** d."})
     depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
@@ -91,6 +105,7 @@ class DrafterTrainingArguments(TrainingArguments):
     eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
     max_minutes: float | None = field(default=None, metadata={"help": "Minutes from the first step to the end."})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
+    method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         choices = {"objective": _OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
@@ -99,24 +114,13 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
         if self.ce_share is not None:
             objective_of(self.objective, self.ce_share)  # raises if the objective has no such share
-        if self.rejected_drafts is not None and self.data_policy != "draft-opd":
-            raise ValueError(
-                f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
-                "nothing is rejected: leave it out, or take 'draft-opd'"
-            )
-        if self.rejected_drafts is not None and self.rejected_drafts < 0:
-            raise ValueError(f"rejected_drafts={self.rejected_drafts} is invalid: expected 0 or more")
         for name, default in (("depth_weights", None), ("depth_decay", _DEPTH_DECAY)):
             if self.depth_weighting == "d-pace" and getattr(self, name) != default:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
                     "the drafter's own estimates: leave one or the other out"
                 )
-        if self.depth_weighting == "d-pace" and self.data_policy == "draft-opd":
-            raise ValueError(
-                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
-                "count as accepted, so it would weigh most; expected 'fixed'"
-            )
+        DATA_POLICIES[self.data_policy].check(self)
         if not 0.0 < self.rolled_fraction <= 1.0:
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
         if self.chains_per_conversation < 1:
@@ -126,10 +130,6 @@ class DrafterTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
-        if self.ctc_labels is not None and self.ctc_labels < 1:
-            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
-        if self.ctc_labels is not None and self.objective not in WHOLE_LOSSES:
-            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: leave it out, or name the objective='ctc'")
         if self.cosine_weight < 0:
             raise ValueError(f"cosine_weight={self.cosine_weight} is invalid: expected 0 or more")
         if self.learning_rate < 0:
@@ -185,7 +185,9 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
     if overrides.get("max_minutes") is not None and clocked:
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
+    options = {name: value for name, value in overrides.items() if name in METHOD_OPTIONS}
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
+    fields = {name: value for name, value in fields.items() if name not in options}
     fields["push_to_hub"] = False  # push the finished drafter, not the checkpoints
     fields.setdefault("disable_tqdm", True)  # the run reports its progress itself
     if "num_train_epochs" in fields and "max_steps" not in fields:
@@ -199,6 +201,10 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
     PartialState(cpu=fields["use_cpu"], timeout=timeout)
     args = DrafterTrainingArguments(**fields)
+    for name, value in options.items():
+        if value is not None:
+            METHOD_OPTIONS[name].check(args, value)
+            args.method_options[name] = value
     # A process trains on one device. For several devices, `accelerate launch` starts several processes.
     args._n_gpu = min(args.n_gpu, 1)
     for tracker in get_reporting_integration_callbacks(args.report_to):
@@ -207,11 +213,15 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
 
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
-    """Parses command-line options of `DrafterTrainingArguments` to the fields that are given.
+    """Parses command-line options of `DrafterTrainingArguments` and of methods to the fields that are given.
 
+    Those in `DRAFTER_OPTIONS` are for the plan's drafter.
     An unknown option, or a value of the wrong type, is a ValueError.
     """
     parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
+    for name, kind in {**{name: each.type for name, each in METHOD_OPTIONS.items()}, **DRAFTER_OPTIONS}.items():
+        parsed: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", **parsed)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return vars(parser.parse_args(_with_lists(options)))

@@ -1,25 +1,54 @@
-"""Checks before hours are spent: whether the target can teach, and which run a folder holds."""
+"""Checks before hours are spent: of a plan and its arguments, and whether the target can teach."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from filelock import FileLock, Timeout
 
+from ...hub.drafter_files import CONFIG, find_folder
+from ...hub.fetching import loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
+from ..data.gather import check_not_empty, most_in_sources
+from ..data.kinds import chosen_kinds
+from ..data.plan import TrainingPlan
 from ..families.family import TrainableFamily
-from ..files import write_json
+from ..families.trainable import family_for
 from ..loss.objectives import WHOLE_LOSSES
+from .arguments import DrafterTrainingArguments, training_arguments
 
-_PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
+
+def prepared(
+    plan: TrainingPlan, arguments: Mapping[str, Any], device_type: str
+) -> tuple[TrainingPlan, DrafterTrainingArguments]:
+    """Checks a plan and the arguments of its run, which differ from the family's defaults, and completes both.
+
+    Raises:
+        ValueError: plan and arguments do not fit together.
+        TypeError: there is no such argument.
+        OSError: there is no such drafter to start from.
+    """
+    plan.check_invents()
+    chosen_kinds(plan.kinds)
+    args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
+    family_for(plan).check_policy(args.data_policy)
+    if args.objective in WHOLE_LOSSES:
+        plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
+        family_for(plan)  # raises for fields that such a drafter lacks
+    if plan.init_from is not None:
+        with loading(plan.init_from):
+            find_folder(plan.init_from, (CONFIG,))
+    for path in plan.prompts:
+        check_not_empty(path)
+    if (most := most_in_sources(plan)) is not None:
+        plan.check_amount(most)
+    return plan, args
 
 
 def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily) -> None:
@@ -70,12 +99,6 @@ def check_device(target: Any) -> None:
         )
 
 
-def check_template_keeps_turns(tokenizer: Any) -> None:
-    """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
-    turns = (("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green."))
-    tokenize_conversation(tokenizer, Conversation(turns), 256)
-
-
 def _check_drafting(target: Any, family: TrainableFamily, input_ids: torch.Tensor) -> None:
     """Tries the smallest drafter; raises a ValueError unless the target decodes with it."""
     drafter = family.fresh(target, family.least, 1, lambda size: list(range(size))).to(target.device, target.dtype)
@@ -118,85 +141,3 @@ def fingerprint(target: Any) -> str:
         digest.update(whole.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     name = type(target).__name__.removeprefix("FSDP")  # a sharded target is the same target
     return f"{name}, {target.dtype}, {digest.hexdigest()[:12]}"
-
-
-def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
-    """Writes the settings of a run into its folder; a ValueError names those that differ from the folder's.
-
-    Before the first checkpoint all settings may change, as answers and features have their own checks; settings named
-    in `may_change` always may.
-    """
-    path = out / _PLAN
-    settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
-    if path.exists() and steps_done(out):
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(
-            name for name in settings if name in stored and name not in may_change and stored[name] != settings[name]
-        )
-        if differing:
-            changes = ", ".join(f"{name}: {stored[name]!r} -> {settings[name]!r}" for name in differing)
-            raise ValueError(
-                f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
-            )
-    write_json(path, settings)
-
-
-@contextlib.contextmanager
-def only_run(out: Path) -> Iterator[None]:
-    """Locks a folder against other runs, until the process ends at the latest. Another run there is a RuntimeError."""
-    lock = FileLock(out / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except NotImplementedError:  # a file system without locks
-        pass
-    except Timeout:
-        raise RuntimeError(f"another run is at work in {out}: wait until it ends, or use a new --out") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def check_no_other_run(out: Path) -> None:
-    """Raises a RuntimeError if a run is at work in a folder."""
-    if (out / _LOCK).exists():
-        with only_run(out):
-            pass
-
-
-def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
-    """Records that a run's drafter is saved, after how many steps, and by which limits training ended."""
-    write_json(out / _FINISHED, {"steps": steps, "limits": limits})
-
-
-def is_finished(out: Path, limits: dict[str, float]) -> bool:
-    """Whether the run in a folder ended with these limits, or with wider ones."""
-    path = out / _FINISHED
-    if not path.exists():
-        return False
-    stored = json.loads(path.read_text(encoding="utf-8"))["limits"]
-    return limits.keys() == stored.keys() and all(value <= stored[name] for name, value in limits.items())
-
-
-def last_checkpoint(out: Path) -> Path | None:
-    """Returns the newest complete checkpoint of a run, if any.
-
-    The Trainer writes its state last, so a checkpoint is complete if its state can be read.
-    """
-    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if read_state(path)]
-    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Returns the trainer's state of a checkpoint; empty if it is missing or incomplete."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state
-
-
-def steps_done(out: Path) -> int:
-    """Returns the number of steps at a run's last checkpoint; 0 if there is none."""
-    last = last_checkpoint(out)
-    return int(last.name.rsplit("-", 1)[1]) if last else 0

@@ -29,20 +29,16 @@ from ..data.features import Features, read_features
 from ..evaluate.calibration import Calibration
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
-from ..loss.draft_opd import replay, two_streams
+from ..loss.data_policies import DATA_POLICIES, PolicyStep
 from ..loss.loss import (
     CHUNK_LOGITS,
-    ChainLabels,
     ChainLoss,
-    Chains,
     LossParts,
     Pack,
-    sample_chains,
     true_labels,
     unroll,
 )
 from ..loss.objectives import WHOLE_LOSSES, objective_of
-from ..loss.on_policy import drafted_labels
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import check_learning
@@ -147,7 +143,9 @@ class DrafterTrainer(Trainer):
         drafter = _base(self.accelerator.unwrap_model(model))
         seeds = [zlib.crc32(chat.input_ids.cpu().numpy().tobytes()) + step for chat in conversations]
         args = self.args
-        chains, labels = self._chains(drafter, pack, seeds)
+        policy = DATA_POLICIES[args.data_policy if drafter.training else "teacher"]  # evaluations follow the text
+        step_data = PolicyStep(drafter, self.target, self.weights, pack, args, seeds, self.loss.rows_per_chunk)
+        chains, labels = policy.chains(step_data)
         count = labels.count
         if model.training and self.accelerator.num_processes > 1:
             # Gradients are averaged over all processes. The average count makes them equal to one large batch's.
@@ -169,25 +167,6 @@ class DrafterTrainer(Trainer):
         read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
         return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
-
-    def _chains(self, drafter: Any, pack: Pack, seeds: Sequence[int]) -> tuple[Chains, ChainLabels]:
-        """Returns the chains of a step and their labels. Evaluations follow the text."""
-        args, target, weights = self.args, self.target, self.weights
-        policy = args.data_policy if drafter.training else "teacher"
-        met = replay(drafter, weights, pack, self.loss.rows_per_chunk) if policy == "draft-opd" else None
-        starts = None if met is None else met.anchors
-        chains = sample_chains(
-            pack, args.chains_per_conversation, args.rolled_fraction, seeds, pad_to_multiple_of=32, starts=starts
-        )
-        labels = true_labels(pack, chains, drafter.num_draft_steps)
-        if met is not None:
-            labels = two_streams(
-                met, target, weights, pack, chains, labels, 1 if args.rejected_drafts is None else args.rejected_drafts
-            )
-        elif policy != "teacher":
-            every = 1 if policy == "student" else 2
-            labels = drafted_labels(drafter, target, weights, pack, chains, labels, every)
-        return chains, labels
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from ..data.features import Features
 from ..families.trainable import family_of
 from .chunks import sum_over_chunks
 from .depth_weights import d_pace, mean_of_depths, mean_of_predictions
-from .objectives import Objective, hard_labels, rejected_draft
+from .objectives import Objective, hard_labels
 from .predictions import Predictions
 
 # Takes logits of drafter and target, `[N, V']`, and the places of their predictions, `[N]`. Returns a sum over them and
@@ -91,17 +91,13 @@ class Chains:
     real: torch.Tensor
 
 
-@dataclass(frozen=True)
-class RejectedDrafts:
-    """Drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s.
+class FurtherTerm(Protocol):
+    """A term of the loss besides the objective: called as a score, it returns values `[N]`, weighted by `[S, K]`."""
 
-    Attributes:
-        columns: `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary.
-        weights: `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected.
-    """
+    @property
+    def weights(self) -> torch.Tensor: ...
 
-    columns: torch.Tensor
-    weights: torch.Tensor
+    def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,7 @@ class ChainLabels:
         count: `[K]`, divisor of the loss of each depth, the same in all processes of a step.
         regression: weight of the hidden-state regression in this step.
         measured: whether confidence and accuracy of the first choice are measured too.
-        rejected: drafts that the loss also counts, by `rejected_draft`; `None` for none. With them or with weights that
-            differ from chain to chain, the loss is divided by the sum of `count`.
+        further: a term that is added; `None` for none. With it, the loss is divided by the sum of `count`.
     """
 
     tokens: torch.Tensor
@@ -127,7 +122,7 @@ class ChainLabels:
     count: torch.Tensor
     regression: float = 0.0
     measured: bool = True
-    rejected: RejectedDrafts | None = None
+    further: FurtherTerm | None = None
 
 
 @dataclass(frozen=True)
@@ -257,7 +252,7 @@ class ChainLoss:
             gradients, which takes another product with the drafter's head and the target's for each prediction.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
         by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, and
-            where drafts were rejected.
+            with a further term.
     """
 
     weights: TargetWeights
@@ -285,39 +280,37 @@ class ChainLoss:
         states = predictions.states(labels.tokens, hidden_states)
         total = functools.partial(self._sum, predictions, hidden_states, states, labels)
         place = torch.cat(_places(hidden_states))
-        weights, rejected = torch.tensor(list(self.depth_weights), device=device), labels.rejected
+        weights, further = torch.tensor(list(self.depth_weights), device=device), labels.further
         assert len(weights) == steps, "one weight a depth"
         if self.d_pace and torch.is_grad_enabled():  # the loss of an evaluation is not used
             weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
-        by_prediction = self.by_prediction or self.d_pace or rejected is not None
+        by_prediction = self.by_prediction or self.d_pace or further is not None
         mean = mean_of_predictions if by_prediction else mean_of_depths
         coefficients = mean(weights, labels.valid, labels.count).flatten()
-        if rejected is not None:
-            columns = rejected.columns.flatten()
-            costs = mean(rejected.weights, rejected.weights > 0, labels.count).flatten()
+        if further is not None:
+            costs = mean(further.weights, further.weights > 0, labels.count).flatten()
 
         def score(
             logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             distance = self.objective(logits, teacher)
             loss = (distance * coefficients[place]).sum()
-            if rejected is not None:
-                loss = loss + (rejected_draft(logits, teacher, columns[place]) * costs[place]).sum()
+            if further is not None:
+                loss = loss + (further(logits, teacher, place) * costs[place]).sum()
             return loss, _statistics(logits, teacher, distance, labels.measured)
 
         loss, statistics = total(score)
         regression = torch.zeros((), device=device)
-        if labels.regression > 0.0:
+        if max(labels.regression, self.cosine_weight) > 0.0:
+            finals = predictions.final(torch.cat(list(hidden_states)))
             goals = labels.teacher[labels.rows.flatten()[place]]
-            distance = F.smooth_l1_loss(predictions.final(torch.cat(list(hidden_states))), goals, reduction="none")
-            regression = (distance.float().mean(dim=-1) * coefficients[place]).sum()
+        if labels.regression > 0.0:
+            distance = F.smooth_l1_loss(finals, goals, reduction="none").float().mean(dim=-1)
+            regression = (distance * coefficients[place]).sum()
             loss = loss + labels.regression * regression
         if self.cosine_weight > 0.0:
-            goals = labels.teacher[labels.rows.flatten()[place]]
-            cosine = F.cosine_similarity(
-                predictions.final(torch.cat(list(hidden_states))).float(), goals.float(), dim=-1
-            )
-            loss = loss + self.cosine_weight * ((1 - cosine) * coefficients[place]).sum()
+            distance = 1 - F.cosine_similarity(finals.float(), goals.float(), dim=-1)
+            loss = loss + self.cosine_weight * (distance * coefficients[place]).sum()
         valid = labels.valid.flatten()[place]
         return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
 

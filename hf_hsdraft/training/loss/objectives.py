@@ -94,16 +94,6 @@ def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return torch.minimum(log_p, log_q).logsumexp(dim=-1)
 
 
-def rejected_draft(logits: torch.Tensor, teacher: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-    """KL(drafter | target), estimated by one drafted token: exp(r) - r - 1 with r = log p - log q (Draft-OPD).
-
-    Its gradient lowers q where the target finds the token less probable than the drafter does. It is at most V' large
-    for a first choice of the drafter, as q is 1 / V' or more. `drafted` `[N]` holds the columns of the drafted tokens.
-    """
-    ratio = F.cross_entropy(logits, drafted, reduction="none") - F.cross_entropy(teacher, drafted, reduction="none")
-    return ratio.exp() - ratio - 1
-
-
 OBJECTIVES: dict[str, Objective] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,

@@ -13,11 +13,11 @@ import torch
 from transformers import TrainerCallback
 
 from ...drafters.base.target_weights import TargetWeights
-from ..data.conversations import TokenizedConversation
-from ..data.features import Features, read_features
-from ..families.trainable import family_of
-from .loss import CHUNK_LOGITS, ChainLoss, Pack, sample_chains, true_labels, unroll
-from .objectives import OBJECTIVES
+from ...training.data.conversations import TokenizedConversation
+from ...training.data.features import Features, read_features
+from ...training.families.trainable import family_of
+from ...training.loss.loss import CHUNK_LOGITS, ChainLoss, Pack, sample_chains, true_labels, unroll
+from ...training.loss.objectives import OBJECTIVES
 
 
 class CoTraining(TrainerCallback):

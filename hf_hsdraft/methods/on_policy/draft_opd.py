@@ -17,10 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...drafters.base.target_weights import TargetWeights
-from .loss import ChainLabels, Chains, Pack, RejectedDrafts, chain_starts, true_labels
-from .on_policy import draft, is_end, labelled_by_target
+from ...training.loop.arguments import METHOD_OPTIONS, MethodOption
+from ...training.loss.data_policies import DATA_POLICIES, DataPolicy, PolicyStep
+from ...training.loss.loss import ChainLabels, Chains, Pack, chain_starts, true_labels
+from .own_tokens import draft, is_end, labelled_by_target
 
 _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its depth
 
@@ -38,6 +41,32 @@ class Replay:
     anchors: torch.Tensor
     columns: torch.Tensor
     accepted: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RejectedDrafts:
+    """A `FurtherTerm` of drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s.
+
+    Attributes:
+        columns: `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary.
+        weights: `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected.
+    """
+
+    columns: torch.Tensor
+    weights: torch.Tensor
+
+    def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return rejected_draft(logits, teacher, self.columns.flatten()[place])
+
+
+def rejected_draft(logits: torch.Tensor, teacher: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """KL(drafter | target), estimated by one drafted token: exp(r) - r - 1 with r = log p - log q.
+
+    Its gradient lowers q where the target finds the token less probable than the drafter does. It is at most V' large
+    for a first choice of the drafter, as q is 1 / V' or more. `drafted` `[N]` holds the columns of the drafted tokens.
+    """
+    ratio = F.cross_entropy(logits, drafted, reduction="none") - F.cross_entropy(teacher, drafted, reduction="none")
+    return ratio.exp() - ratio - 1
 
 
 @torch.no_grad()
@@ -107,7 +136,7 @@ def two_streams(
     costs = rejected * _DECAY**depth
     valid = labels.valid & (depth <= accepted)
     count = valid.sum(dim=0) + costs.sum(dim=0)
-    labels = replace(labels, valid=valid, count=count, rejected=RejectedDrafts(columns, costs))
+    labels = replace(labels, valid=valid, count=count, further=RejectedDrafts(columns, costs))
     if rejected_drafts < 2 or steps < 2:
         return labels
     after = depth[1:] > accepted  # these predictions follow rejected drafts
@@ -118,3 +147,32 @@ def two_streams(
     rows = labels.rows.clone()
     rows[:, 1:] = torch.where(after, followed.rows[:, 1:], rows[:, 1:])
     return replace(followed, rows=rows)
+
+
+class DraftOPD(DataPolicy):
+    def check(self, args: Any) -> None:
+        if args.depth_weighting == "d-pace":
+            raise ValueError(
+                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
+                "count as accepted, so it would weigh most; expected 'fixed'"
+            )
+
+    def chains(self, step: PolicyStep) -> tuple[Chains, ChainLabels]:
+        met = replay(step.drafter, step.weights, step.pack, step.rows_per_chunk)
+        chains, labels = step.sampled(met.anchors)
+        rejected = step.args.method_options.get("rejected_drafts", 1)
+        return chains, two_streams(met, step.target, step.weights, step.pack, chains, labels, rejected)
+
+
+def _check_rejected_drafts(args: Any, value: int) -> None:
+    if args.data_policy != "draft-opd":
+        raise ValueError(
+            f"rejected_drafts={value} is invalid with data_policy={args.data_policy!r}, in which nothing is rejected: "
+            "leave it out, or take 'draft-opd'"
+        )
+    if value < 0:
+        raise ValueError(f"rejected_drafts={value} is invalid: expected 0 or more")
+
+
+DATA_POLICIES["draft-opd"] = DraftOPD()
+METHOD_OPTIONS["rejected_drafts"] = MethodOption(int, _check_rejected_drafts)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...drafters.base.target_weights import TargetWeights
 from ...runtime.prompt_inputs import end_tokens
-from ..families.trainable import family_of
-from .branches import Branches
-from .loss import ChainLabels, Chains, Pack, unroll
+from ...training.families.trainable import family_of
+from ...training.loss.branches import Branches
+from ...training.loss.data_policies import DATA_POLICIES, DataPolicy, PolicyStep
+from ...training.loss.loss import ChainLabels, Chains, Pack, unroll
 
 
 @torch.no_grad()
@@ -129,3 +130,17 @@ def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.T
     )
     states: torch.Tensor = output.hidden_states[last][0, len(pack.input_ids) :]
     return states.to(starts.device)
+
+
+@dataclass(frozen=True)
+class OwnTokens(DataPolicy):
+    """Every `every`-th rolled chain follows tokens that the drafter draws, the others follow the text."""
+
+    every: int
+
+    def chains(self, step: PolicyStep) -> tuple[Chains, ChainLabels]:
+        chains, labels = step.sampled()
+        return chains, drafted_labels(step.drafter, step.target, step.weights, step.pack, chains, labels, self.every)
+
+
+DATA_POLICIES["student"], DATA_POLICIES["mixed"] = OwnTokens(1), OwnTokens(2)

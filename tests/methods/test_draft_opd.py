@@ -12,17 +12,19 @@ from conftest import VOCAB, make_target
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
+from hf_hsdraft.methods.on_policy import draft_opd
+from hf_hsdraft.methods.on_policy.draft_opd import replay, two_streams
+from hf_hsdraft.methods.on_policy.own_tokens import draft
 from hf_hsdraft.runtime.prompt_inputs import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
 from hf_hsdraft.training.families.trainable import family_of
-from hf_hsdraft.training.loss.draft_opd import replay, two_streams
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import hard_labels
-from hf_hsdraft.training.loss.on_policy import draft
 
+pytestmark = pytest.mark.train
 FIELDS = {**SIZES, "hidden-state": {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}}
 
 
@@ -123,8 +125,6 @@ def some_rounds(target, kind: str) -> tuple:
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind, monkeypatch):
-    from hf_hsdraft.training.loss import draft_opd
-
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
     found = replay(drafter, weights, pack)
@@ -137,12 +137,10 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 @pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
-    from hf_hsdraft.training.loss import draft_opd
-
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
     end = int(weights.vocab_ids[columns[:, 0].mode().values])
-    monkeypatch.setattr("hf_hsdraft.training.loss.on_policy.end_tokens", lambda target: end_tokens(target) | {end})
+    monkeypatch.setattr("hf_hsdraft.methods.on_policy.own_tokens.end_tokens", lambda target: end_tokens(target) | {end})
     found = replay(drafter, weights, pack)
     starts = found.anchors
     chains, every = (Chains(starts, count, torch.ones(len(starts)) > 0) for count in (len(starts) - 6, len(starts)))
@@ -163,17 +161,17 @@ def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, reject
             known = accepted < 3 and bool(text.valid[chain, accepted])
             before_end = end not in drafts[accepted:depth]
             counted = known and accepted <= depth < min(accepted + rejected_drafts, deep) and before_end
-            weight = labels.rejected.weights[chain, depth].item()
+            weight = labels.further.weights[chain, depth].item()
             assert weight == pytest.approx(0.9**depth if counted else 0.0)
             kinds |= {(emitted, counted, depth > accepted)}
             if not (emitted or counted):
                 continue
-            assert labels.rejected.columns[chain, depth] == columns[start, depth]
+            assert labels.further.columns[chain, depth] == columns[start, depth]
             path = prefix + drafts[:depth]  # what was drafted, which is the text where it was accepted
             assert int(labels.tokens[chain, depth]) == path[-1]
             states = target(torch.tensor([path]), output_hidden_states=[last]).hidden_states[last][0, -1]
             torch.testing.assert_close(labels.teacher[labels.rows[chain, depth]], states, atol=1e-4, rtol=1e-4)
-    assert labels.count.sum().item() == pytest.approx(float(labels.valid.sum() + labels.rejected.weights.sum()))
+    assert labels.count.sum().item() == pytest.approx(float(labels.valid.sum() + labels.further.weights.sum()))
     assert {(True, False, False), (True, True, False)} <= kinds or not rejected_drafts
     assert ((False, True, True) in kinds) == (rejected_drafts > 1)
 

@@ -1,0 +1,1 @@
+"""Training a drafter beside its target."""

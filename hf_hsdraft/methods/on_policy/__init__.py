@@ -1,0 +1,1 @@
+"""Training on the tokens that the drafter itself drafts."""

@@ -1,0 +1,147 @@
+"""What a run leaves: the drafter or adapter, its recipe, figures, pictures and card, in a folder and on the Hub."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import __version__ as transformers_version
+
+from ..._version import __version__
+from ...core.checks import public_name
+from ...drafters.base.auto_drafter import AutoDrafter
+from ...hub.drafter_files import DOCUMENTS, FIGURES, RECIPE, read_json
+from ...hub.model_card import read_recipe, write_card
+from ...hub.pushing import push
+from ..data.plan import TrainingPlan
+from ..evaluate.pictures import draw_pictures
+from ..families.family import TrainableFamily
+from ..files import write_json
+from ..loss.objectives import CE_SHARES
+from .arguments import DrafterTrainingArguments
+from .progress import Reporter
+from .trainer import DrafterTrainer
+
+
+def save(
+    trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily, data: dict[str, Any], report: Reporter
+) -> None:
+    """Saves what a run has made into its folder. `data` holds lines for the card about the texts."""
+    out = Path(plan.out)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if plan.lora is None:
+        model.loss_function = None
+        model.to(torch.bfloat16).save_pretrained(out)
+    else:
+        readme = out / "README.md"
+        before = readme.read_text(encoding="utf-8") if readme.exists() else None
+        model.save_pretrained(out)  # PEFT writes an empty card too
+        readme.unlink(missing_ok=True)
+        if before is not None:
+            readme.write_text(before, encoding="utf-8")
+    history = trainer.state.log_history
+    calibration = asdict(trainer.calibration) if trainer.calibration else None
+    figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
+    held_out = f"{trainer.held_out[0]} conversations; tau: {trainer.held_out[1]} prompts, at most "
+    held_out += f"{trainer.args.eval_new_tokens} tokens each"
+    write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
+    with report.stage("drawing", "pictures") as stage:
+        draw_pictures(history, calibration, out, stage)
+    recipe: dict[str, Any] = {"training": {**data, **_recipe(trainer, plan, family)}}
+    recipe["target"] = trainer.drafter.config.target_name  # a language model's config.json does not name it
+    if plan.dataset is not None:
+        recipe["datasets"] = [public_name(plan.dataset)]
+    if plan.lora is not None:
+        recipe["adapts"] = public_name(str(plan.init_from))
+    write_json(out / RECIPE, recipe)
+    write_card(out, out.resolve().name)
+
+
+def saved(plan: TrainingPlan, family: TrainableFamily) -> Any:
+    """Loads the drafter that a run has saved."""
+    if plan.lora is None:
+        return family.drafter.from_pretrained(plan.out)
+    drafter = family.drafter.from_pretrained(plan.init_from)
+    drafter.load_adapter(str(plan.out))
+    return drafter
+
+
+def publish(folder: Path, repo_id: str, token: str | None) -> None:
+    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints."""
+    commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
+    if (folder / "adapter_config.json").is_file():
+        push(folder, repo_id, **commit)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        staged = Path(place)
+        AutoDrafter.from_pretrained(folder).save_pretrained(staged)
+        for name in DOCUMENTS:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, staged / name)
+        push(staged, repo_id, **commit)
+
+
+def name_data_set(folder: Path, name: str) -> None:
+    """Names a data set of the Hub in the recipe and the card of a run's drafter."""
+    named = read_recipe(folder).get("datasets", [])
+    if name not in named:
+        write_json(folder / RECIPE, {**read_json(folder / RECIPE), "datasets": [*named, name]})
+        write_card(folder, folder.resolve().name)
+
+
+def _recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily) -> dict[str, Any]:
+    """Returns the lines of the card that say how the drafter was trained."""
+    args, drafter = trainer.args, trainer.drafter
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
+    start = plan.init_from and public_name(plan.init_from)
+    recipe = {
+        "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
+        "family": family.name,
+        "drafter": f"{size / 1e6:.1f}M parameters, taps {list(family.taps(drafter, trainer.target))}, "
+        f"{drafter.num_draft_steps} draft steps, {family.describe(drafter)}, draft vocabulary "
+        f"{len(trainer.weights.vocab_ids):,}",
+        "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",
+        "loss": what_is_computed(trainer),
+        "steps": f"{trainer.state.global_step:,} of {batch} conversations, learning rate {args.learning_rate:g}, "
+        f"{getattr(args.optim, 'value', args.optim)}, seed {args.seed}, "
+        f"{'bfloat16 autocast' if args.bf16 else 'float32'}",
+        "weights": "saved in bfloat16, trained in float32",
+        "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
+    }
+    return {title: value for title, value in recipe.items() if value is not None}
+
+
+def what_is_computed(trainer: DrafterTrainer) -> str:
+    """Describes the terms of the loss, and how many predictions are compared at a time."""
+    args, loss = trainer.args, trainer.loss
+    options = "".join(f" ({name} {value})" for name, value in args.method_options.items())
+    return (
+        f"{_terms(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
+        f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, "
+        f"{_weights(trainer)}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} "
+        "tokens at a time"
+    )
+
+
+def _terms(args: DrafterTrainingArguments) -> str:
+    share = CE_SHARES.get(args.objective) if args.ce_share is None else args.ce_share
+    terms = [args.objective if share is None else f"{args.objective} (ce_share {share:g})"]
+    if args.cosine_weight > 0:
+        terms.append(f"{args.cosine_weight:g} x cosine distance of states")
+    if args.regression_weight > 0:
+        steps = args.regression_steps
+        terms.append(f"{args.regression_weight:g} x regression of states (0 after {steps} steps)")
+    return " + ".join(terms)
+
+
+def _weights(trainer: DrafterTrainer) -> str:
+    if trainer.args.depth_weighting == "d-pace":
+        return "depth weights by D-PACE"
+    numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)
+    by_prediction = trainer.args.depth_weighting == "by-prediction"
+    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}"

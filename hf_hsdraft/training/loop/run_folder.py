@@ -1,0 +1,174 @@
+"""The folder of a run: its settings, its checkpoints, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..data.plan import TrainingPlan
+from ..files import write_json
+from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
+
+_PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
+# Settings that may change when a run is resumed. Others would mix two different drafters.
+_MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps", "publish_data"}
+_FIXED = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "objective",
+    "ce_share",
+    "data_policy",
+    "depth_weighting",
+    "depth_decay",
+    "depth_weights",
+    "regression_weight",
+    "regression_steps",
+    "cosine_weight",
+    "chains_per_conversation",
+    "rolled_fraction",
+    "seed",
+    "bf16",
+)
+
+
+def settings_of(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
+    digests, excluded = (
+        [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in names]
+        for names in (plan.prompts, plan.exclude_near)
+    )
+    told = asdict(plan)
+    for name in () if plan.invents else ("kinds", "openings"):
+        del told[name]  # without effect on the result
+    return {
+        **told,
+        "prompts": [Path(name).name for name in plan.prompts],
+        "prompt_digests": digests,
+        "exclude_near": excluded,
+        "target": identity,
+        **{name: str(getattr(args, name)) for name in _FIXED},
+        **{name: str(args.method_options.get(name)) for name in METHOD_OPTIONS},
+    }
+
+
+def claim(out: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of a run into its folder; a ValueError names those that differ from the folder's.
+
+    Before the first checkpoint all settings may change, as answers and features have their own checks.
+    """
+    path = out / _PLAN
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
+    if path.exists() and steps_done(out):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(
+            name for name in settings if name in stored and name not in _MAY_CHANGE and stored[name] != settings[name]
+        )
+        if differing:
+            changes = ", ".join(f"{name}: {stored[name]!r} -> {settings[name]!r}" for name in differing)
+            raise ValueError(
+                f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
+            )
+    write_json(path, settings)
+
+
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Locks a folder against other runs, until the process ends at the latest. Another run there is a RuntimeError."""
+    lock = FileLock(out / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except NotImplementedError:  # a file system without locks
+        pass
+    except Timeout:
+        raise RuntimeError(f"another run is at work in {out}: wait until it ends, or use a new --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_no_other_run(out: Path) -> None:
+    """Raises a RuntimeError if a run is at work in a folder."""
+    if (out / _LOCK).exists():
+        with only_run(out):
+            pass
+
+
+def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
+    """Records that a run's drafter is saved, after how many steps, and by which limits training ended."""
+    write_json(out / _FINISHED, {"steps": steps, "limits": limits})
+
+
+def is_finished(out: Path, limits: dict[str, float]) -> bool:
+    """Whether the run in a folder ended with these limits, or with wider ones."""
+    path = out / _FINISHED
+    if not path.exists():
+        return False
+    stored = json.loads(path.read_text(encoding="utf-8"))["limits"]
+    return limits.keys() == stored.keys() and all(value <= stored[name] for name, value in limits.items())
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a run, if any.
+
+    The Trainer writes its state last, so a checkpoint is complete if its state can be read.
+    """
+    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if read_state(path)]
+    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Returns the trainer's state of a checkpoint; empty if it is missing or incomplete."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state
+
+
+def steps_done(out: Path) -> int:
+    """Returns the number of steps at a run's last checkpoint; 0 if there is none."""
+    last = last_checkpoint(out)
+    return int(last.name.rsplit("-", 1)[1]) if last else 0
+
+
+def limits_of(args: DrafterTrainingArguments) -> dict[str, float]:
+    """The limits that end training, by name. With a wider limit a finished run continues."""
+    if args.max_minutes is not None:
+        limits = {"max_minutes": args.max_minutes}
+    elif args.max_steps > 0:
+        limits = {"max_steps": float(args.max_steps)}
+    else:
+        limits = {"num_train_epochs": args.num_train_epochs}
+    if args.early_stopping_patience is not None:
+        limits["early_stopping_patience"] = float(args.early_stopping_patience)
+    return limits
+
+
+def had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
+    """Whether training had taken its last step before it was interrupted."""
+    state = read_state(last)
+    if args.max_minutes is not None:
+        clock = clock_of(last)  # earlier versions trained until the time was over, and recorded no end
+        return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= args.max_minutes
+    if args.max_steps > 0:
+        return bool(state["global_step"] >= args.max_steps)
+    return bool(state["epoch"] >= args.num_train_epochs)
+
+
+def clock_of(last: Path | None) -> dict[str, Any]:
+    """Returns a checkpoint's time budget; empty for a run by steps, and without a checkpoint."""
+    if last is None:
+        return {}
+    clock: dict[str, Any] = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
+    return clock
