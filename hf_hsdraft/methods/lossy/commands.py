@@ -249,18 +249,14 @@ def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: L
 
     model, tokenizer, drafter = pair
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("decoding", total=len(asked))
         places: list[Place] = []
-        for item in asked:
+        for item in progress.track(asked, description="decoding"):
             places += pivot_training.collect(model, tokenizer, drafter, item, plan)
-            progress.advance(task)
-        task = progress.add_task("rolling out", total=len(places))
         found: list[tuple[Place, int]] = []
-        for place in places:
+        for place in progress.track(places, description="rolling out"):
             label = kept.of(place)
             if label is None:
                 label = pivot_training.label(model, tokenizer, place, plan)
                 kept.add(place, label)
             found.append((place, label))
-            progress.advance(task)
     return found
