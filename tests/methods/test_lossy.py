@@ -206,7 +206,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
 def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sampled):
     rule, forgiven, parted = a_rule(name, values), 0, 0
-    for seed in range(150):
+    for seed in range(400):
         table = Table(seed, sampled)
         tree = table.tree(width)
         forgives = definition(name, table, rule, numbers)
@@ -232,7 +232,7 @@ def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sam
 def test_a_text_ends_with_an_end_token_whoever_chose_it(name, numbers, values, sampled):
     """An end inside a window of fly is a token like others: what was drafted after it is looked at too."""
     rule, relaxed_ends, ends_ahead, end = a_rule(name, values), 0, 0, 3
-    for seed in range(400):
+    for seed in range(800):
         table = Table(seed, sampled)
         tree = table.tree(3)
         nodes = replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end)
@@ -272,7 +272,7 @@ def test_a_token_that_the_target_does_not_score_is_never_accepted(name):
 def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
     exact, loose = a_rule(name, EXACT[name]), a_rule(name, LOOSE[name])
     differing = 0
-    for seed in range(150):
+    for seed in range(400):
         table = Table(seed, sampled)
         tree = table.tree(3)
         expected = OwnChoice().judge(tree, table.nodes(tree))
