@@ -19,12 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=20_000, help="number to send; default: 20000")
     asked = parser.parse_args(arguments)
     from oracles.remote_fuzz import fuzz, word_tokenizer
+    from oracles.remote_server import in_background
     from oracles.tiny import tiny_config, tiny_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hf_hsdraft.remote.link import Address
     from hf_hsdraft.remote.remote_model import RemoteModel
-    from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+    from hf_hsdraft.remote.verify_server import VerifyServer
 
     server = VerifyServer(tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig)), word_tokenizer())
     with in_background(server) as port:

@@ -20,20 +20,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
-from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-try:
-    import yaml
-except ImportError:
-    yaml = None
+import yaml
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".png", ".parquet")
 LFS_SIZE = 10 * 2**20
-FAULTS = ("cut", "flip", "truncate")
 PARTS = {"repo": "(?:datasets/)?[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "kind": "branch|tag", "sha": "[0-9a-f]{64}"}
 PARTS = {name: f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()}
 ROUTES: list[tuple[str, re.Pattern[str], Endpoint]] = []
@@ -72,7 +66,7 @@ class Response:
 
 
 def as_json(value: object, status: int = 200, **headers: str) -> Response:
-    body = json.dumps(value, default=str).encode()  # YAML knows dates, JSON does not
+    body = json.dumps(value).encode()
     return Response(status, body, {"Content-Type": "application/json; charset=utf-8", **headers})
 
 
@@ -95,10 +89,9 @@ class Blob:
         self.in_git = pointer.encode() if lfs else content
         self.oid = hashlib.sha1(b"blob %d\0" % len(self.in_git) + self.in_git).hexdigest()
 
-    def describe(self, oid: str, sha256: str) -> dict:
-        """Size and hashes, under the names that the endpoint gives to the latter."""
-        lfs = {sha256: self.sha256, "size": len(self.content), "pointerSize": len(self.in_git)}
-        return {"size": len(self.content), oid: self.oid, **({"lfs": lfs} if self.lfs else {})}
+    def describe(self) -> dict:
+        lfs = {"oid": self.sha256, "size": len(self.content), "pointerSize": len(self.in_git)}
+        return {"size": len(self.content), "oid": self.oid, **({"lfs": lfs} if self.lfs else {})}
 
 
 @dataclass(frozen=True)
@@ -108,33 +101,15 @@ class Commit:
     oid: str
     parent: str | None
     files: dict[str, Blob]
-    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
 
-    def missing(self, message: str = "Entry not found") -> Refusal:
+    def missing(self) -> Refusal:
         # the commit lets the client remember that the file does not exist
-        return Refusal(404, message, "EntryNotFound", self.oid)
+        return Refusal(404, "Entry not found", "EntryNotFound", self.oid)
 
-    def entry(self, path: str) -> dict | None:
-        """A file or a folder, as a listing shows it."""
-        if path in self.files:
-            return {"type": "file", "path": path, **self.files[path].describe("oid", "oid")}
-        inside = sorted((name, blob.oid) for name, blob in self.files.items() if name.startswith(f"{path}/"))
-        oid = hashlib.sha1(json.dumps(inside).encode()).hexdigest()
-        return {"type": "directory", "path": path, "size": 0, "oid": oid} if inside else None
-
-    def entries(self, folder: str, recursive: bool) -> list[dict | None]:
-        prefix = f"{folder}/" if folder else ""
-        files = [path for path in self.files if path.startswith(prefix)]
-        if folder and not files:
-            raise self.missing()
-        parents = {str(parent) for path in files for parent in PurePosixPath(path).parents} - {"."}
-        below = {path for path in parents.union(files) if path.startswith(prefix)}
-        return [self.entry(path) for path in sorted(below) if recursive or "/" not in path.removeprefix(prefix)]
-
-    def card(self) -> dict:
-        with contextlib.suppress(ValueError, KeyError):
-            return front_matter(self.files["README.md"].content.decode())
-        return {}
+    def entries(self) -> list[dict]:
+        """All files, as a listing shows them."""
+        files = sorted(self.files.items())
+        return [{"type": "file", "path": path, **blob.describe()} for path, blob in files]
 
 
 @dataclass
@@ -182,13 +157,8 @@ class Repo:
                 files[path] = Blob(self.objects[value["oid"]], lfs=True)
             elif key == "lfsFile":
                 raise Refusal(400, "An LFS pointer pointed to a file that does not exist")
-            elif key in ("deletedFile", "deletedFolder"):
-                whole = key == "deletedFile"
-                gone = [name for name in files if (name == path if whole else name.startswith(f"{path}/"))]
-                if not gone:
-                    raise commit.missing("A file with this name doesn't exist")
-                for name in gone:
-                    del files[name]
+            elif key == "deletedFile" and path in files:
+                del files[path]
             else:
                 raise Refusal(400, "Unknown operation")
         return files
@@ -241,19 +211,15 @@ Endpoint = Callable[["HubServer", Request], Response]
 
 @dataclass
 class Fault:
-    """What is to go wrong, with which requests, how often and after how many."""
+    """What is to go wrong, with which requests, and how often."""
 
     method: str
     pattern: re.Pattern[str]
     kind: int | str
     times: int | None
-    after: int
 
     def strikes(self, method: str, path: str) -> bool:
         if method != self.method or self.times == 0 or not self.pattern.search(path):
-            return False
-        if self.after:
-            self.after -= 1
             return False
         if self.times is not None:
             self.times -= 1
@@ -262,26 +228,6 @@ class Fault:
 
 def is_lfs(path: str, size: int) -> bool:
     return path.endswith(LFS_SUFFIXES) or size > LFS_SIZE
-
-
-def front_matter(text: str) -> dict:
-    """The metadata above a model card, which has to be a mapping where there is any."""
-    found = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
-    try:
-        card = (yaml.safe_load(found[1]) if found and yaml else None) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(card, dict):
-        raise ValueError('"metadata" must be of type object')
-    return card
-
-
-def tags_of(card: dict) -> list[str]:
-    """The tags that the Hub makes of the metadata of a card."""
-    prefixes = {"license": "license:", "base_model": "base_model:", "datasets": "dataset:"}
-    values = [(name, card.get(name) or []) for name in ("library_name", "pipeline_tag", "tags", "language", *prefixes)]
-    listed = [(name, value if isinstance(value, list) else [value]) for name, value in values]
-    return list(dict.fromkeys(f"{prefixes.get(name, '')}{value}" for name, values in listed for value in values))
 
 
 def damaged(body: bytes, kind: int | str | None) -> bytes:
@@ -311,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
             response = self.server.hub.respond(self.command, self.path, authorization, damaged(body, kind))
             self.answer(response, None if length else kind)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = serve
+    do_GET = do_HEAD = do_POST = do_PUT = serve
 
     def answer(self, response: Response, kind: str | None) -> None:
         if kind == "truncate":  # a file that is short on the hub is short before a part of it is taken
@@ -409,16 +355,14 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
             target.objects.update({blob.sha256: blob.content for blob in blobs.values() if blob.lfs})
             return self._commit(target, revision, {**target.commits[head].files, **blobs})
 
-    def fail(self, method: str, pattern: str, kind: int | str, times: int | None = 1, after: int = 0) -> None:
-        """Let requests fail whose path and query the pattern is found in: with an HTTP status, or one of `FAULTS`.
+    def fail(self, method: str, pattern: str, kind: int | str, times: int | None = 1) -> None:
+        """Let requests fail whose path and query the pattern is found in: with an HTTP status, or by a fault.
 
         The body that is sent up, or else the one that is sent down, is "cut": the connection closes after half of it;
         has one bit changed by a "flip"; or is half as long and says so, "truncate". The first fault that fits strikes.
         """
-        if not isinstance(kind, int) and kind not in FAULTS:
-            raise ValueError(f"a fault is an HTTP status or one of {FAULTS}, not {kind!r}")
         with self._lock:
-            self._faults.append(Fault(method.upper(), re.compile(pattern), kind, times, after))
+            self._faults.append(Fault(method.upper(), re.compile(pattern), kind, times))
 
     def heal(self) -> None:
         with self._lock:
@@ -461,20 +405,11 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         repo.branches[branch] = oid
         return oid
 
-    @route("GET", "/api/whoami-v2")
-    def _whoami(self, ask: Request) -> Response:
-        if ask.user is None:
-            raise Refusal(401, "Invalid username or password.")
-        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        return as_json({"type": "user", "name": ask.user, "fullname": ask.user, "orgs": [], "auth": auth})
-
     @route("POST", "/api/validate-yaml")
     def _validate_yaml(self, ask: Request) -> Response:
-        content = ask.json()["content"]
-        try:
-            front_matter(content)
-        except ValueError as error:
-            return as_json({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        found = re.match(r"---\n(.*?)\n---\n", ask.json()["content"], re.DOTALL)
+        if found and not isinstance(yaml.safe_load(found[1]), dict):
+            return as_json({"errors": [{"message": '"metadata" must be of type object'}], "warnings": []}, 400)
         return as_json({"errors": [], "warnings": []})
 
     @route("POST", "/api/repos/create")
@@ -493,54 +428,17 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         self._create(repo, wanted.get("visibility") == "private" or wanted.get("private") is True)
         return as_json(answer)
 
-    @route("DELETE", "/api/repos/delete")
-    def _delete_repo(self, ask: Request) -> Response:
-        wanted = ask.json()
-        repo = ask.writable(f"{wanted.get('organization') or ask.user}/{wanted['name']}")
-        del self._repos[repo.id]
-        return Response()
-
-    @route("GET", "/api/models")
-    def _list_models(self, ask: Request) -> Response:
-        author, search = (ask.query.get(name, [""])[0].lower() for name in ("author", "search"))
-        wanted = set(ask.query.get("filter", []))
-        found = [repo for repo in self._repos.values() if repo.visible_to(ask.user)]
-        found = [repo for repo in found if author in ("", repo.owner.lower()) and search in repo.id.lower()]
-        found = [repo for repo in found if wanted <= set(tags_of(repo.at("main").card()))]
-        return as_json([self._info(repo, repo.at("main"), ask) for repo in found])
-
     @route("GET", "/api/models/{repo}(?:/revision/{rev})?")
     def _model(self, ask: Request) -> Response:
-        return as_json(self._info(ask.readable(), ask.commit(), ask))
-
-    def _info(self, repo: Repo, commit: Commit, ask: Request) -> dict:
-        card, detailed = commit.card(), ask.flag("blobs")
-        files = sorted(commit.files.items())
-        details = {path: blob.describe("blobId", "sha256") if detailed else {} for path, blob in files}
+        repo, commit = ask.readable(), ask.commit()
+        siblings = [{"rfilename": path} for path in sorted(commit.files)]
         name = repo.id.removeprefix("datasets/")
         info = {"id": name, "modelId": name, "author": repo.owner, "sha": commit.oid, "private": repo.private}
-        info |= {"gated": False, "disabled": False, "downloads": 0, "likes": 0, "lastModified": commit.date}
-        info |= {"siblings": [{"rfilename": path, **detail} for path, detail in details.items()]}
-        info |= {"cardData": card or None, "tags": tags_of(card)}
-        info |= {name: card.get(name) for name in ("library_name", "pipeline_tag")}
-        return {name: info[name] for name in info if name in ("id", *ask.query.get("expand", info))}
+        return as_json({**info, "gated": False, "disabled": False, "siblings": siblings, "tags": []})
 
-    @route("GET", "/api/models/{repo}/tree/{rev}(?:/{path})?")
+    @route("GET", "/api/models/{repo}/tree/{rev}")
     def _tree(self, ask: Request) -> Response:
-        return as_json(ask.commit().entries(ask.parts["path"].strip("/"), ask.flag("recursive")))
-
-    @route("POST", "/api/models/{repo}/paths-info/{rev}")
-    def _paths_info(self, ask: Request) -> Response:
-        entries = [ask.commit().entry(path.strip("/")) for path in parse_qs(ask.body.decode())["paths"]]
-        return as_json([entry for entry in entries if entry])
-
-    @route("GET", "/api/models/{repo}/refs")
-    def _list_refs(self, ask: Request) -> Response:
-        branches, tags = (
-            [{"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": oid} for name, oid in refs.items()]
-            for folder, refs in (("heads", ask.readable().branches), ("tags", ask.readable().tags))
-        )
-        return as_json({"branches": branches, "converts": [], "tags": tags, "pullRequests": []})
+        return as_json(ask.commit().entries())
 
     @route("POST", "/api/models/{repo}/{kind}/{rev}")
     def _create_ref(self, ask: Request) -> Response:
@@ -551,17 +449,6 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         if name in refs:
             raise Refusal(409, "Reference already exists")
         refs[name] = repo.at(start).oid
-        return Response()
-
-    @route("DELETE", "/api/models/{repo}/{kind}/{rev}")
-    def _delete_ref(self, ask: Request) -> Response:
-        repo, name = ask.writable(), ask.parts["rev"]
-        refs = repo.tags if ask.parts["kind"] == "tag" else repo.branches
-        if name not in refs:
-            raise Refusal(404, "Reference does not exist", "RevisionNotFound")
-        if refs is repo.branches and name == "main":
-            raise Refusal(403, "Cannot delete refs/heads/main")
-        del refs[name]
         return Response()
 
     @route("POST", "/api/models/{repo}/preupload/{rev}")
@@ -584,8 +471,7 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         for item in objects:
             if item["oid"] not in repo.objects:
                 repo.announced[item["oid"]] = item["size"]
-                upload = {"href": f"{self.cdn_url}/upload/{repo.id}/{item['oid']}"}
-                item["actions"] = {"upload": upload, "verify": {"href": f"{self.url}/{repo.id}.git/info/lfs/verify"}}
+                item["actions"] = {"upload": {"href": f"{self.cdn_url}/upload/{repo.id}/{item['oid']}"}}
         return as_json({"transfer": "basic", "objects": objects})
 
     @route("PUT", "/upload/{repo}/{sha}")
@@ -594,13 +480,6 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         if repo.announced.get(sha) != len(ask.body) or hashlib.sha256(ask.body).hexdigest() != sha:
             raise Refusal(400, "The object is not what was announced")
         repo.objects[sha] = ask.body
-        return Response()
-
-    @route("POST", r"/{repo}\.git/info/lfs/verify")
-    def _lfs_verify(self, ask: Request) -> Response:
-        wanted = ask.json()
-        if len(ask.writable().objects.get(wanted["oid"], b"")) != wanted["size"]:
-            raise Refusal(404, "There is no such object")
         return Response()
 
     @route("POST", "/api/models/{repo}/commit/{rev}")

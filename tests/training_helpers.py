@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,16 @@ def planned(folder: Path, family: str, **fields: Any) -> TrainingPlan:
     return TrainingPlan(**{**given, **fields})
 
 
-def run(target: Any, tokenizer: Any, plan: TrainingPlan, **arguments: Any) -> Any:
+def run(
+    target: Any, tokenizer: Any, plan: TrainingPlan, report: Callable[[str], object] = lambda _: None, **arguments: Any
+) -> Any:
     """The drafter after four steps, evaluated at the second and the fourth."""
     fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
-    return train(target, tokenizer, plan, {**fields, **arguments}, report=lambda _: None)
+    return train(target, tokenizer, plan, {**fields, **arguments}, report=report)
+
+
+def interrupted(*_args: Any, **_kwargs: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def kill_at_step_three(monkeypatch: Any) -> list[int]:

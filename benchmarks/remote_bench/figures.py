@@ -9,8 +9,7 @@ from typing import Any
 
 from runner import print_table
 
-from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fleet_point
-from hf_hsdraft.remote.fleet_report import costs_of_status
+from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, costs_of_status, fleet_point
 
 
 def together(texts: Sequence[dict[str, Any]]) -> float | None:

@@ -18,20 +18,11 @@ from ..drafters.base import families  # noqa: F401  # they register themselves
 from ..drafters.base.formats import recognise
 from ..drafters.base.registry import FAMILIES
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..hub.card_figures import GAP, is_chain, shown_figure
+from ..hub.card_figures import GAP, is_chain, read_figures, shown_figure
 from ..hub.checkpoint import Checkpoint
-from ..hub.drafter_files import (
-    CONFIG,
-    DESCRIBED,
-    OPTIONS,
-    check_is_drafter,
-    digests,
-    fetch,
-    find_folder,
-    read_json,
-)
-from ..hub.fetching import loading
-from ..hub.model_card import circumstances, parameters_and_bytes, read_figures, read_recipe, trunk_in_words
+from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
+from ..hub.fetching import fetch, find_folder, loading
+from ..hub.model_card import circumstances, parameters_and_bytes, read_recipe, trunk_in_words
 from ..hub.pretrained_drafter import stored_options
 from ..hub.speculators_format import target_of
 

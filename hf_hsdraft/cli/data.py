@@ -32,7 +32,7 @@ def coverage(
 ) -> None:
     """Counts chats and tokens by kind, how varied the answers are, and how much of other texts they hold."""
     from ..runtime.target_loading import load_tokenizer
-    from ..training.data.chats import read_chats
+    from ..training.data.conversations import read_chats
     from ..training.data.coverage import COVERED, DEFINITION, DISTINCT, count_covered, count_kinds
 
     chats = [chat for path in train for chat in read_chats(path)]
@@ -72,7 +72,7 @@ def overlap(
     show: Annotated[int, typer.Option(min=0, help="Near-duplicates shown.")] = 10,
 ) -> None:
     """Finds prompts that training chats already hold, wholly or nearly. Exit status 1 if there are any."""
-    from ..training.data.chats import read_chats
+    from ..training.data.conversations import read_chats
     from ..training.data.overlap import DEFINITION, PromptIndex
 
     chats = [chat.asked for path in train for chat in read_chats(path)]

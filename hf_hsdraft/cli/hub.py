@@ -50,8 +50,8 @@ def pull(
     from huggingface_hub import HfApi
 
     from ..drafters.base.auto_drafter import AutoDrafter
-    from ..hub.drafter_files import CODE, find_folder
-    from ..hub.fetching import loading
+    from ..hub.drafter_files import CODE
+    from ..hub.fetching import find_folder, loading
 
     if to is not None:
         check_empty(to, "--to")
@@ -192,9 +192,8 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
     With `keep`, earlier entries stay, except those of the same command. Raises a ValueError if a file is no such
     report, or is about other weights.
     """
-    from ..hub.card_figures import is_chain
+    from ..hub.card_figures import is_chain, read_figures
     from ..hub.drafter_files import FIGURES, digests, read_json
-    from ..hub.model_card import read_figures
     from ..training.evaluate.pictures import draw_speed_up
     from ..training.files import write_json
 
@@ -213,8 +212,7 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
 
 def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
     from ..core.checks import printable
-    from ..hub.card_figures import is_chain
-    from ..hub.model_card import is_benchmark
+    from ..hub.card_figures import is_benchmark, is_chain
 
     measured, summary = report.get("weights"), report.get("summary")
     if not isinstance(measured, dict) or not isinstance(summary, dict):

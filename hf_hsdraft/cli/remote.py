@@ -137,8 +137,7 @@ def fleet(
 
     The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
     """
-    from ..remote.fleet import DeviceLoad, ServerCosts
-    from ..remote.fleet_report import costs_of, print_fleet
+    from ..remote.fleet import DeviceLoad, ServerCosts, costs_of, print_fleet
 
     server = ServerCosts(fixed_ms / 1e3, column_ms / 1e3, token_bytes, int(gibibytes * 2**30), max_batch)
     if measured is not None:

@@ -15,9 +15,8 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -206,13 +205,13 @@ class PackedWeights:
         if _is_any_module_hooked() or not _are_products_torchs_own():
             yield
             return
-        use, token = _Use(self._of), _in_use.set(self._of)
+        placed, token = list[_Forward](), _in_use.set(self._of)
         try:
-            _stand_in(use)
+            _stand_in(self._of, placed)
             yield
         finally:
             _in_use.reset(token)  # first: if interrupted, what remains calls the layer itself
-            _stand_back(use)
+            _stand_back(placed)
 
 
 def _copy_to_share(linear: nn.Linear) -> PackedWeight | None:
@@ -231,48 +230,44 @@ def _is_any_module_hooked() -> bool:
     return bool(_of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks)
 
 
-@dataclass(eq=False)
-class _Use:
-    of: Mapping[nn.Module, PackedWeight]
-
-
 # torch calls this attribute instead of a module's hooks and forward, as `Module.compile` uses it. Copies of a module,
 # in memory or stored, lack it, and no `forward` is touched.
 _PLACE = "_compiled_call_impl"
-_uses: weakref.WeakSet[_Use] = weakref.WeakSet()
 _standing = threading.RLock()
 
 
-def _stand_in(use: _Use) -> None:
-    """Puts a `_Forward` before each layer that is neither compiled nor has one from another thread."""
-    with _standing:
-        _uses.add(use)
-        for linear in use.of:
-            if vars(linear).get(_PLACE) is None:
-                vars(linear)[_PLACE] = _Forward(linear)
-
-
-def _stand_back(use: _Use) -> None:
-    """Removes each `_Forward` that no other thread needs."""
-    with _standing:
-        _uses.discard(use)
-        others = {linear for other in _uses for linear in other.of}
-        for linear in use.of:
-            if linear not in others and isinstance(vars(linear).get(_PLACE), _Forward):
-                del vars(linear)[_PLACE]
-
-
 class _Forward:
-    """A layer's call while any thread has packed copies in use, in that thread and in others."""
+    """A layer's call while any thread has packed copies in use, in that thread and in others; `users` counts them."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._linear: Any = linear
+        self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         linear, packed = self._linear, _in_use.get().get(self._linear)
         if packed is not None and len(args) == 1 and not kwargs and _can_take_place(packed, linear, args[0]):
             return packed(args[0], linear.bias)
         return linear._call_impl(*args, **kwargs)
+
+
+def _stand_in(linears: Iterable[nn.Module], placed: list[_Forward]) -> None:
+    """Puts a `_Forward` before each layer that is not compiled, and appends it to `placed`."""
+    with _standing:
+        for linear in linears:
+            forward = vars(linear).get(_PLACE) or _Forward(linear)
+            if isinstance(forward, _Forward):
+                vars(linear)[_PLACE] = forward
+                forward.users += 1
+                placed.append(forward)
+
+
+def _stand_back(placed: Sequence[_Forward]) -> None:
+    """Removes each `_Forward` that no other thread needs."""
+    with _standing:
+        for forward in placed:
+            forward.users -= 1
+            if not forward.users and vars(forward._linear).get(_PLACE) is forward:
+                del vars(forward._linear)[_PLACE]
 
 
 def _can_take_place(packed: PackedWeight, linear: nn.Linear, input: torch.Tensor) -> bool:

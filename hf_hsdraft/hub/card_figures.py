@@ -1,13 +1,15 @@
-"""The figures of a card: speed, acceptance of chains, and training."""
+"""The figures of a card: speed, acceptance of chains, and training. All text of files is untrusted."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..verify.registry import is_lossy
-from .markdown import cell, code, table
+from .drafter_files import FIGURES, read_json
 
 GAP = "not measured"
 
@@ -31,6 +33,55 @@ def is_chain(variant: str) -> bool:
 def _chain_length(variant: str) -> int:
     match = re.fullmatch(r"(?:.*: )?chain(\d{1,2})", variant)
     return int(match[1]) if match else 0
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Measurements of the drafter in a folder; malformed ones count as not measured."""
+    figures = read_document(folder / FIGURES)
+    if "history" in figures:  # format 1
+        figures = {"training": figures}
+    benchmarks, training = figures.get("benchmarks"), figures.get("training")
+    history = training.get("history") if isinstance(training, dict) else None
+    whole = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
+    return {
+        "benchmarks": [each for each in benchmarks if is_benchmark(each)] if isinstance(benchmarks, list) else [],
+        "training": training if whole else None,
+    }
+
+
+def is_benchmark(entry: Any) -> bool:
+    """Whether an entry of `figures.json` has all that a card shows of it."""
+    try:
+        settings, rows = entry["settings"], entry["summary"]
+        groups = [entry["by_category"].get(name, {}) for name in rows]
+        numbers = [row[metric] for row in rows.values() for metric in ("tau", "speed_up", "tokens_per_second")]
+        numbers += [row["acceptance_length"] for row in rows.values() if row.get("acceptance_length") is not None]
+        numbers += [row[metric] for group in groups for row in group.values() for metric in ("tau", "speed_up")]
+        texts = [settings[name] for name in ("dtype", "device", "torch", "transformers", "processor", "command")]
+        counts = [settings[name] for name in ("questions", "max_new_tokens", "threads")]
+        counts += [row["identical"] for row in rows.values() if row["identical"] is not None]
+        rounds = [row.values() for row in entry.get("round", {}).values()]
+        numbers += [number for row in rounds for number in row]
+        ours = entry["ours"]
+        return (
+            all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+            and all(isinstance(text, str) for text in texts)
+            and all(isinstance(count, int) for count in counts)
+            and all(isinstance(settings.get(name, ""), str) for name in ("prompts", "target"))
+            and isinstance(ours, list)
+            and bool(ours)
+            and all(name in rows for name in ours)
+        )
+    except (KeyError, TypeError, AttributeError, OverflowError):
+        return False
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Returns a JSON object; an empty one if the file is missing or damaged."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
 
 
 def figures_section(training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -147,3 +198,17 @@ def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> st
     """The figure in this format, or that it was not measured."""
     value = entry.get(name)
     return f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell(each) for each in line)} |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """A value on one line, as it may stand in a table."""
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def code(text: str) -> str:
+    return f"`{cell(text).replace('`', '')}`"

@@ -19,31 +19,31 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
 from huggingface_hub.utils import SafetensorsFileMetadata
-from safetensors import SafetensorError, safe_open
 
 from ..core.checks import few, printable
 from .drafter_files import (
     CONFIG,
+    DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
     WEIGHTS,
     DamagedFile,
+    Shape,
     checked_numbers,
-    find_folder,
+    header,
     listed_files,
+    mismatch,
+    opened,
     read_json,
     weight_files,
 )
+from .fetching import find_folder
 
 _PICKLED = "pytorch_model.bin"
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
-_WEIGHTS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights, as headers name them
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,9 @@ class Checkpoint:
         files = [] if self._headers else self._files
         if files == [self.folder / _PICKLED]:
             pickled = self._unpickled().items()
-            return {name: (tuple(each.shape), _DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+            return {name: (tuple(each.shape), DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    part = file.get_slice(name)
-                    found[name] = tuple(part.get_shape()), part.get_dtype()
+            found |= header(path)
         for name, (shape, _) in found.items():
             if torch.Size(shape).numel() > _MOST_NUMBERS:
                 raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
@@ -160,7 +157,7 @@ class Checkpoint:
                     yield name, checked_numbers(files[0], name, tensor)
             return
         for path in files:
-            with _opened(path) as file:
+            with opened(path) as file:
                 for stored in file.keys():  # noqa: SIM118
                     name = self._names[stored]
                     if names is None or name in names:
@@ -177,23 +174,13 @@ class Checkpoint:
         Tensors named in `integers` may have any dtype. Raises a ValueError that names those that are missing, unknown
         or wrong.
         """
-        known = {**(optional or {}), **expected}
-        wrong = {
-            "missing": sorted(expected.keys() - self.shapes.keys()),
-            "unknown": sorted(self.shapes.keys() - known.keys()),
-            "of other shapes": [
-                f"{name} {list(shape)} instead of {list(known[name])}"
-                for name, shape in sorted(self.shapes.items())
-                if name in known and shape != tuple(known[name])
-            ],
-        }
-        if told := "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names):
+        if told := mismatch(self.shapes, expected, optional or {}):
             raise ValueError(
                 f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
                 "they were published"
             )
         dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
-        packed = {name: dtypes[name] for name in sorted(expected) if dtypes[name] not in _WEIGHTS}
+        packed = {name: dtypes[name] for name in sorted(expected) if dtypes[name] not in DTYPES.values()}
         if packed := {name: dtype for name, dtype in packed.items() if name not in integers}:
             told = few([f"{name} of {dtype}" for name, dtype in packed.items()])
             raise ValueError(
@@ -245,12 +232,3 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise DamagedFile(
-            f"{path} is damaged ({printable(error)}): it is truncated or no safetensors file", path
-        ) from error

@@ -94,7 +94,9 @@ def closure(entries: Sequence[Path]) -> list[Path]:
     files = sorted(found, key=lambda path: path.name)
     twice = sorted({one.name for one, other in itertools.pairwise(files) if one.name == other.name})
     if twice:
-        raise ImportError(f"code that travels with a drafter needs names of its own: there are several {twice[0]}")
+        raise ImportError(
+            f"code that travels with a drafter needs a different name for each file: there are several {twice[0]}"
+        )
     return files
 
 

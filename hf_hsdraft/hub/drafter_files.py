@@ -1,18 +1,16 @@
-"""Finds a drafter's files, local or on the Hub, and checks them before anything is allocated."""
+"""The files of a drafter's folder, checked before anything is allocated."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
@@ -27,13 +25,16 @@ METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
-_DTYPES = {"F64", "F32", "F16", "BF16"}
+# Dtypes of weights, as headers name them.
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
+
+
+Shape = tuple[int, ...]
 
 
 class DamagedFile(ValueError):
@@ -42,56 +43,6 @@ class DamagedFile(ValueError):
     def __init__(self, message: str, *paths: Path) -> None:
         super().__init__(message)
         self.paths = paths
-
-
-class NotFetched(OSError):
-    """A repository could not be fetched; `__cause__` is the Hub client's error."""
-
-    def __init__(self, name: str, revision: str, error: Exception) -> None:
-        super().__init__(f"{name} at {revision!r} could not be fetched: {error}")
-        self.name, self.revision = name, revision
-
-
-def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Pops the Hub's arguments and the subfolder from the arguments of a load."""
-    hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-    return hub, kwargs.pop("subfolder", None) or ""
-
-
-def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder: str = "", **hub: Any) -> Path:
-    """Returns the folder of a drafter's files: `name` itself, or a snapshot of a repository of the Hub.
-
-    Args:
-        patterns: Files to fetch from the Hub.
-        hub: Arguments for the Hub, of `HUB_ARGUMENTS`.
-
-    Raises:
-        OSError: There is no such folder or repository, or the Hub cannot be reached and nothing complete is cached.
-    """
-    name = os.fspath(name)
-    if os.path.isdir(name):
-        return Path(name) / subfolder
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # a Hub name has at most one slash
-        raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
-    wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, **hub)) / subfolder
-    except (HFValidationError, HTTPError, OSError) as error:
-        raise NotFetched(name, hub.get("revision") or "main", error) from error
-
-
-def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **hub: Any) -> Path:
-    """Returns a drafter's folder with all that loading needs; weights are fetched only if it is a drafter.
-
-    Raises the errors of `find_folder` and `check_is_drafter`.
-    """
-    folder = find_folder(name, DESCRIBED, subfolder, **hub)
-    check_is_drafter(folder, model_type)
-    if not os.path.isdir(name):
-        commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        names = [*(listed_files(folder) or [WEIGHTS]), *METHOD_FILES]
-        folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
-    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -154,7 +105,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in weight_files(folder)}
 
 
-def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, str] | None) -> None:
+def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[str, str] | None) -> None:
     """Checks the files of weights by their headers, and by their SHA-256 digests where those are known.
 
     Raises:
@@ -162,19 +113,13 @@ def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], expected: M
         DamagedFile: They are damaged.
         ValueError: They hold other tensors. This is no warning: a partly random drafter decodes correctly, only slowly.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Shape] = {}
     for path in weight_files(folder):
-        found |= _shapes_in(path)
-    wrong = {
-        "missing": sorted(shapes.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - shapes.keys()),
-        "of other shapes": [
-            f"{name} {list(found[name])} instead of {list(shapes[name])}"
-            for name in sorted(shapes.keys() & found.keys())
-            if found[name] != tuple(shapes[name])
-        ],
-    }
-    if told := "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names):
+        for name, (shape, dtype) in header(path).items():
+            if dtype not in DTYPES.values():
+                raise ValueError(f"{printable(name)} in {path} has dtype {dtype}: expected floating point")
+            found[name] = shape
+    if told := mismatch(found, shapes, {}):
         raise ValueError(
             f"the weights in {folder} do not match its configuration ({told}); expected the folder that "
             "save_pretrained or `hsdraft train` wrote"
@@ -188,22 +133,39 @@ def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], expected: M
         )
 
 
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of a file's tensors, from its header."""
-    shapes = {}
+def mismatch(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
+) -> str:
+    """Returns which tensors are missing, unknown or of other shapes; an empty string if none is."""
+    known = {**(optional or {}), **expected}
+    wrong = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unknown": sorted(found.keys() - known.keys()),
+        "of other shapes": [
+            f"{name} {list(shape)} instead of {list(known[name])}"
+            for name, shape in sorted(found.items())
+            if name in known and shape != tuple(known[name])
+        ],
+    }
+    return "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises a DamagedFile."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"{printable(name)} in {path} has dtype {part.get_dtype()}: expected floating point"
-                    )
-                shapes[name] = tuple(part.get_shape())
+            yield file
     except SafetensorError as error:
-        message = f"{path} is damaged ({printable(error)}): it is truncated or was not written by save_pretrained"
+        message = f"{path} is damaged ({printable(error)}): it is truncated or no safetensors file"
         raise DamagedFile(message, path) from error
-    return shapes
+
+
+def header(path: Path) -> dict[str, tuple[Shape, str]]:
+    """Returns shape and dtype, as `DTYPES` names it, of each tensor in a safetensors file. Raises a DamagedFile."""
+    with opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -220,7 +182,7 @@ def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor
     if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(tensor.isfinite().all()):
         raise DamagedFile(
             f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state of the "
-            "drafter, or train it anew with a smaller learning rate",
+            "drafter, or train it again with a smaller learning rate",
             path,
         )
     return tensor

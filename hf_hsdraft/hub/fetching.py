@@ -1,4 +1,4 @@
-"""Remedies for errors of loading: why the Hub returned nothing, and damaged files in its cache."""
+"""Finds a drafter's files, local or on the Hub, and explains why the Hub returned nothing or damaged files."""
 
 from __future__ import annotations
 
@@ -10,29 +10,77 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
-from .drafter_files import DamagedFile, NotFetched, sha256
+from .drafter_files import (
+    DESCRIBED,
+    METHOD_FILES,
+    WEIGHTS,
+    DamagedFile,
+    check_is_drafter,
+    listed_files,
+    sha256,
+)
+
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Pops the Hub's arguments and the subfolder from the arguments of a load."""
+    hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+    return hub, kwargs.pop("subfolder", None) or ""
+
+
+def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder: str = "", **hub: Any) -> Path:
+    """Returns the folder of a drafter's files: `name` itself, or a snapshot of a repository of the Hub.
+
+    Args:
+        patterns: Files to fetch from the Hub.
+        hub: Arguments for the Hub, of `HUB_ARGUMENTS`.
+
+    Raises:
+        OSError: There is no such folder or repository, or the Hub cannot be reached and nothing complete is cached.
+    """
+    name = os.fspath(name)
+    if os.path.isdir(name):
+        return Path(name) / subfolder
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # a Hub name has at most one slash
+        raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
+    wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, **hub)) / subfolder
+    except (HFValidationError, HTTPError, OSError) as error:
+        raise OSError(_why_not_fetched(name, hub.get("revision") or "main", error)) from error
+
+
+def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **hub: Any) -> Path:
+    """Returns a drafter's folder with all that loading needs; weights are fetched only if it is a drafter.
+
+    Raises the errors of `find_folder` and `check_is_drafter`.
+    """
+    folder = find_folder(name, DESCRIBED, subfolder, **hub)
+    check_is_drafter(folder, model_type)
+    if not os.path.isdir(name):
+        commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
+        names = [*(listed_files(folder) or [WEIGHTS]), *METHOD_FILES]
+        folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
+    return folder
 
 
 @contextmanager
 def loading(name: Any, offline: bool = False) -> Iterator[None]:
-    """Explains why the Hub returned nothing, and deletes damaged files from its cache, to be fetched by the next call.
-
-    Raises an OSError if a repository is missing or cannot be reached, and a ValueError for a damaged file.
-    """
+    """Deletes damaged files from the Hub's cache, to be fetched by the next call, and raises a ValueError for them."""
     try:
         yield
-    except NotFetched as error:
-        raise OSError(_why_not_fetched(error)) from error.__cause__
     except DamagedFile as error:
         if os.path.isdir(name):
             remedy = "copy it again, or download it again"
@@ -45,8 +93,7 @@ def loading(name: Any, offline: bool = False) -> Iterator[None]:
         raise ValueError(f"{error}; {remedy}") from error
 
 
-def _why_not_fetched(failure: NotFetched) -> str:
-    error, name, revision = failure.__cause__, failure.name, failure.revision
+def _why_not_fetched(name: str, revision: str, error: Exception) -> str:
     elsewhere = f"there is no drafter folder {os.path.abspath(name)}, and"
     if isinstance(error, HFValidationError):
         return f"{elsewhere} as a Hub name: {error}"

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from safetensors import safe_open
 
 from ..core.checks import public_name
 from ..core.methods import offered
 from ..verify.registry import is_lossy, rules_learned_in
-from .card_figures import figures_section, is_chain
+from .card_figures import code, figures_section, is_chain, read_document, read_figures, table
 from .code_files import stands_alone
-from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
-from .markdown import code, table
+from .drafter_files import CARD, CONFIG, OPTIONS, PICTURES, RECIPE, header, weight_files
 from .speculators_format import target_of
 
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
@@ -35,7 +33,7 @@ _CAPTIONS = {
 
 def read_recipe(folder: Path) -> dict[str, Any]:
     """How the drafter in a folder was trained; malformed parts are left out."""
-    recipe = _read(folder / RECIPE)
+    recipe = read_document(folder / RECIPE)
     lists = {name: recipe.get(name) for name in ("limits", "notes", "commands", "language", "datasets")}
     texts = {name: recipe[name] for name in ("license", "adapts", "target") if isinstance(recipe.get(name), str)}
     training = recipe.get("training")
@@ -45,54 +43,6 @@ def read_recipe(folder: Path) -> dict[str, Any]:
         "training": training if isinstance(training, dict) else {},
         "changed_since": bool(recipe.get("changed_since")),
     }
-
-
-def read_figures(folder: Path) -> dict[str, Any]:
-    """Measurements of the drafter in a folder; malformed ones count as not measured."""
-    figures = _read(folder / FIGURES)
-    if "history" in figures:  # format 1
-        figures = {"training": figures}
-    benchmarks, training = figures.get("benchmarks"), figures.get("training")
-    history = training.get("history") if isinstance(training, dict) else None
-    whole = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
-    return {
-        "benchmarks": [each for each in benchmarks if is_benchmark(each)] if isinstance(benchmarks, list) else [],
-        "training": training if whole else None,
-    }
-
-
-def is_benchmark(entry: Any) -> bool:
-    """Whether an entry of `figures.json` has all that a card shows of it."""
-    try:
-        settings, rows = entry["settings"], entry["summary"]
-        groups = [entry["by_category"].get(name, {}) for name in rows]
-        numbers = [row[metric] for row in rows.values() for metric in ("tau", "speed_up", "tokens_per_second")]
-        numbers += [row["acceptance_length"] for row in rows.values() if row.get("acceptance_length") is not None]
-        numbers += [row[metric] for group in groups for row in group.values() for metric in ("tau", "speed_up")]
-        texts = [settings[name] for name in ("dtype", "device", "torch", "transformers", "processor", "command")]
-        counts = [settings[name] for name in ("questions", "max_new_tokens", "threads")]
-        counts += [row["identical"] for row in rows.values() if row["identical"] is not None]
-        rounds = [row.values() for row in entry.get("round", {}).values()]
-        numbers += [number for row in rounds for number in row]
-        ours = entry["ours"]
-        return (
-            all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
-            and all(isinstance(text, str) for text in texts)
-            and all(isinstance(count, int) for count in counts)
-            and all(isinstance(settings.get(name, ""), str) for name in ("prompts", "target"))
-            and isinstance(ours, list)
-            and bool(ours)
-            and all(name in rows for name in ours)
-        )
-    except (KeyError, TypeError, AttributeError, OverflowError):
-        return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _are_texts(value: Any) -> bool:
@@ -113,9 +63,9 @@ def write_card(folder: Path, name: str) -> None:
 
 
 def render_card(folder: Path, name: str) -> str:
-    config, recipe, figures = _read(folder / CONFIG), read_recipe(folder), read_figures(folder)
+    config, recipe, figures = read_document(folder / CONFIG), read_recipe(folder), read_figures(folder)
     benchmarks = figures["benchmarks"]
-    base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+    base = read_document(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
     of_paper = adapts is not None or "injector" in config
@@ -199,7 +149,7 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
     )
     parameters, size = parameters_and_bytes(folder)
     window = config.get("sliding_window")
-    options = {**config, **_read(folder / OPTIONS)}
+    options = {**config, **read_document(folder / OPTIONS)}
     depth = options.get("num_assistant_tokens") or config.get("num_draft_steps")
     rows = {
         "parameters": f"{parameters / 1e6:.1f}M, {size / 1e6:.1f} MB",
@@ -303,7 +253,7 @@ def _training(recipe: Mapping[str, Any]) -> str:
 
 def _lossy(folder: Path) -> str:
     """The section on what the folder holds for lossy verification, or an empty string."""
-    rule, parts = _read(folder / OPTIONS).get("verification"), []
+    rule, parts = read_document(folder / OPTIONS).get("verification"), []
     if is_lossy(rule):
         parts.append(
             f"The saved options ask for `verification={rule!r}`. It may change the text, so a drafter that is loaded "
@@ -326,10 +276,8 @@ def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
 
 def parameters_and_bytes(folder: Path) -> tuple[int, int]:
     """Numbers of parameters and bytes of the weights in a folder. Raises an OSError if there are none."""
-    files, parameters = weight_files(folder), 0
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    files = weight_files(folder)
+    parameters = sum(math.prod(shape) for path in files for shape, _ in header(path).values())
     return parameters, sum(path.stat().st_size for path in files)
 
 

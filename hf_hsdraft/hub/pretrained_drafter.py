@@ -17,19 +17,8 @@ from transformers.utils import logging
 from ..core.checks import few, printable, settings
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY
-from .drafter_files import (
-    CONFIG,
-    DESCRIBED,
-    OPTIONS,
-    check_is_drafter,
-    check_weights,
-    fetch,
-    find_folder,
-    read_json,
-    taken_for_hub,
-    tensors,
-)
-from .fetching import loading
+from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
+from .fetching import fetch, find_folder, loading, taken_for_hub
 from .publication import complete, complete_folder
 from .pushing import push
 

@@ -1,16 +1,15 @@
-"""Answers the messages of one connection."""
+"""Answers the messages of one connection, lookups included."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
-from .jobs import Job, PieceRead, Verified
-from .lookups import Lookups
 from .messages import (
     PIECE_BYTES,
     Accepted,
@@ -23,16 +22,20 @@ from .messages import (
     Refused,
     Resume,
     Resumed,
+    RowData,
     Rows,
     Taps,
+    Text,
+    Tokens,
+    packed_ints,
+    unpacked_ints,
+    unpacked_tree,
 )
-from .micro_batches import MicroBatches
-from .packing import packed_ints, unpacked_ints, unpacked_tree
+from .micro_batches import Job, MicroBatches, PieceRead, Verified
 from .sessions import Overloaded, ServedSession, Sessions
-from .verified_text import Opening, VerifiedText
-from .verify_logging import log_failure
+from .verified_text import VerifiedText
 from .weight_tables import ServedTables
-from .wire import Message, WireError
+from .wire import MOST_TEXT, Message, WireError, log_failure
 from .workers import on_own_thread
 
 Send = Callable[[Message], Awaitable[None]]
@@ -42,22 +45,41 @@ RETRY_FAILED = 1.0  # seconds
 class DeviceGone(Exception): ...
 
 
+@dataclass(frozen=True)
 class Desk:
-    """State that all connections of a server share; `tables` are the rows that drafters borrow."""
+    """State that all connections of a server share, and their lookups; `tables` are the rows that drafters borrow."""
 
-    def __init__(
-        self,
-        target: Any,
-        tokenizer: Any,
-        sessions: Sessions,
-        batches: MicroBatches,
-        tables: ServedTables,
-        longest: int,
-        vocab_size: int,
-    ) -> None:
-        self.target, self.sessions, self.batches, self.tables = target, sessions, batches, tables
-        self.longest, self.vocab_size = longest, vocab_size
-        self.lookups = Lookups(tokenizer, tables)
+    target: Any
+    tokenizer: Any
+    sessions: Sessions
+    batches: MicroBatches
+    tables: ServedTables
+    longest: int
+    vocab_size: int
+    turns: asyncio.Lock = field(default_factory=asyncio.Lock)  # tokenizers are not thread-safe
+
+    async def rows(self, message: Rows) -> Message:
+        rows = self.tables.rows
+        return RowData(await asyncio.to_thread(on_own_thread, rows, message.table, message.first, message.count))
+
+    async def encode(self, message: Encode) -> Message:
+        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
+        return Tokens(packed_ints(ids))
+
+    async def decode(self, message: Decode) -> Message:
+        ids, rows = unpacked_ints(message.ids), self.tables.shape[0]
+        if not all(0 <= token < rows for token in ids):
+            raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
+        text = await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True))
+        if len(text.encode()) > MOST_TEXT:
+            raise ValueError(f"the text has {len(text.encode())} bytes, more than a message holds: decode it in parts")
+        return Text(text)
+
+    async def _tokenized(self, work: Callable[[Any], Any]) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("this server has no tokenizer: send token ids")
+        async with self.turns:
+            return await asyncio.to_thread(work, self.tokenizer)
 
 
 class Conversation:
@@ -71,9 +93,9 @@ class Conversation:
             Draft: self._draft,
             Resume: self._resume,
             Close: self._close,
-            Rows: desk.lookups.rows,
-            Encode: desk.lookups.encode,
-            Decode: desk.lookups.decode,
+            Rows: desk.rows,
+            Encode: desk.encode,
+            Decode: desk.decode,
         }
 
     async def answer(self, message: Message) -> None:
@@ -101,16 +123,7 @@ class Conversation:
     async def _open(self, message: Open) -> Message | None:
         self._forget()
         desk = self._desk
-        opening = Opening(
-            unpacked_ints(message.ids),
-            message.prompt_length,
-            message.seed,
-            message.options,
-            tuple(sorted(set(message.taps))),
-            message.taps_from,
-            message.plain,
-        )
-        text = await asyncio.to_thread(on_own_thread, VerifiedText, desk.target, opening, desk.longest, desk.vocab_size)
+        text = await asyncio.to_thread(on_own_thread, VerifiedText, desk.target, message, desk.longest, desk.vocab_size)
         session = self._session = desk.sessions.open(text, self)
         try:
             found = await self._first(text)
@@ -173,7 +186,7 @@ class Conversation:
             return Refused("unknown", "a draft came in for no text: open one first", 0.0)
         if session.holder is not self:
             self._session = None
-            return Refused("replaced", "another connection goes on with this text", 0.0)
+            return Refused("replaced", "another connection has resumed this text", 0.0)
         session.used = time.monotonic()
         if message.number == session.number and session.answer is not None:
             return session.answer  # it came in twice
@@ -232,17 +245,8 @@ class Conversation:
         session.number, session.used = number, time.monotonic()
         if outcome.finished:
             session.finish()
-        session.answer = Accepted(
-            number,
-            packed_ints(outcome.tokens),
-            outcome.drafted,
-            outcome.reach,
-            self._most_nodes(outcome.batch),
-            outcome.finished,
-            outcome.taps,
-            outcome.batch,
-            outcome.seconds,
-        )
+        fields = {**vars(outcome), "tokens": packed_ints(outcome.tokens)}
+        session.answer = Accepted(number=number, nodes=self._most_nodes(outcome.batch), **fields)
         answer.set_result(session.answer)
 
     async def _resume(self, message: Resume) -> Message:
@@ -270,3 +274,10 @@ def _failed(error: Exception) -> Refused:
     if isinstance(error, ValueError):
         return Refused("invalid", str(error)[:2048], 0.0)
     return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", RETRY_FAILED)
+
+
+def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -1,11 +1,13 @@
-"""A device's connection to a server that verifies."""
+"""A device's connections to a server that verifies: one, a pool shared by threads, and how long to retry."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
+import threading
+import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,8 +18,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from .messages import MOST_ANSWER, PROTOCOL, TO_CLIENT, Hello, Refused
-from .verify_logging import silent_logger
-from .wire import Message, WireError, decode, encode
+from .wire import Message, WireError, decode, encode, silent_logger
 
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -198,3 +199,101 @@ def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
     if status in (502, 504):
         return LinkLost(f"the server is not reached: HTTP status {status}")
     return ServerRefused("address", f"what answers is no server that verifies: HTTP status {status}")
+
+
+_IDLE_LINKS = 4  # kept for later calls
+
+
+class LinkPool:
+    """Connections to a server; raises `LinkLost` or `ServerRefused` if it cannot connect.
+
+    Args:
+        patience: seconds to retry a lost connection or an overloaded server. The first connection retries only an
+            overload: the address may be wrong.
+        timeout: seconds to wait for an answer.
+    """
+
+    def __init__(self, address: Address, patience: float, timeout: float) -> None:
+        self._address, self.patience, self._timeout = address, patience, timeout
+        self._lock, self._idle = threading.Lock(), list[Link]()
+        link = _patiently(lambda: Link(address, timeout), patience, (ServerRefused,))
+        self.hello = link.hello
+        self.give_back(link)
+
+    def take(self) -> Link:
+        """Returns an unused connection; raises `LinkLost`, or `ServerRefused`, also if the target has changed."""
+        while True:
+            with self._lock:
+                idle = self._idle.pop() if self._idle else None
+            if idle is None:
+                break
+            if idle.is_open:
+                return idle
+            idle.close()
+        link = Link(self._address, self._timeout)
+        if link.hello.identity != self.hello.identity:
+            link.close()
+            raise ServerRefused(
+                "target", "the server has another target than before, or the same one in another dtype: connect again"
+            )
+        return link
+
+    def give_back(self, link: Link) -> None:
+        with self._lock:
+            keep = len(self._idle) < _IDLE_LINKS
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.close()
+
+    def ask(self, question: Callable[[Link], Any]) -> Any:
+        """Returns the answer to a question that needs no text. Retries on another connection if one ends."""
+
+        def once() -> Any:
+            link = self.take()
+            try:
+                answer = question(link)
+            except BaseException:  # an answer may still come
+                link.close()
+                raise
+            self.give_back(link)
+            return answer
+
+        return _patiently(once, self.patience, (LinkLost, ServerRefused))
+
+    def close(self) -> None:
+        with self._lock:
+            links, self._idle = self._idle, []
+        for link in links:
+            link.close()
+
+
+def _patiently(step: Callable[[], Any], patience: float, waited_for: tuple[type[Exception], ...]) -> Any:
+    """Retries a step on the given errors; of refusals, only on an overload."""
+    waiting = Patience(patience)
+    while True:
+        try:
+            return step()
+        except waited_for as error:
+            if isinstance(error, ServerRefused) and error.reason != "overloaded":
+                raise
+            waiting.wait(error, getattr(error, "retry_seconds", 0.0))
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
+
+
+class Patience:
+    """Waits between tries, doubling the pause, for `seconds` in total; with 0 the first error is raised."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._pause = time.monotonic() + seconds, _FIRST_PAUSE
+
+    def wait(self, error: Exception, least: float = 0.0) -> float:
+        """Waits until the next try, at least `least` seconds; returns the seconds. Raises `error` if the time is up."""
+        seconds = max(self._pause, least)
+        if time.monotonic() + seconds > self._end:
+            raise error
+        time.sleep(seconds)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return seconds

@@ -6,15 +6,21 @@ serves one text at a time. The device sends `Open` with its prompt, and gets `Op
 `Resume` continues it on a new one. Drafts of a text are numbered from 1, so a draft that was sent twice is verified
 once.
 
-Tokens are int32, parents int16, and hidden states and rows bfloat16, all little-endian.
+Tokens are int32, parents int16, and hidden states and rows bfloat16, all little-endian; see `packed_ints` and others.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from .wire import Message, by_code, digest, flag, layers, packed, real, settings, whole, words
+import torch
+
+from ..core.draft_tree import DraftTree
+from .wire import Message, WireError, by_code, digest, flag, layers, packed, real, settings, whole, words
 
 PROTOCOL = "hsdraft.1"
 MOST_LENGTH = 2**20  # tokens of a text
@@ -33,7 +39,7 @@ def most_request(longest: int) -> int:
 
 
 @dataclass(frozen=True)
-class Open(Message):
+class Open(Message, code=1):
     """Begins a text, or restores one that the server has lost.
 
     Attributes:
@@ -45,7 +51,6 @@ class Open(Message):
         taps_from: first position of which they are wanted.
     """
 
-    code: ClassVar[int] = 1
     ids: Annotated[bytes, packed(4)]
     prompt_length: Annotated[int, whole(1, MOST_LENGTH)]
     seed: Annotated[int, whole(0, SAMPLING_SEED)]
@@ -56,59 +61,52 @@ class Open(Message):
 
 
 @dataclass(frozen=True)
-class Draft(Message):
+class Draft(Message, code=2):
     """A draft tree: tokens and parents of its nodes. Node 0 is the root, the last token of the text."""
 
-    code: ClassVar[int] = 2
     number: Annotated[int, whole(1, MOST_LENGTH)]
     tokens: Annotated[bytes, packed(4)]
     parents: Annotated[bytes, packed(2)]
 
 
 @dataclass(frozen=True)
-class Resume(Message):
+class Resume(Message, code=3):
     """Continues a text after its connection has ended."""
 
-    code: ClassVar[int] = 3
     session: Annotated[str, words(64)]
 
 
 @dataclass(frozen=True)
-class Close(Message):
+class Close(Message, code=4):
     """Lets the server forget the text."""
-
-    code: ClassVar[int] = 4
 
 
 @dataclass(frozen=True)
-class Rows(Message):
+class Rows(Message, code=5):
     """Asks for rows of the input embedding or of the output layer."""
 
-    code: ClassVar[int] = 5
     table: Annotated[int, whole(INPUT, OUTPUT)]
     first: Annotated[int, whole()]
     count: Annotated[int, whole(1, MOST_ROWS)]
 
 
 @dataclass(frozen=True)
-class Encode(Message):
+class Encode(Message, code=6):
     """Asks for the tokens of a text; with `chat` as a user message in the target's chat template."""
 
-    code: ClassVar[int] = 6
     text: Annotated[str, words()]
     chat: Annotated[bool, flag()]
 
 
 @dataclass(frozen=True)
-class Decode(Message):
+class Decode(Message, code=7):
     """Asks for the text of tokens."""
 
-    code: ClassVar[int] = 7
     ids: Annotated[bytes, packed(4)]
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class Hello(Message, code=16):
     """The first message of a server.
 
     Attributes:
@@ -122,7 +120,6 @@ class Hello(Message):
         most_nodes: maximum of a tree, without the root.
     """
 
-    code: ClassVar[int] = 16
     target: Annotated[str, words(1024)]
     config: Annotated[str, words()]
     dtype: Annotated[str, words(32)]
@@ -141,15 +138,14 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Taps(Message):
+class Taps(Message, code=17):
     """A part of the prompt's hidden states. All parts come before `Opened`; they may split a position."""
 
-    code: ClassVar[int] = 17
     states: Annotated[bytes, packed(2)]
 
 
 @dataclass(frozen=True)
-class Opened(Message):
+class Opened(Message, code=18):
     """The prompt has been read.
 
     Attributes:
@@ -159,7 +155,6 @@ class Opened(Message):
         finished: whether the text has ended with this token.
     """
 
-    code: ClassVar[int] = 18
     session: Annotated[str, words(64)]
     token: Annotated[int, whole(0, 2**31)]
     reach: Annotated[int, whole(0, MOST_LENGTH)]
@@ -168,15 +163,14 @@ class Opened(Message):
 
 
 @dataclass(frozen=True)
-class Resumed(Message):
+class Resumed(Message, code=19):
     """The text still exists, with this many drafts verified."""
 
-    code: ClassVar[int] = 19
     number: Annotated[int, whole(0, MOST_LENGTH)]
 
 
 @dataclass(frozen=True)
-class Accepted(Message):
+class Accepted(Message, code=20):
     """Outcome of a draft.
 
     Attributes:
@@ -190,7 +184,6 @@ class Accepted(Message):
         seconds: duration of that forward.
     """
 
-    code: ClassVar[int] = 20
     number: Annotated[int, whole(1, MOST_LENGTH)]
     tokens: Annotated[bytes, packed(4)]
     drafted: Annotated[int, whole(0, MOST_NODES)]
@@ -203,7 +196,7 @@ class Accepted(Message):
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refused(Message, code=21):
     """Why a request was refused.
 
     Attributes:
@@ -212,35 +205,86 @@ class Refused(Message):
         retry_seconds: when to retry; 0 where that is of no use.
     """
 
-    code: ClassVar[int] = 21
     reason: Annotated[str, words(32)]
     message: Annotated[str, words(4096)]
     retry_seconds: Annotated[float, real()]
 
 
 @dataclass(frozen=True)
-class RowData(Message):
+class RowData(Message, code=22):
     """Answers `Rows`."""
 
-    code: ClassVar[int] = 22
     states: Annotated[bytes, packed(2)]
 
 
 @dataclass(frozen=True)
-class Tokens(Message):
+class Tokens(Message, code=23):
     """Answers `Encode`."""
 
-    code: ClassVar[int] = 23
     ids: Annotated[bytes, packed(4)]
 
 
 @dataclass(frozen=True)
-class Text(Message):
+class Text(Message, code=24):
     """Answers `Decode`."""
 
-    code: ClassVar[int] = 24
     text: Annotated[str, words()]
 
 
 TO_SERVER: dict[int, type[Message]] = by_code(Open, Draft, Resume, Close, Rows, Encode, Decode)
 TO_CLIENT: dict[int, type[Message]] = by_code(Hello, Taps, Opened, Resumed, Accepted, Refused, RowData, Tokens, Text)
+
+
+def packed_ints(values: Iterable[int], kind: str = "i") -> bytes:
+    """Packs integers: `"i"` as int32, `"h"` as int16."""
+    return _least_first(array(kind, values)).tobytes()
+
+
+def unpacked_ints(data: bytes, kind: str = "i") -> list[int]:
+    values = array(kind)
+    values.frombytes(data)
+    return _least_first(values).tolist()
+
+
+def _least_first(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def packed_states(states: torch.Tensor) -> bytes:
+    """Packs vectors `[..., D]` as bfloat16."""
+    return states.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def unpacked_states(data: bytes | bytearray, width: int) -> torch.Tensor:
+    """Unpacks vectors `[n, width]`, bfloat16; raises a WireError for a fraction of a vector."""
+    if len(data) % max(2 * width, 1) or (data and not width):
+        raise WireError(f"{len(data)} bytes are no vectors of {width} numbers")
+    if not data:
+        return torch.zeros(0, width, dtype=torch.bfloat16)
+    return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(-1, width)
+
+
+def packed_tree(number: int, tree: DraftTree) -> Draft:
+    """Returns the message of a draft. Depths follow from the parents, and scores stay with the drafter."""
+    return Draft(number, packed_ints(tree.tokens), packed_ints(tree.parents, "h"))
+
+
+def unpacked_tree(draft: Draft, vocab_size: int) -> DraftTree:
+    """Returns the tree in a message; raises a WireError that says what is wrong with it."""
+    tokens, parents = unpacked_ints(draft.tokens), unpacked_ints(draft.parents, "h")
+    if not 1 <= len(tokens) <= MOST_NODES or len(parents) != len(tokens):
+        raise WireError(f"a draft came in with {len(tokens)} tokens and {len(parents)} parents")
+    if parents[0] != -1 or not 0 <= tokens[0] < vocab_size:
+        raise WireError("the root of a draft has a parent, or no token of the vocabulary")
+    depths = [0]
+    for node, parent in enumerate(parents[1:], 1):
+        if not 0 <= parent < node:
+            raise WireError(f"node {node} of a draft has parent {parent}: expected a node before it")
+        depths.append(depths[parent] + 1)
+    tree = DraftTree(tuple(tokens), tuple(parents), tuple(depths), (0.0,) * len(tokens))
+    fault = tree.fault(vocab_size)
+    if fault:
+        raise WireError(f"a draft is no tree: {fault}")
+    return tree

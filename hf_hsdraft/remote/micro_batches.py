@@ -9,68 +9,60 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
-from .arrivals import Arrivals
-from .fleet import fitted_line
-from .jobs import Job, PieceRead, Verified
-from .joined_cache import grown
-from .packing import packed_states
+from ..runtime.cache_slots import make_room
+from .batch_timing import Arrivals, BatchStatistics
+from .messages import packed_states
 from .tree_reader import TreeReader, TreesRead
 from .verified_text import VerifiedText
-from .verify_logging import log_failure
+from .wire import log_failure
 
 
-@dataclass
-class BatchStatistics:
-    """Totals since the thread began.
+@dataclass(frozen=True)
+class Verified:
+    """Outcome of verifying a tree; fields as in `messages.Accepted`."""
+
+    tokens: list[int]
+    drafted: int
+    reach: int
+    finished: bool
+    taps: bytes
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PieceRead:
+    """Outcome of reading a piece of a prompt: packed hidden states, and the first token after the last piece."""
+
+    taps: bytes
+    first: Verified | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of a text.
 
     Attributes:
-        sizes: number of forwards by number of texts.
-        verify_seconds: of all verifying forwards, updating the caches included.
-        columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
-            nodes of the largest tree.
-        failures: number of prompts and trees that could not be read.
+        tree: to verify; `None` to read the next piece of the prompt, and emit the first token after the last one.
+        done: called with the outcome: `Verified`, `PieceRead` or the error.
     """
 
-    forwards: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
-    tokens: int = 0
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    columns: int = 0
-    columns_squared: int = 0
-    columns_seconds: float = 0.0
-    failures: int = 0
-
-    def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
-        columns = texts * nodes
-        self.forwards += 1
-        self.sizes[texts] = self.sizes.get(texts, 0) + 1
-        self.tokens += tokens
-        self.verify_seconds += seconds
-        self.columns += columns
-        self.columns_squared += columns**2
-        self.columns_seconds += columns * seconds
-
-    def worthwhile_columns(self) -> float:
-        """Returns how many columns a forward should have at most, by the costs measured so far."""
-        if self.forwards < TUNING.costs_known:
-            return math.inf
-        sums = self.columns, self.columns_squared, self.verify_seconds, self.columns_seconds
-        fixed, column = fitted_line([self.forwards, *sums])
-        return TUNING.drafts_share * fixed / column if column else math.inf
+    text: VerifiedText
+    tree: DraftTree | None
+    done: Callable[[Any], None]
+    came: float = field(default_factory=time.monotonic)
 
 
 class MicroBatches:
@@ -213,7 +205,7 @@ class MicroBatches:
             taps = packed_states(wanted) if text.taps else b""
             first = None
             if not text.unread.shape[1]:
-                grown(text.cache)
+                make_room(text.cache)
                 token = text.begin(output.logits[0])
                 first = Verified([token], 0, text.reach, text.finished, b"", 1, time.monotonic() - began)
         except Exception as error:

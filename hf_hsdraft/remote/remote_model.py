@@ -19,15 +19,11 @@ from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
 from ..verify.registry import VERIFIERS
-from .link import Address
-from .link_pool import LinkPool
-from .messages import Decode, Encode, RowData, Rows, Text, Tokens
-from .packing import packed_ints, unpacked_ints
-from .remote_rounds import Streaming, decode_rounds
-from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
-from .target_shell import TargetShell
+from .link import Address, LinkPool
+from .messages import Decode, Encode, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
+from .remote_target import LinkStatistics, RemoteCall, RemoteTarget, Streaming, decode_rounds
 from .verified_text import check_options
-from .weight_tables import kept_tables
+from .weight_tables import TargetShell, kept_tables
 from .wire import MOST_TEXT
 
 
@@ -103,9 +99,7 @@ class RemoteModel:
         self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
-        call = RemoteCall(
-            self._links.take, ids, seed, options, taps, most_taps, self._links.patience, plain=assistant_model is None
-        )
+        call = RemoteCall(self._links.take, ids, seed, options, taps, most_taps, self._links.patience)
         target = RemoteTarget(call, None if draft is None else draft.options, self._hello.width)
         statistics = self._decode(target, assistant_model, draft, ids, streamer)
         sequences = torch.tensor([target.tokens])
@@ -175,7 +169,7 @@ class RemoteModel:
         if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1] or ids.is_floating_point():
             raise ValueError(
                 f"input_ids {tuple(ids.shape)} is invalid: expected one text, [1, length]; call generate() for each "
-                "from a thread of its own, and the server verifies them together"
+                "from a separate thread, and the server verifies them together"
             )
         if mask is not None and not bool(torch.as_tensor(mask).all()):
             raise ValueError("attention_mask masks tokens of the prompt: leave padding out")
@@ -214,7 +208,7 @@ def _tensor(ids: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"{short(ids)} is no prompt: expected one text, or the tokens of one, [1, length]; call generate() for "
-            "each of several texts from a thread of its own, and the server verifies them together"
+            "each of several texts from a separate thread, and the server verifies them together"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""A remote target in the engine's rounds: drafts are sent, and accepted tokens come back."""
+"""A remote target and its rounds: drafts are sent, and accepted tokens come back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,26 @@ from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted as News
+from ..drafters.base.protocol import Call, Drafter
 from ..engine.drafting import Drafting, Wanted
-from .link import Link, LinkLost, ServerRefused
-from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
-from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
-from .patience import Patience
+from ..engine.loop import Observer, Round, decode
+from ..engine.observers import PaceTimer, StatisticsKeeper
+from ..pace.pacing import KindOfCall
+from ..runtime.target_forwards import Acceleration
+from .link import Link, LinkLost, Patience, ServerRefused
+from .messages import (
+    Accepted,
+    Close,
+    Open,
+    Opened,
+    Resume,
+    Resumed,
+    Taps,
+    packed_ints,
+    packed_tree,
+    unpacked_ints,
+    unpacked_states,
+)
 from .wire import Message, WireError
 
 _GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may be opened again
@@ -32,7 +47,6 @@ class RemoteCall:
         options: of `generate()`.
         taps: layers whose hidden states the drafter reads.
         most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
-        plain: whether the server decodes by itself.
     """
 
     connect: Callable[[], Link]
@@ -42,7 +56,6 @@ class RemoteCall:
     taps: Sequence[int] = ()
     most_taps: int | None = None
     patience: float = 60.0
-    plain: bool = False
 
 
 @dataclass
@@ -73,7 +86,7 @@ class RemoteTarget:
     """A text that a remote target decodes; see `engine.loop.Target`.
 
     Args:
-        draft: drafting options; `None` without a drafter.
+        draft: drafting options; `None` without a drafter, where the server decodes by itself.
         width: size of a hidden state.
     """
 
@@ -160,7 +173,7 @@ class RemoteTarget:
         call, link = self._call, self._linked()
         ids = packed_ints(self.tokens)
         options = dict(call.options)
-        link.send(Open(ids, len(call.ids), call.seed, call.plain, options, list(call.taps), taps_from))
+        link.send(Open(ids, len(call.ids), call.seed, self._draft is None, options, list(call.taps), taps_from))
         states = bytearray()
         reply: Message = link.receive(Taps, Opened)
         while isinstance(reply, Taps):
@@ -198,7 +211,7 @@ class RemoteTarget:
         if self._link is None:
             self._link = self._call.connect()
             self._counted = self._link.sent, self._link.received
-            if self._session and self._call.plain:
+            if self._draft is None:
                 self._session = ""
             if self._session:
                 try:
@@ -254,10 +267,58 @@ class RemoteTarget:
         if link is None:
             return None
         try:
-            if self._waits or (self._call.plain and not self.finished):  # the server is still sending
+            if self._waits or (self._draft is None and not self.finished):  # the server is still sending
                 raise LinkLost
             link.send(Close())
             return link
         except LinkLost:
             link.close()
             return None
+
+
+@dataclass
+class Streaming(Observer):
+    """Hands the tokens of each round to a streamer."""
+
+    streamer: Any
+
+    def ended(self, done: Round) -> None:
+        for news in done.news:
+            self.streamer.put(torch.tensor(news.tokens))
+
+
+def decode_rounds(
+    target: RemoteTarget,
+    drafter: Drafter | None,
+    call: Call | None,
+    keeper: StatisticsKeeper,
+    observers: Sequence[Observer],
+) -> None:
+    """Runs the prompt and all rounds of a text; without a drafter the server decodes by itself.
+
+    Raises `LinkLost` if the connection was lost for longer than the patience, or `ServerRefused`.
+    """
+    keeper.began()
+    first = target.open()
+    keeper.enter("prefill_seconds")
+    keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, 1
+    for each in observers:
+        each.ended(Round([], [], [first], 1, 0))
+    if drafter is None or call is None:
+        while not target.finished:
+            news = target.receive()
+            for each in observers:
+                each.ended(Round([], [], [news], 1, 0))
+            keeper.statistics.target_forwards += 1
+            keeper.statistics.row_forwards += 1
+        return
+    drafting = Drafting(drafter, call)
+    drafting.observe([first])
+    session, options = drafting.session, call.options
+    # The round trip is part of every round's cost, so drafts grow deeper.
+    by = (type(session).__qualname__, *session.kind, options.beam_width, repr(sorted(options.own.items())))
+    depth = 0 if session.free else options.depth
+    drafting.set_pace(options, KindOfCall(by, by, depth, options.tree_size))
+    timer = PaceTimer(drafting, Acceleration(call.target), lambda: None)
+    decode(target, drafting, [keeper, timer, *observers])
+    session.end()

@@ -1,4 +1,4 @@
-"""One forward of the target over the drafts of several texts with separate caches."""
+"""One forward of the target over the drafts of several texts, whose separate caches are joined for it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..core.cache_name import CACHE, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
-from ..runtime.cache_slots import CacheSlots
+from ..runtime.cache_slots import CacheSlots, make_room
 from ..runtime.misreading import same_but_rounding
 from ..runtime.target_forwards import (
     Acceleration,
@@ -35,7 +35,6 @@ from ..runtime.target_limits import (
     why_no_trees,
 )
 from ..runtime.tree_reading import AttentionKind, attention_kinds, read_trees
-from .joined_cache import empty_cache, grown, joined_cache
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ class TreeReader:
         if reason := why_no_trees(self.target, own):
             raise self._refusal(reason)
         starts, expected = [9, 5], []
-        caches = [empty_cache() for _ in starts]
+        caches = [DynamicCache() for _ in starts]
         for start, cache in zip(starts, caches, strict=True):
             self.read_prompt(cache, ids[:, :start], ())
-            grown(cache)
+            make_room(cache)
             self._kinds = self._kinds_of(cache)
             expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
         wrong = (int(ids[0, 0]) + 1) % vocabulary
@@ -145,17 +144,12 @@ class TreeReader:
     ) -> TreesRead:
         """Reads a tree for each text, whose cache lacks its root; `taps` are the layers that each text wants."""
         layers = sorted({layer for each in taps for layer in each})
-        joined = joined_cache(caches)
+        layers_of_texts = zip(*(cache.layers for cache in caches), strict=True)
+        joined = Cache(layers=[JoinedLayer(each) for each in layers_of_texts])
         kept = [cache.get_seq_length() for cache in caches]
         before = torch.full((1,), -1, device=device_of(self.target))  # the position before all texts
-        call = TargetCall(
-            self.target,
-            self._names,
-            {"use_cache": True, **self._states_asked_for(layers)},
-            CacheSlots(joined),
-            TextRows(kept, 0, None, before),
-            self._acceleration,
-        )
+        call = TargetCall(self.target, {"use_cache": True, **self._states_asked_for(layers)}, self._acceleration)
+        call.slots, call.rows = CacheSlots(joined), TextRows(kept, 0, None, before)
         outputs = read_trees(call, trees, max(map(len, trees)), self._kinds)
         output = target_output(self.target, outputs, self._names.states, layers)
         rows = list(zip(trees, output.logits, output.taps, taps, strict=True))
@@ -175,3 +169,50 @@ def _branched(path: Sequence[int], wrong: int) -> DraftTree:
     siblings = [wrong + (wrong == right) for right in (second, third)]
     tokens = (first, siblings[0], second, siblings[1], third)
     return DraftTree(tokens, (-1, 0, 0, 2, 2), (0, 1, 1, 2, 2), (0.0,) * 5)
+
+
+class JoinedLayer(DynamicLayer):
+    """A cache layer of several texts; attention sees them padded to the longest. Only new keys and values are stored.
+
+    `keep` appends new slots to the texts' layers. Until then these are unchanged, so a failed forward or a rejected
+    draft leaves no trace.
+
+    Args:
+        held: the layer of each text, keys and values `[1, heads, length, size]`.
+    """
+
+    def __init__(self, held: Sequence[DynamicLayer]) -> None:
+        super().__init__()
+        self._held, self._read = held, 0
+        self._longest = max(each.get_seq_length() for each in held)
+        if held[0].is_initialized:  # layers that share the keys of others have none
+            self.lazy_initialization(held[0].keys, held[0].values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new states `[B, heads, n, size]`; returns old and new ones, joined."""
+        self.keys, self.values = key_states, value_states
+        self._read = key_states.shape[-2]
+        return self._joined("keys", key_states), self._joined("values", value_states)
+
+    def _joined(self, which: str, new: torch.Tensor) -> torch.Tensor:
+        rows, heads, count, size = new.shape
+        joined = new.new_zeros(rows, heads, self._longest + count, size)  # masked values must be finite
+        for row, layer in enumerate(self._held):
+            joined[row, :, : layer.get_seq_length()] = getattr(layer, which)[0]
+        joined[:, :, self._longest :] = new
+        return joined
+
+    def get_seq_length(self) -> int:
+        return self._longest + self._read
+
+    def keep(self, row: int, nodes: slice | torch.Tensor) -> None:
+        if self._read:
+            self._held[row].update(*(states[row : row + 1, :, nodes] for states in (self.keys, self.values)))
+
+
+def bytes_of(cache: Cache) -> int:
+    """Returns the size of the keys and values in a cache, without spare room."""
+    states = (getattr(layer, which, None) for layer in cache.layers for which in ("keys", "values"))
+    return sum(each.numel() * each.element_size() for each in states if each is not None)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
 from ..verify.foresight import Draws
 from ..verify.verdict import OwnChoice
-from .joined_cache import empty_cache
-from .messages import PIECE_BYTES
+from .messages import PIECE_BYTES, Open, unpacked_ints
 from .wire import MOST_ITEMS, is_setting
 
 # Options of `generate()` that a device may set: they choose tokens or end the text, and are cheap to apply.
@@ -26,19 +25,6 @@ OPTIONS = frozenset(
         "repetition_penalty", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The start of a text; fields as in `messages.Open`."""
-
-    ids: Sequence[int]
-    prompt_length: int
-    seed: int = 0
-    options: Mapping[str, Any] | None = None
-    taps: tuple[int, ...] = ()
-    taps_from: int = 0
-    plain: bool = False
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -103,33 +89,32 @@ class VerifiedText:
         position_bytes: size of a position's hidden states, packed.
     """
 
-    def __init__(self, target: Any, opening: Opening, longest: int, vocab_size: int) -> None:
-        self._opening = opening
-        check_options(opening.options or {})
-        if not 1 <= opening.prompt_length <= len(opening.ids) < longest:
+    def __init__(self, target: Any, opening: Open, longest: int, vocab_size: int) -> None:
+        self._opening, ids = opening, unpacked_ints(opening.ids)
+        check_options(opening.options)
+        if not 1 <= opening.prompt_length <= len(ids) < longest:
             raise ValueError(
-                f"a text of {len(opening.ids)} tokens came in, {opening.prompt_length} of them the prompt: this server "
+                f"a text of {len(ids)} tokens came in, {opening.prompt_length} of them the prompt: this server "
                 f"takes 1 to {longest - 1}"
             )
         rows, width = target.get_input_embeddings().weight.shape
-        if not all(0 <= token < rows for token in opening.ids):
+        if not all(0 <= token < rows for token in ids):
             raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
-        check_tokens(opening.options or {}, rows)
+        check_tokens(opening.options, rows)
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        if any(layer > layers for layer in opening.taps):
-            raise ValueError(f"hidden states {list(opening.taps)} are wanted: the target has 0 to {layers}")
-        self.taps, self.cache = opening.taps, empty_cache()
-        self.position_bytes = 2 * width * len(opening.taps)
+        self.taps = sorted(set(opening.taps))
+        if any(layer > layers for layer in self.taps):
+            raise ValueError(f"hidden states {self.taps} are wanted: the target has 0 to {layers}")
+        self.cache = DynamicCache()
+        self.position_bytes = 2 * width * len(self.taps)
         if self.position_bytes > PIECE_BYTES:
-            raise ValueError(
-                f"{len(opening.taps)} hidden states of a position are wanted: they do not fit into a message"
-            )
-        self._ids = torch.tensor([list(opening.ids)], device=device_of(target))
+            raise ValueError(f"{len(self.taps)} hidden states of a position are wanted: they do not fit into a message")
+        self._ids = torch.tensor([ids], device=device_of(target))
         self._texts: SeededTexts | None = None
-        self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options or {}, longest)
+        self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options, longest)
         self._draws: Draws | None = None
         if self._rules[2].do_sample:
-            drawn = len(opening.ids) - opening.prompt_length
+            drawn = len(ids) - opening.prompt_length
             self._draws = Draws(seeded(opening.seed, self._ids.device, vocab_size, drawn), vocab_size)
 
     @property
@@ -198,11 +183,7 @@ class VerifiedText:
         return max(min(room, PIECE_BYTES // self.position_bytes if self.position_bytes else room) - 1, 0)
 
     def release(self) -> None:
-        self.cache = empty_cache()
-
-    @property
-    def length(self) -> int:
-        return self._ids.shape[1] if self._texts is None else self._running.length()
+        self.cache = DynamicCache()
 
 
 def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longest: int) -> tuple[Any, Any, Any]:

@@ -11,11 +11,10 @@ import json
 import signal
 import socket
 import ssl
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
@@ -25,14 +24,12 @@ from websockets.typing import Subprotocol
 from ..core.tensors import device_of
 from ..runtime.target_limits import text_config
 from .desk import Conversation, Desk, DeviceGone
-from .joined_cache import bytes_of, empty_cache
 from .messages import PROTOCOL, TO_SERVER, Hello, Refused, most_request
 from .micro_batches import MicroBatches
 from .sessions import ServerLimits, Sessions
-from .tree_reader import TreeReader
-from .verify_logging import log_failure, silent_logger
+from .tree_reader import TreeReader, bytes_of
 from .weight_tables import ServedTables, weights_digest
-from .wire import Message, WireError, decode, encode
+from .wire import Message, WireError, decode, encode, log_failure, silent_logger
 
 
 class VerifyServer:
@@ -232,7 +229,7 @@ def _counted(most: int) -> type[ServerConnection]:
 
 
 def token_bytes(reader: TreeReader) -> int:
-    cache = empty_cache()
+    cache = DynamicCache()
     with torch.no_grad():
         reader.read_prompt(cache, torch.zeros(1, 4, dtype=torch.long, device=device_of(reader.target)), ())
     return bytes_of(cache) // 4
@@ -244,38 +241,3 @@ def server_tls(certificate: str, key: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key)
     return context
-
-
-@contextlib.contextmanager
-def in_background(server: VerifyServer, port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Runs a server on a thread, on the loopback interface; yields its port."""
-    started: threading.Event = threading.Event()
-    found: dict[str, Any] = {}
-
-    async def run() -> None:
-        listener = socket.create_server(("127.0.0.1", port))
-        serving = asyncio.create_task(server.run(listener, tls))
-        found.update(loop=asyncio.get_running_loop(), port=listener.getsockname()[1], serving=serving)
-        started.set()
-        await serving
-
-    def begin() -> None:
-        try:
-            asyncio.run(run())
-        except Exception as error:
-            found["error"] = error
-        started.set()
-
-    thread = threading.Thread(target=begin, daemon=True)
-    thread.start()
-    started.wait()
-    try:
-        if "port" not in found:
-            raise found["error"]
-        yield found["port"]
-    finally:
-        if thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                found["loop"].call_soon_threadsafe(found["serving"].cancel)
-        thread.join()
-        server.close()

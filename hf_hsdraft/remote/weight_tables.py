@@ -1,11 +1,12 @@
-"""The embedding rows that drafters borrow, as a server sends them and a device caches them."""
+"""The embedding rows that drafters borrow, as a server sends and a device caches them, and the target made of them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
 
-from .messages import INPUT, MOST_ROWS, OUTPUT, PIECE_BYTES, Hello
-from .packing import packed_states, unpacked_states
+from .messages import INPUT, MOST_ROWS, OUTPUT, PIECE_BYTES, Hello, packed_states, unpacked_states
 
 _NAMES = {INPUT: "input", OUTPUT: "output"}
 
@@ -34,11 +36,7 @@ class ServedTables:
         ):
             self._tables[OUTPUT] = output.detach()
         self.tied = OUTPUT not in self._tables or self._tables[OUTPUT].data_ptr() == self._tables[INPUT].data_ptr()
-        digest = hashlib.sha256()
-        for table in [self._tables[INPUT], *([] if self.tied else [self._tables[OUTPUT]])]:
-            for part in table.split(MOST_ROWS):
-                digest.update(packed_states(part))
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _fingerprint([self._tables[table] for table in ([INPUT] if self.tied else [INPUT, OUTPUT])])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,7 +65,7 @@ def weights_digest(target: Any) -> str:
 
 
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
-    """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
+    """Returns the tables of a target, by `INPUT` and, unless tied, `OUTPUT`, each `[rows, width]`, bfloat16.
 
     They are cached on disk under their fingerprint. A cached file that does not match it is fetched again: `fetch`
     returns packed rows, given the table, the first row and their number. Raises a ValueError if those do not match.
@@ -84,7 +82,7 @@ def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[i
         os.close(handle)
         save_file(kept, partial)
         os.replace(partial, path)
-    return {table: kept[_NAMES[table if table in wanted else INPUT]] for table in (INPUT, OUTPUT)}
+    return {table: kept[_NAMES[table]] for table in wanted}
 
 
 def _fetched(hello: Hello, table: int, fetch: Callable[[int, int, int], bytes]) -> torch.Tensor:
@@ -107,8 +105,54 @@ def _is_announced(hello: Hello, tables: dict[str, torch.Tensor], wanted: Sequenc
     found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
     if found != {_NAMES[table]: (shape, torch.bfloat16) for table in wanted}:
         return False
+    return _fingerprint([tables[_NAMES[table]] for table in wanted]) == hello.fingerprint
+
+
+def _fingerprint(tables: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for table in wanted:
-        for part in tables[_NAMES[table]].split(MOST_ROWS):
+    for table in tables:
+        for part in table.split(MOST_ROWS):
             digest.update(packed_states(part))
-    return digest.hexdigest() == hello.fingerprint
+    return digest.hexdigest()
+
+
+class TargetShell:
+    """A target without layers; `tables` are `None` for drafters that borrow no rows."""
+
+    training = False
+    generation_config = None
+
+    def __init__(
+        self,
+        hello: Hello,
+        tables: Mapping[int, torch.Tensor] | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self.config = _config_of(hello)
+        self.name_or_path = hello.target
+        self.dtype = getattr(torch, hello.dtype, torch.float32)
+        self.device = device
+        with torch.device("meta"):  # drafters that read no hidden states ask for sizes only
+            self._input = nn.Embedding(hello.rows, hello.width)
+            self._output = nn.Linear(hello.width, hello.rows, bias=False)
+        if tables is not None:
+            rows = tables[INPUT].to(device, self.dtype)
+            self._input.weight = nn.Parameter(rows, requires_grad=False)
+            output = rows if hello.tied else tables[OUTPUT].to(device, self.dtype)
+            self._output.weight = nn.Parameter(output, requires_grad=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self._input
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self._output
+
+
+def _config_of(hello: Hello) -> Any:
+    """Parses the server's configuration; raises a ValueError if it cannot."""
+    try:
+        fields = json.loads(hello.config)
+        kind = fields.pop("model_type", "")
+        return AutoConfig.for_model(kind, **fields) if isinstance(kind, str) else PreTrainedConfig(**fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the server's target has a configuration that is not known here: {error}") from None

@@ -1,13 +1,15 @@
 """The binary form of messages: msgpack, with the size of every part bounded before it is allocated.
 
 A message is a dataclass, sent as a list of its code and its fields in order. Decoding creates only numbers, strings,
-bytes and flat containers of them, so a message cannot carry code.
+bytes and flat containers of them, so a message cannot carry code. Nor does a log hold what was sent.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -30,6 +32,9 @@ class Message:
     """One message. Each class has a unique code, and a check for each field."""
 
     code: ClassVar[int]
+
+    def __init_subclass__(cls, code: int) -> None:
+        cls.code = code
 
 
 M = TypeVar("M", bound=Message)
@@ -126,3 +131,22 @@ def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
 
 def by_code(*kinds: type[M]) -> dict[int, type[M]]:
     return {kind.code: kind for kind in kinds}
+
+
+logger = logging.getLogger("hf_hsdraft.remote")
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Logs what failed and where. The error's text is left out: it may hold what a device sent."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s: %s\n%s", what, type(error).__name__, where)
+
+
+def silent_logger() -> logging.Logger:
+    """Returns a logger that writes nothing, whatever level others log at.
+
+    websockets logs the headers of a handshake, and with them the token.
+    """
+    silent = logging.Logger("hf_hsdraft.remote.connection", logging.CRITICAL + 1)
+    silent.propagate = False
+    return silent

@@ -174,20 +174,16 @@ class CacheSlots:
 
     def make_room(self) -> None:
         """Makes plain layers grow in place from here on."""
-        make_room(self._of_text)
+        make_room(text_cache(self.cache))
 
     def release(self) -> None:
         """Restores the layers' behaviour from before the call."""
-        give_room_back(self._of_text)
+        give_room_back(text_cache(self.cache))
         self.widen_windows(0)
         self.forget_past()
         for layer in self.layers:
             if getattr(layer, "record_past", False):
                 layer.record_past = False
-
-    @property
-    def _of_text(self) -> Any:
-        return getattr(self.cache, "self_attention_cache", self.cache)
 
     def widen_windows(self, by: int) -> None:
         """Makes windows keep `by` slots more than their width."""

@@ -11,15 +11,24 @@ from ..core.checks import printable
 from .target_limits import furthest_position
 
 
-def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Returns the inputs of a user message: in the chat template if the tokenizer has one, else as plain text."""
-    if getattr(tokenizer, "chat_template", None):
-        encoding = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoding = tokenizer(prompt, return_tensors="pt")
+def encode_batch(tokenizer: Any, prompts: Sequence[str], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Returns the inputs of several user messages, padded on the tokenizer's side.
+
+    A message is put in the chat template if the tokenizer has one; else it is plain text.
+    """
+    plain, texts = not getattr(tokenizer, "chat_template", None), list(prompts)
+    if not plain:
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+            for p in prompts
+        ]
+    encoding = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, add_special_tokens=plain)
     return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Returns the inputs of one user message; see `encode_batch`."""
+    return encode_batch(tokenizer, [prompt], device)
 
 
 def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
@@ -31,19 +40,6 @@ def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[
         except ValueError as error:
             raise ValueError(f"{printable(prompt, 60)}: {error}") from None
     return encoded
-
-
-def encode_batch(tokenizer: Any, prompts: Sequence[str], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Returns the inputs of several user messages, padded on the tokenizer's side. See `encode_prompt`."""
-    plain = not getattr(tokenizer, "chat_template", None)
-    texts = list(prompts)
-    if not plain:
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
-            for p in prompts
-        ]
-    encoding = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=plain)
-    return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def room_left(target: Any, length: int) -> int:

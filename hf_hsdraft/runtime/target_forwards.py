@@ -7,8 +7,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -19,7 +19,7 @@ from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import CacheSlots, Mark
-from .target_limits import check_cache, check_mask
+from .target_limits import check_cache, check_mask, refusal
 from .target_parts import LastState
 
 
@@ -58,21 +58,17 @@ def target_output(
     states = states if last is None else last.behind(states)
     if not tap_layers:
         return TargetOutput(logits, logits[..., :0])
-    cannot = f"{type(target).__name__} cannot be drafted for: "
     if states and len(states) <= tap_layers[-1]:
-        raise DraftingRefused(
-            f"{cannot}the drafter reads hidden state {tap_layers[-1]} of its layers, and it returns only {len(states)}."
-        )
+        returned = f"and it returns only {len(states)}"
+        raise refusal(target, f"the drafter reads hidden state {tap_layers[-1]} of its layers, {returned}.")
     missing = [layer for layer in tap_layers if states and states[layer] is None]
     if missing:
-        raise DraftingRefused(
-            f"{cannot}the drafter reads hidden state {missing[0]} of its layers, which it leaves out when it is asked "
-            "for."
-        )
+        left_out = "which it leaves out when it is asked for"
+        raise refusal(target, f"the drafter reads hidden state {missing[0]} of its layers, {left_out}.")
     shapes = {tuple(states[layer].shape[:-1]) for layer in tap_layers} if states else set()
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         found = " and ".join(map(str, sorted(shapes))) or "none"
-        raise DraftingRefused(f"{cannot}its hidden states have to be one vector for each position; found {found}.")
+        raise refusal(target, f"its hidden states have to be one vector for each position; found {found}.")
     return TargetOutput(logits, torch.cat([states[layer].to(logits.device) for layer in tap_layers], dim=-1))
 
 
@@ -202,9 +198,8 @@ class Names:
         return self.mask, self.positions, "inputs_embeds", "output_hidden_states"
 
 
-@dataclass
 class TargetCall:
-    """State that reading trees and reading chains share.
+    """A target in one call: its cache, the texts' places there, and forwards that read on.
 
     Attributes:
         kwargs: model inputs that `generate()` passes from forward to forward.
@@ -217,58 +212,50 @@ class TargetCall:
             caller gave only the new tokens' columns.
     """
 
-    target: Any
-    names: Names
-    kwargs: dict[str, Any]
-    slots: CacheSlots
+    slots: CacheSlots  # from the prompts' forward on
     rows: TextRows
-    acceleration: Acceleration
-    fixed: int = 0
-    forwards: int = 0
-    unread: int = 0
-    marked: Mark | None = None
-    entered: Mark | None = None
-    drops: bool = False
-    further: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def after_prompts(
-        cls, target: Any, names: Names, kwargs: dict[str, Any], outputs: Any, num_texts: int
-    ) -> TargetCall:
-        """Creates the call from the `outputs` of the prompts' forward.
+    def __init__(self, target: Any, kwargs: dict[str, Any], acceleration: Acceleration | None = None) -> None:
+        self.target, self.kwargs, self.names = target, dict(kwargs), Names(target)
+        self.acceleration = Acceleration(target) if acceleration is None else acceleration
+        self.fixed = self.forwards = self.unread = 0
+        self.marked: Mark | None = None
+        self.entered: Mark | None = None
+        self.drops, self.further = False, dict[str, int]()
 
-        Raises a DraftingRefused that says why the cache cannot roll back.
-        """
+    def hold(self, outputs: Any, num_texts: int) -> None:
+        """Takes over the cache from the prompts' forward; raises a DraftingRefused if it cannot roll back."""
         cache = returned_cache(outputs)
-        check_cache(target, cache)
+        check_cache(self.target, cache)
         slots = CacheSlots(cache)
         if slots.hold_more_than_the_text:
-            raise DraftingRefused(
-                f"{type(target).__name__} cannot be drafted for: some layers of its cache hold more than the text, "
-                "which cannot be told from what was rejected."
-            )
-        mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
-        check_mask(target, mask, length)
-        attended = None if mask is None else mask[:, :length].bool().to(device_of(target))
-        last = None if positions is None else positions[..., -1].to(device_of(target))
-        rows = TextRows([length] * num_texts, length, attended, last)
-        given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
-        further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
-        return cls(target, names, kwargs, slots, rows, Acceleration(target), forwards=1, further=further)
+            more = "some layers of its cache hold more than the text, which cannot be told from what was rejected."
+            raise refusal(self.target, more)
+        device, length = device_of(self.target), slots.length
+        mask, positions = self.kwargs.get(self.names.mask), self.kwargs.get(self.names.positions)
+        check_mask(self.target, mask, length)
+        attended = None if mask is None else mask[:, :length].bool().to(device)
+        last = None if positions is None else positions[..., -1].to(device)
+        self.slots, self.rows, self.forwards = slots, TextRows([length] * num_texts, length, attended, last), 1
+        given = {name: self.kwargs.get(name) for name in (self.names.mask, self.names.positions, *TOKEN_TYPES)}
+        self.further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
 
-    def apart(self) -> TargetCall:
-        """Copy for trials: they read into the same cache, which a mark restores, and change nothing else here."""
-        return replace(self, kwargs=dict(self.kwargs), slots=copy.copy(self.slots), entered=None)
+    def apart(self) -> Self:
+        """Copy for trials: it reads into the same cache, which a mark restores, and changes nothing else here."""
+        trial = copy.copy(self)
+        trial.kwargs, trial.slots, trial.entered = dict(self.kwargs), copy.copy(self.slots), None
+        return trial
 
-    def apart_of(self, places: Sequence[int]) -> TargetCall:
+    def apart_of(self, places: Sequence[int]) -> Self:
         """As `apart`, for some rows of the batch only, with a copy of their cache."""
-        kwargs, before = dict(self.kwargs), len(self.rows.kept)
+        trial, before = self.apart(), len(self.rows.kept)
         rows = on_device(places, device_of(self.target))
         for name, axis in ((self.names.mask, 0), (self.names.positions, -2), ("inputs_embeds", 0)):
-            value = kwargs.get(name)
+            value = trial.kwargs.get(name)
             if value is not None and value.shape[axis] == before:
-                kwargs[name] = value.index_select(axis, rows.to(value.device))
-        return replace(self, kwargs=kwargs, slots=self.slots.of_rows(places), rows=self.rows.of(places), entered=None)
+                trial.kwargs[name] = value.index_select(axis, rows.to(value.device))
+        trial.slots, trial.rows = self.slots.of_rows(places), self.rows.of(places)
+        return trial
 
     def inputs(
         self,
@@ -327,7 +314,6 @@ class TargetCall:
 
 
 def dropped(target: Any) -> DraftingRefused:
-    return DraftingRefused(
-        f"{type(target).__name__} cannot be drafted for: its cache loses tokens while it is read, which could not be "
-        "brought back after a rejection."
+    return refusal(
+        target, "its cache loses tokens while it is read, which could not be brought back after a rejection."
     )

@@ -85,11 +85,14 @@ def why_refused(target: Any, cache: Any) -> str:
     return ""
 
 
+def refusal(target: Any, reason: str) -> DraftingRefused:
+    return DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}")
+
+
 def check_cache(target: Any, cache: Any) -> None:
     """Raises a DraftingRefused with the reason if no draft can be verified with this cache."""
-    reason = why_refused(target, cache)
-    if reason:
-        raise DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}.")
+    if reason := why_refused(target, cache):
+        raise refusal(target, f"{reason}.")
 
 
 def check_mask(target: Any, mask: Any, slots: int) -> None:
@@ -99,9 +102,10 @@ def check_mask(target: Any, mask: Any, slots: int) -> None:
     """
     if mask is None or (mask.shape[1] >= slots and bool(mask[:, slots:].all())):
         return
-    raise DraftingRefused(
-        f"{type(target).__name__} cannot be drafted for: its attention mask has {mask.shape[1]} columns, and the cache "
-        f"holds {slots} slots with the prompts; expected one column for each slot, and none that hides tokens to come."
+    raise refusal(
+        target,
+        f"its attention mask has {mask.shape[1]} columns, and the cache holds {slots} slots with the prompts; expected "
+        "one column for each slot, and none that hides tokens to come.",
     )
 
 
@@ -118,11 +122,12 @@ def check_inputs(target: Any) -> None:
     if found is None or getattr(found, "__func__", found) is own or target.config.is_encoder_decoder:
         return
     whose = getattr(found, "__qualname__", type(found).__name__)
-    raise DraftingRefused(
-        f"{type(target).__name__} cannot be drafted for: its prepare_inputs_for_generation was replaced by {whose}. "
-        "PEFT does so for prompt tuning, p-tuning and prefix tuning: their virtual tokens stand before the text, where "
-        f"a draft cannot be verified. Use an adapter of the weights such as LoRA, or {DraftingRefused.PLAINLY}; "
-        "`with model.disable_adapter():` drafts for the model without the virtual tokens."
+    raise refusal(
+        target,
+        f"its prepare_inputs_for_generation was replaced by {whose}. PEFT does so for prompt tuning, p-tuning and "
+        "prefix tuning: their virtual tokens stand before the text, where a draft cannot be verified. Use an adapter "
+        f"of the weights such as LoRA, or {DraftingRefused.PLAINLY}; `with model.disable_adapter():` drafts for the "
+        "model without the virtual tokens.",
     )
 
 

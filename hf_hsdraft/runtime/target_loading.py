@@ -271,16 +271,14 @@ def _digest(source: Path, stamp: str) -> str:
     known = _copies() / "digests" / hashlib.sha256(stamp.encode()).hexdigest()
     if known.is_file() and len(digest := known.read_text(encoding="ascii")) == 64:
         return digest
-    hashed = hashlib.sha256()
     with source.open("rb") as file:
-        while block := file.read(2**20):
-            hashed.update(block)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if began - max(found.st_mtime_ns, found.st_ctime_ns) > _RESOLUTION and _stamp(source) == stamp:
         known.parent.mkdir(parents=True, exist_ok=True)
         partial = known.with_suffix(f".{os.getpid()}")
-        partial.write_text(hashed.hexdigest(), encoding="ascii")
+        partial.write_text(digest, encoding="ascii")
         os.replace(partial, known)
-    return hashed.hexdigest()
+    return digest
 
 
 def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> None:

@@ -68,20 +68,14 @@ def check_last_state(target: Any) -> None:
 
 
 class LastState:
-    """Keeps the last layer's output before the norm, if tapped; `asked` are the taps that transformers returns."""
+    """Keeps the last layer's output before the norm, for a target of `layers` layers."""
 
-    def __init__(self, target: Any, tap_layers: Sequence[int]) -> None:
-        layers = decoder_layers(text_config(target)) if tap_layers else 0
-        self.asked = [tap for tap in tap_layers if tap <= layers]
-        self._norm = final_norm(target) if len(self.asked) < len(tap_layers) else None
-        self._layers, self._state = layers, torch.empty(0)
+    def __init__(self, norm: nn.Module, layers: int) -> None:
+        self._norm, self._layers, self._state = norm, layers, torch.empty(0)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Around a forward: keeps the norm's input, of this thread only."""
-        if self._norm is None:
-            yield
-            return
         thread = threading.get_ident()
 
         def keep(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -95,6 +89,4 @@ class LastState:
             hook.remove()
 
     def behind(self, states: Any) -> Any:
-        if self._norm is None:
-            return states
         return (*(states or (None,) * (self._layers + 1)), self._state)

@@ -40,6 +40,7 @@ from .module_hooks import has_foreign_hooks
 from .target_ability import Ability, remembered
 from .target_limits import furthest_read
 from .target_runtime import TargetRuntime
+from .tree_reading import commit_trees, read_trees
 
 _PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
 _PATH = [0, 2, 3]
@@ -366,11 +367,19 @@ def _problem(
 
 
 def _noise(steps: Steps) -> float:
-    """The maximum distance between logits of the tokens alone and in one of several columns."""
+    """The maximum distance between logits of the tokens alone, and in one of several columns that see only themselves.
+
+    Both the first and the last column must equal the token read alone, up to rounding. A target that misreads several
+    tokens at once may change one of the two, the first or the last. So the smaller distance is the rounding, and its
+    column is kept.
+    """
     runtime, noise = steps.rewind(), 0.0
-    runtime.trees = True
-    for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
-        noise = max(noise, runtime.noise_of(tokens, expected, _NOISE_COLUMNS))
+    for tokens, alone in zip(steps.tokens, steps.logits, strict=True):
+        roots = [DraftTree.root(token) for token in tokens]
+        logits = read_trees(runtime, roots, _NOISE_COLUMNS, runtime.kinds).logits[:, -_NOISE_COLUMNS:]
+        first, last = (float(distances_of(logits[:, column], alone).max()) for column in (0, -1))
+        commit_trees(runtime, [[]] * len(roots), _NOISE_COLUMNS if first < last else 1)
+        noise = max(noise, min(first, last))
     return noise
 
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of, on_device
 from .cache_slots import move_slots
-from .misreading import distances_of
 from .target_forwards import TargetCall
 from .target_limits import text_config, why_no_trees
 
@@ -206,28 +205,6 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
     """
     batch = TreeBatch.of(trees, device_of(call.target), columns)
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
-
-
-def noise_of(
-    call: TargetCall, tokens: torch.Tensor, alone: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]
-) -> float:
-    """Distance between a token of each row read alone and read in several columns that do not see each other.
-
-    Both the first and the last column must equal the token read alone, up to rounding. A target that misreads several
-    tokens at once may change one of the two, the first or the last. So the smaller distance is the rounding, and its
-    column is kept.
-
-    Args:
-        tokens: `[B]`.
-        alone: `[B, V]`, logits of the tokens read alone.
-    """
-    apart = torch.eye(columns, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-    ids = tokens[:, None].expand(-1, columns)
-    outputs = call.forward(node_inputs(call, TreeBatch(ids, torch.zeros_like(ids), apart), columns, kinds), columns)
-    logits = outputs.logits[:, -columns:]
-    first, last = (float(distances_of(logits[:, column], alone).max()) for column in (0, -1))
-    commit_trees(call, [[]] * len(tokens), columns if first < last else 1)
-    return min(first, last)
 
 
 def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def check(config: HSDraftConfig) -> None:
     """Raises a ValueError for a drafter that the plugin does not support."""
     told = {
         "a selector as injector": config.injector == "selector",
-        "output rows of its own": config.head != "target",
+        "trained output rows": config.head != "target",
         "several sets of parameters for its steps": config.num_step_modules > 1,
         "roll-out steps through a part of its layers": config.num_roll_layers < config.num_hidden_layers,
         "an output of the target's last layer": config.target_tap_layers[-1] >= config.target_num_hidden_layers,

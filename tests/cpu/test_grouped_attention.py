@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cpu import grouped_attention as module
 
 CPU = torch.device("cpu")
@@ -60,59 +61,44 @@ def kernel_calls(monkeypatch):
 
 
 @pytest.mark.usefixtures("either_way")
-class TestWhatIsComputed:
-    @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-    @pytest.mark.parametrize("batch", [1, 3])
-    @pytest.mark.parametrize("n", [1, 5, 40])
-    def test_it_is_what_transformers_computes(self, n, batch, kind):
-        layer = a_layer(n=n, length=64, batch=batch, kind=kind)
-        expected, found = of_transformers(*layer), attended(*layer)
-        assert found.shape == expected.shape and found.is_contiguous()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_it_is_what_transformers_computes(n, batch, kind):
+    layer = a_layer(n=n, length=64, batch=batch, kind=kind)
+    expected, found = of_transformers(*layer), attended(*layer)
+    assert found.shape == expected.shape and found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
-    def test_a_scaling_of_the_layer_is_kept(self):
-        layer = a_layer()
-        torch.testing.assert_close(attended(*layer, scaling=0.7), of_transformers(*layer, scaling=0.7))
 
-    def test_values_may_be_of_another_size_than_keys(self):
-        layer = a_layer(value_size=24)
-        torch.testing.assert_close(attended(*layer), of_transformers(*layer))
+def masked(change, **sizes):
+    *layer, mask = a_layer(**sizes)
+    return *layer, change(mask)
 
-    def test_a_mask_of_one_text_is_that_of_all_rows(self):
-        layer, query, key, value, mask = a_layer(batch=3)
-        mask = mask[:1]
-        expected = of_transformers(layer, query, key, value, mask.expand(3, -1, -1, -1))
-        torch.testing.assert_close(attended(layer, query, key, value, mask), expected)
 
-    def test_a_mask_of_all_tokens_is_that_of_each(self):
-        layer, query, key, value, mask = a_layer(batch=2)
-        mask = mask[:, :, :1]
-        torch.testing.assert_close(
-            attended(layer, query, key, value, mask), of_transformers(layer, query, key, value, mask)
-        )
+CASES = {
+    "a scaling of the layer": (a_layer, {"scaling": 0.7}),
+    "a bias that only transformers handles": (a_layer, {"position_bias": torch.randn(1, 6, 5, 40)}),
+    "values of another size than keys": (lambda: a_layer(value_size=24), {}),
+    "one mask for all rows": (lambda: masked(lambda mask: mask[:1], batch=3), {}),
+    "one mask for all tokens": (lambda: masked(lambda mask: mask[:, :, :1], batch=2), {}),
+    "queries of one text over the keys of several": (lambda: (*a_layer()[:2], *a_layer(batch=2)[2:]), {}),
+    "one token without a mask, which sees all": (lambda: masked(lambda mask: None, n=1), {}),
+    "several tokens without a mask, which are causal": (lambda: masked(lambda mask: None, n=8, length=8), {}),
+}
 
-    def test_queries_of_one_text_may_go_over_the_keys_of_several(self):
-        layer, query, _, _, _ = a_layer(batch=1)
-        _, _, key, value, mask = a_layer(batch=2)
-        expected = of_transformers(layer, query, key, value, mask)
-        torch.testing.assert_close(attended(layer, query, key, value, mask), expected)
 
-    def test_one_token_without_a_mask_sees_all(self):
-        layer, query, key, value, _ = a_layer(n=1)
-        expected = of_transformers(layer, query, key, value, None)
-        torch.testing.assert_close(attended(layer, query, key, value, None), expected)
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_transformers_computes_of(case):
+    made, kwargs = CASES[case]
+    layer = made()
+    torch.testing.assert_close(attended(*layer, **kwargs), of_transformers(*layer, **kwargs))
 
-    def test_several_tokens_without_a_mask_are_causal_still(self):
-        layer, query, key, value, _ = a_layer(n=8, length=8)
-        expected = of_transformers(layer, query, key, value, None)
-        torch.testing.assert_close(attended(layer, query, key, value, None), expected)
 
-    def test_what_else_a_layer_asks_for_is_left_to_transformers(self):
-        layer = a_layer()
-        bias = torch.randn(1, 6, 5, 40)
-        torch.testing.assert_close(attended(*layer, position_bias=bias), of_transformers(*layer, position_bias=bias))
-        with pytest.raises(ValueError, match="softcap"):
-            attended(*layer, softcap=30.0)
+def test_an_error_of_transformers_stays():
+    with pytest.raises(ValueError, match="softcap"):
+        attended(*a_layer(), softcap=30.0)
 
 
 @pytest.mark.parametrize("given", [{"a_later_field": 1.0}, {"dropout": 0.5}, {"s_aux": torch.zeros(6)}])
@@ -165,13 +151,6 @@ def test_heads_are_joined_where_a_thread_gets_fewer_blocks(kernel_calls, monkeyp
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     attended(*a_layer(n=n, length=1100))
     assert kernel_calls == [call]
-
-
-def test_few_keys_are_not_worth_laying_out_several_tokens_anew(kernel_calls, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for n in (1, 5):
-        attended(*a_layer(n=n, length=900))
-    assert kernel_calls == [(2, 3, 2), (6, 5, 2)]
 
 
 def test_outside_keys_are_repeated_as_before(kernel_calls):
@@ -235,6 +214,15 @@ def test_an_sdpa_of_somebody_else_stays(registered):
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
 
 
+def test_importing_and_plain_calls_leave_transformers_attention_alone(registered, prompt):
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    another_copy()
+    target = make_target()
+    for assistant in (None, CachebackDrafter()):
+        target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert (ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward) == (assistant is None)
+
+
 def test_compiled_layers_take_the_way_of_transformers():
     layer, *tensors = a_layer()
 
@@ -273,10 +261,21 @@ def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls,
     assert rounds and all(call[0] == call[2] == key_heads for calls in rounds for call in calls)
 
 
-@pytest.mark.parametrize(("batch", "length", "call"), [(1, 40, (6, 5, 2)), (1, 1024, (2, 15, 2)), (2, 40, (2, 15, 2))])
-def test_heads_of_few_keys_are_joined_in_batches_only(kernel_calls, monkeypatch, batch, length, call):
+@pytest.mark.parametrize(
+    ("batch", "n", "length", "call"),
+    [
+        (1, 5, 40, (6, 5, 2)),
+        (1, 5, 900, (6, 5, 2)),
+        (1, 5, 1024, (2, 15, 2)),
+        (1, 1, 900, (2, 3, 2)),
+        (2, 5, 40, (2, 15, 2)),
+    ],
+)
+def test_heads_of_few_keys_are_joined_for_one_token_and_in_batches_only(
+    kernel_calls, monkeypatch, batch, n, length, call
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    layer = a_layer(batch=batch, length=length)
+    layer = a_layer(batch=batch, n=n, length=length)
     expected = of_transformers(*layer)
     kernel_calls.clear()
     torch.testing.assert_close(attended(*layer), expected)

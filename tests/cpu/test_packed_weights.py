@@ -17,7 +17,7 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from rich.console import Console
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, StoppingCriteria, T5Config
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench import profile
@@ -31,6 +31,13 @@ from hf_hsdraft.serve import demo
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
+IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+SLOWER = "hf_hsdraft.engine.decoding.slower_packed"
+
+
+@pytest.fixture
+def target():
+    return make_target()
 
 
 @pytest.fixture
@@ -50,202 +57,8 @@ def packings(monkeypatch):
 
 
 @pytest.fixture
-def no_least(tuned):
-    tuned(packed_least_numbers=0)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_demo_says_why_it_gained_more_than_tau(packed, tokenizer, monkeypatch, no_least):
-    """Timed by a clock after which plain decoding takes a hundred times as long."""
-    target, printed = make_target(pad_token_id=0, eos_token_id=None), io.StringIO()
-    drafter = CachebackDrafter(packed_weights=packed, tree_sizing="fixed")
-    times = iter([0.0, 100.0, 200.0, 201.0])
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=times.__next__))
-    demo.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
-    said = printed.getvalue()
-    assert ("rounds also multiply by packed weights" in said) == packed and "more than tau" in said
-    assert ("something else slowed plain decoding down" in said) != packed and "same text      yes" in said
-
-
-def own_forwards(target) -> list[str]:
-    """Layers that do not run as their class does."""
-    return [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
-
-
-def texts(target, ids, drafter=None, seed=0, **call):
-    torch.manual_seed(seed)
-    return target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 40, "do_sample": False, **call})
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 40])
-def test_products_are_the_same_but_for_rounding(dtype, bias, rows):
-    torch.manual_seed(rows)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    linear = nn.Linear(48, 33, bias=bias).to(dtype)
-    every_second = torch.randn(2, rows, 96).to(dtype)[..., ::2]
-    for x in (torch.randn(2, rows, 48).to(dtype), every_second, torch.randn(rows, 48).to(dtype)):
-        packed, exact = PackedWeights([linear]), linear.double()(x.double()).detach()
-        linear.to(dtype)
-        with torch.no_grad(), packed.in_use():
-            y = linear(x)
-        assert y.dtype == dtype and y.shape == exact.shape
-        torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=tolerance)
-        with torch.no_grad(), packed.in_use():
-            assert linear(x[:0]).shape == exact[:0].shape  # no rows at all
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_the_text_is_plain_decodings(packings, batch, do_sample):
-    target = make_target()
-    drafter = make_drafter(target)
-    drafter.generation_config.packed_weights = True
-    ids = torch.randint(2, VOCAB, (batch, 9), generator=torch.Generator().manual_seed(batch))
-    if do_sample and batch > 1:
-        drafter.generation_config.packed_weights = False  # a batch draws from generators of its own
-        expected = texts(target, ids, drafter, do_sample=True)
-        assert not packings
-        drafter.generation_config.packed_weights = True
-    else:
-        expected = texts(target, ids, do_sample=do_sample)
-    assert torch.equal(texts(target, ids, drafter, do_sample=do_sample), expected)
-    assert packings and {type(linear) for linear in packings} == {nn.Linear}
-    assert set(packings) == set(linears_to_pack(target, True)) and target.lm_head in packings
-
-
-def test_only_layers_that_run_are_packed(packings):
-    """Of an encoder-decoder the encoder runs once, before."""
-    from transformers import AutoModelForSeq2SeqLM, T5Config
-
-    torch.manual_seed(0)
-    fields = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    target = AutoModelForSeq2SeqLM.from_config(T5Config(**fields, decoder_start_token_id=0, pad_token_id=0)).eval()
-    target.generation_config.eos_token_id = None
-    ids = torch.randint(2, VOCAB, (1, 12))
-    drafter = CachebackDrafter(packed_weights=True)
-    assert torch.equal(texts(target, ids, drafter), texts(target, ids))
-    assert packings and not {*packings} & {*target.encoder.modules()}
-
-
-@pytest.mark.usefixtures("no_least")
-def test_weights_are_packed_once_that_pays_and_stay_packed(packings):
-    """Rounds of all calls count, those that draft nothing too; changed weights are counted anew."""
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter, layers = CachebackDrafter(node_cost=1.0, depth_cost=1.0), len(linears_to_pack(target, True))
-    expected = texts(target, ids, max_new_tokens=9)
-
-    def call():
-        packings.clear()
-        output = texts(target, ids, drafter, max_new_tokens=9, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, expected)
-        return len(packings), output.statistics.packed_weights
-
-    assert [call() for _ in range(4)] == [(0, False), (layers, True), (0, True), (0, True)]
-    with torch.no_grad():
-        target.lm_head.weight.data *= 1.01  # which no version counts
-    expected = texts(target, ids, max_new_tokens=9)
-    assert [call() for _ in range(3)] == [(0, False), (layers, True), (0, True)]
-
-
-@pytest.mark.usefixtures("no_least")
-def test_a_call_too_short_to_gain_takes_no_copies(packings):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter = CachebackDrafter(node_cost=1.0, depth_cost=1.0)
-    texts(target, ids, drafter, max_new_tokens=40)
-    assert packings
-    output = texts(target, ids, drafter, max_new_tokens=3, return_dict_in_generate=True)
-    assert not output.statistics.packed_weights
-
-
-def test_weights_that_were_changed_between_calls_are_seen():
-    """Also where no version is counted, as when adapters are merged."""
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter = make_drafter(target)
-    before = texts(target, ids, drafter)
-    for linear in linears_to_pack(target, True):
-        linear.weight.data += 0.1 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(1))
-    after = texts(target, ids)
-    assert not torch.equal(before, after) and torch.equal(texts(target, ids, drafter), after)
-
-
-class Training(StoppingCriteria):
-    """Steps in the middle of a call, after so many tokens of text."""
-
-    def __init__(self, target, at: int, way: str) -> None:
-        self.target, self.at, self.way, self.stepped = target, at, way, False
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.at and not self.stepped:
-            self.stepped = True
-            head = self.target.lm_head
-            noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
-            if self.way == "replace":
-                head.weight = nn.Parameter(head.weight.detach() + noise)
-            elif self.way == "data":
-                head.weight.data = head.weight.detach() + noise
-            else:
-                with torch.no_grad():
-                    head.weight += noise
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize("way", ["replace", "data", "in place"])
-def test_weights_that_are_changed_in_a_call_are_seen(way, packings):
-    ids = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    found = []
-    for packed in (None, True):
-        target = make_target()
-        drafter = None
-        if packed:  # hardly anything is drafted: a node may have been verified before the step
-            drafter = make_drafter(target, num_draft_steps=1, beam_width=1, tree_size=1)
-            drafter.generation_config.packed_weights, drafter.generation_config.ngram_length = True, 0
-        criteria = StoppingCriteriaList([Training(target, 20, way)])
-        found.append(texts(target, ids, drafter, stopping_criteria=criteria))
-    assert packings and torch.equal(*found)
-    assert not torch.equal(found[0], texts(make_target(), ids)), "the step changes the text"
-
-
-def test_nothing_stays_on_the_target_and_copies_go_with_it(monkeypatch):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9))
-    drafter = make_drafter(target)
-    drafter.generation_config.packed_weights = True
-    made, original = [], PackedWeights.__init__
-
-    def noting(self, linears):
-        original(self, linears)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(PackedWeights, "__init__", noting)
-    gc.disable()
-    try:
-        output = texts(target, ids, drafter, return_dict_in_generate=True)
-        assert len(made) == 1 and made[0]() is not None and own_forwards(target) == []
-        assert output.past_key_values is not None
-    finally:
-        gc.enable()
-    del target, drafter, output
-    gc.collect()
-    assert made[0]() is None
-    target = make_target()
-
-    def failing(*args):
-        assert own_forwards(target), "the layers are replaced within a forward"
-        raise RuntimeError("stop")
-
-    handle = target.model.norm.register_forward_hook(failing)
-    with pytest.raises(RuntimeError, match="stop"):
-        packed = PackedWeights(linears_to_pack(target, True))
-        with torch.no_grad(), packed.in_use():
-            target(ids)
-    handle.remove()
-    assert own_forwards(target) == []
-
-
-@pytest.fixture
 def copies(monkeypatch):
-    """Of a target, the weights that were copied so far; copying takes long enough for another thread to come by."""
+    """The number of a target's weights that were copied; copying takes long enough for another thread to come by."""
     made, original = [], torch.ops.mkldnn._reorder_linear_weight
 
     def noting(weight, *args):
@@ -255,17 +68,37 @@ def copies(monkeypatch):
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", noting)
 
-    def of(target):
-        own = {linear.weight.data_ptr() for linear in linears_to_pack(target.model, True)}
-        return [place for place in made if place in own]  # drafters copy their own weights, and the head
+    def of(target):  # drafters copy their own weights, and the head
+        return sum(made.count(linear.weight.data_ptr()) for linear in linears_to_pack(target.model, True))
 
     return of
+
+
+@pytest.fixture
+def no_least(tuned):
+    tuned(packed_least_numbers=0)
+
+
+def drafter_of(target, packed: bool | None = True, **fields):
+    drafter = make_drafter(target, **fields)
+    drafter.generation_config.packed_weights = packed
+    return drafter
+
+
+def text(target, drafter=None, ids=IDS, **call):
+    torch.manual_seed(0)
+    return target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 40, "do_sample": False, **call})
+
+
+def own_forwards(target) -> list[str]:
+    """Layers that do not run as their class does."""
+    return [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
 
 
 class Meanwhile(StoppingCriteria):
     """Does something once in the middle of a call, when all weights have been packed."""
 
-    def __init__(self, at: int, what) -> None:
+    def __init__(self, what, at: int = 20) -> None:
         self.at, self.what, self.results = at, what, []
 
     def __call__(self, input_ids, scores, **kwargs):
@@ -274,99 +107,259 @@ class Meanwhile(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_calls_share_copies(copies):
+SEEN, UNSEEN = ["replace", "other data", "in place"], ["data", "columns"]  # the latter change no version and no place
+
+
+def change(head, way: str) -> None:
+    noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
+    if way == "replace":
+        head.weight = nn.Parameter(head.weight.detach() + noise)
+    elif way == "other data":
+        head.weight.data = head.weight.detach() + noise
+    elif way == "data":
+        head.weight.data += noise
+    elif way == "columns":
+        head.weight.data[:, :4] = head.weight.data[:, :4].roll(1, 1)
+    else:
+        with torch.no_grad():
+            head.weight += noise
+
+
+# Products
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@torch.no_grad()
+def test_products_are_the_same_but_for_rounding(dtype, bias, rows):
+    torch.manual_seed(rows)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    linear = nn.Linear(48, 33, bias=bias).to(dtype)
+    every_second = torch.randn(2, rows, 96).to(dtype)[..., ::2]
+    for x in (torch.randn(2, rows, 48).to(dtype), every_second, torch.randn(rows, 48).to(dtype), every_second[:0]):
+        exact = linear.double()(x.double())
+        linear.to(dtype)
+        with PackedWeights([linear]).in_use():
+            y = linear(x)
+        assert y.dtype == dtype and y.shape == exact.shape
+        torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["every second", "expanded", "a row"])
+def test_unusual_biases(shape):
+    linear, x = nn.Linear(48, 33), torch.randn(6, 48)
+    bias = {"every second": torch.randn(66)[::2], "expanded": torch.randn(1).expand(33), "a row": torch.randn(1, 33)}
+    linear.bias = nn.Parameter(bias[shape])
+    expected = linear(x)
+    with PackedWeights([linear]).in_use():
+        torch.testing.assert_close(linear(x), expected)
+
+
+def test_gradients_autocast_and_other_types_take_the_weights_themselves():
+    linear = nn.Linear(16, 8)
+    packed, x = PackedWeights([linear]), torch.randn(3, 16)
+    with packed.in_use():
+        linear(x).sum().backward()
+    assert linear.weight.grad is not None
+    with torch.no_grad(), packed.in_use(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x).dtype == torch.bfloat16
+    with torch.no_grad(), packed.in_use(), pytest.raises(RuntimeError, match="dtype"):  # as without
+        linear(x.double())
+
+
+@torch.no_grad()
+def test_without_room_for_a_copy_the_weight_is_taken(monkeypatch):
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+
+    def failing(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", failing)
+    with PackedWeights([linear]).in_use():
+        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+# Texts
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_text_is_plain_decodings(target, packings, batch, do_sample):
+    ids = torch.randint(2, VOCAB, (batch, 9), generator=torch.Generator().manual_seed(batch))
+    # Rows of a drawn batch have their own generators, so that is compared with a drafted one.
+    plain = drafter_of(target, packed=False) if do_sample and batch > 1 else None
+    expected = text(target, plain, ids, do_sample=do_sample)
+    assert not packings
+    assert torch.equal(text(target, drafter_of(target), ids, do_sample=do_sample), expected)
+    assert set(packings) == set(linears_to_pack(target, True)) and target.lm_head in packings
+
+
+def test_only_layers_that_run_are_packed(packings):
+    """Of an encoder-decoder the encoder runs once, before."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    target = AutoModelForSeq2SeqLM.from_config(T5Config(**fields, decoder_start_token_id=0, pad_token_id=0)).eval()
+    target.generation_config.eos_token_id = None
+    assert torch.equal(text(target, CachebackDrafter(packed_weights=True)), text(target))
+    assert packings and not {*packings} & {*target.encoder.modules()}
+
+
+@pytest.mark.usefixtures("no_least")
+def test_weights_are_packed_once_that_pays_and_stay_packed(target, packings):
+    """Rounds of all calls count, also those that draft nothing; changed weights are counted from the start."""
+    drafter, layers = CachebackDrafter(node_cost=1.0, depth_cost=1.0), len(linears_to_pack(target, True))
+
+    def call(new=9):
+        packings.clear()
+        output = text(target, drafter, max_new_tokens=new, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, text(target, max_new_tokens=new))
+        return len(packings), output.statistics.packed_weights
+
+    assert [call() for _ in range(4)] == [(0, False), (layers, True), (0, True), (0, True)]
+    assert call(3) == (0, False), "too short to gain from copies"
+    with torch.no_grad():
+        target.lm_head.weight.data *= 1.01  # which no version counts
+    assert [call() for _ in range(3)] == [(0, False), (layers, True), (0, True)]
+
+
+@pytest.mark.parametrize("way", SEEN)
+def test_weights_that_are_changed_in_a_call_are_seen(way, packings):
+    found = []
+    for packed in (False, True):
+        target = make_target()
+        # Hardly anything is drafted: a node may have been verified before the step.
+        drafter = drafter_of(target, num_draft_steps=1, beam_width=1, tree_size=1) if packed else None
+        if drafter is not None:
+            drafter.generation_config.ngram_length = 0
+        step = Meanwhile(lambda target=target: change(target.lm_head, way))
+        found.append(text(target, drafter, stopping_criteria=[step]))
+    assert packings and torch.equal(*found)
+    assert not torch.equal(found[0], text(make_target())), "the step changes the text"
+
+
+@pytest.mark.parametrize("way", [SEEN[0], SEEN[2], *UNSEEN])
+def test_a_call_takes_no_copy_of_what_has_been_changed(target, way):
+    """Even where no version is counted, and the first call goes on."""
+
+    def step():
+        change(target.lm_head, way)
+        return text(target, drafter_of(target)), text(target)
+
+    before, meanwhile = text(target), Meanwhile(step)
+    text(target, drafter_of(target), stopping_criteria=[meanwhile])
+    [(drafted, plain)] = meanwhile.results
+    assert torch.equal(drafted, plain) and not torch.equal(plain, before)
+
+
+def test_a_demo_says_why_it_gained_more_than_tau(target, tokenizer, monkeypatch, no_least):
+    """Timed by a clock after which plain decoding takes a hundred times as long."""
+    for packed in (True, False):
+        printed, times = io.StringIO(), iter([0.0, 100.0, 200.0, 201.0])
+        drafter = CachebackDrafter(packed_weights=packed, tree_sizing="fixed")
+        monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=times.__next__))
+        demo.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
+        said = printed.getvalue()
+        assert ("rounds also multiply by packed weights" in said) == packed and "more than tau" in said
+        assert ("something else slowed plain decoding down" in said) != packed and "same text      yes" in said
+
+
+# Copies
+
+
+def test_nothing_stays_on_the_target_and_copies_go_with_it(monkeypatch):
+    made, original = [], PackedWeights.__init__
+
+    def noting(self, linears):
+        original(self, linears)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(PackedWeights, "__init__", noting)
+    target = make_target()
+    text(target, drafter_of(target))
+    assert len(made) == 1 and made[0]() is not None and own_forwards(target) == []
+    del target
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_nothing_stays_after_an_error(target):
+    def failing(*args):
+        assert own_forwards(target), "the layers are replaced within a forward"
+        raise RuntimeError("stop")
+
+    target.model.norm.register_forward_hook(failing)
+    packed = PackedWeights(linears_to_pack(target, True))
+    with pytest.raises(RuntimeError, match="stop"), torch.no_grad(), packed.in_use():
+        target(IDS)
+    assert own_forwards(target) == []
+
+
+def test_calls_share_copies(target, copies):
     """Those that run at the same time, and later ones."""
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter, other = make_drafter(target), make_drafter(target)
-    expected, layers = texts(target, ids), len(linears_to_pack(target.model, True))
-    meanwhile = Meanwhile(20, lambda: texts(target, ids, other))
-    assert torch.equal(texts(target, ids, drafter, stopping_criteria=StoppingCriteriaList([meanwhile])), expected)
+    drafter, other = drafter_of(target), drafter_of(target)
+    expected, layers = text(target), len(linears_to_pack(target.model, True))
+    meanwhile = Meanwhile(lambda: text(target, other))
+    assert torch.equal(text(target, drafter, stopping_criteria=[meanwhile]), expected)
     assert torch.equal(meanwhile.results[0], expected)
-    assert len(copies(target)) == layers == len(set(copies(target)))
-    texts(target, ids, drafter)
-    assert len(copies(target)) == layers
+    assert copies(target) == layers
+    text(target, drafter)
+    assert copies(target) == layers
 
 
 @pytest.mark.parametrize("first", [True, None])
-def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first, tuned):
+def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, first, tuned):
     """And what the default has packed is not packed again where more is asked for."""
     tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
-    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False)
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter, expected = make_drafter(target), texts(target, ids)
+    monkeypatch.setattr(SLOWER, lambda *kind: False)
+    drafter, expected = make_drafter(target), text(target)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
     assert 0 < some < every
     packed = []
     for asked_for in (first, not first or None, True, None, True, None):
         drafter.generation_config.packed_weights = asked_for
         gc.collect()  # copies that only a call of before would keep
-        output = texts(target, ids, drafter, return_dict_in_generate=True)
+        output = text(target, drafter, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and output.statistics.packed_weights
-        packed.append(len(copies(target)))
+        packed.append(copies(target))
     assert packed == [every if first else some, *[every] * 5]
     with torch.no_grad():  # of a layer that the default would leave alone
         target.model.layers[0].self_attn.k_proj.weight.data[:] *= -1
-    assert torch.equal(texts(target, ids, drafter), texts(target, ids))
+    assert torch.equal(text(target, drafter), text(target))
 
 
-def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, tuned):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(target, copies, tuned):
     # The default would pack in the second round.
     tuned(packed_bytes=0, packed_least_numbers=0, packing_forwards=0.3)
-    drafter, expected = make_drafter(target), texts(target, ids)
+    drafter, expected = make_drafter(target), text(target)
     for asked_for in (True, None, True):
         drafter.generation_config.packed_weights = asked_for
         gc.collect()
-        output = texts(target, ids, drafter, return_dict_in_generate=True)
+        output = text(target, drafter, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and output.statistics.packed_weights == bool(asked_for)
-    assert len(copies(target)) == len(linears_to_pack(target.model, True))
+    assert copies(target) == len(linears_to_pack(target.model, True))
 
 
-def test_calls_that_pack_at_the_same_moment_make_one_copy(copies):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    packed, together, found = [PackedWeights(linears_to_pack(target, True)) for _ in range(2)], Barrier(2), []
-    with torch.no_grad():
-        expected = target(ids).logits
+@torch.no_grad()
+def test_calls_that_pack_at_the_same_moment_make_one_copy(target, copies):
+    together, found, expected = Barrier(2), [], target(IDS).logits
 
     @torch.no_grad()
     def run(own):
         together.wait()
         with own.in_use():
-            found.append(target(ids).logits)
+            found.append(target(IDS).logits)
 
+    packed = [PackedWeights(linears_to_pack(target, True)) for _ in range(2)]
     threads = [Thread(target=run, args=(own,)) for own in packed]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(copies(target)) == len(set(copies(target))) == len(linears_to_pack(target.model, True))
+    assert copies(target) == len(linears_to_pack(target.model, True))
     for logits in found:
         torch.testing.assert_close(logits, expected)
-
-
-@pytest.mark.parametrize("way", ["in place", "data", "replace", "columns"])
-def test_a_call_takes_no_copy_of_what_has_been_changed(way):
-    """Even where no version is counted, and the first call goes on."""
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter, other, head = make_drafter(target), make_drafter(target), target.lm_head
-
-    def step():
-        noise = 0.3 * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
-        if way == "replace":
-            head.weight = nn.Parameter(head.weight.detach() + noise)
-        elif way == "data":
-            head.weight.data += noise
-        elif way == "columns":
-            head.weight.data[:, :4] = head.weight.data[:, :4].roll(1, 1)
-        else:
-            with torch.no_grad():
-                head.weight += noise
-        return texts(target, ids, other), texts(target, ids)
-
-    before, meanwhile = texts(target, ids), Meanwhile(20, step)
-    texts(target, ids, drafter, stopping_criteria=StoppingCriteriaList([meanwhile]))
-    [(drafted, plain)] = meanwhile.results
-    assert torch.equal(drafted, plain) and not torch.equal(plain, before)
 
 
 @pytest.mark.usefixtures("no_least")
@@ -385,8 +378,10 @@ def test_the_limit_is_that_of_the_process(monkeypatch, tuned):
     assert PackedWeights.of(targets[1], None) is not None
 
 
-def test_what_is_left_as_it_is():
-    target = make_target()
+# Layers
+
+
+def test_what_is_left_as_it_is(target, monkeypatch):
     every = linears_to_pack(target, True)
     assert len(every) == 3 * 7 + 1 and linears_to_pack(target, None) == [] == linears_to_pack(target, False)
     hooked = target.model.layers[0].mlp.up_proj
@@ -397,16 +392,21 @@ def test_what_is_left_as_it_is():
     assert hooked not in linears_to_pack(target, True) and len(linears_to_pack(target, True)) == len(every) - 1
     target.model.layers[1].mlp.up_proj.to(torch.float64)
     assert len(linears_to_pack(target, True)) == len(every) - 2
-    assert linears_to_pack(make_target().to(torch.float64), True) == []
-    assert linears_to_pack(make_target().to("meta"), True) == []
-    compiled = make_target()
-    compiled.model.layers[0].compile()
-    assert linears_to_pack(compiled, True) == []
-    replaced = make_target()
-    replaced.model.layers[0].forward = torch.compile(replaced.model.layers[0].forward)
-    assert linears_to_pack(replaced, True) == []
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
     assert linears_to_pack(gpt2, True) == [gpt2.lm_head]  # its other products are of another kind of layer
+    compiled, replaced = make_target(), make_target()
+    compiled.model.layers[0].compile()
+    replaced.model.layers[0].forward = torch.compile(replaced.model.layers[0].forward)
+    for other in (compiled, replaced, make_target().to(torch.float64), make_target().to("meta")):
+        assert linears_to_pack(other, True) == []
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert linears_to_pack(target, True) == []
+    for owner, name in ((nn.functional, "linear"), (nn.Linear, "forward")):  # products that are not torch's own
+        with monkeypatch.context() as patched:
+            own = getattr(owner, name)
+            patched.setattr(owner, name, lambda *args, own=own: own(*args))
+            assert linears_to_pack(target, True) == []
+    assert linears_to_pack(target, True)
 
 
 def test_large_targets_are_packed_when_asked_for_alone(tuned):
@@ -419,39 +419,6 @@ def test_large_targets_are_packed_when_asked_for_alone(tuned):
     assert linears_to_pack(target, None) == by_default
     tuned(packed_bytes=size - 1)
     assert linears_to_pack(target, None) == [] and linears_to_pack(target, True)
-
-
-def test_a_profile_repeats_forwards_by_packed_weights():
-    target = make_target()
-    system = System("ours", {"assistant_model": make_drafter(target)}, ours=True)
-    ids = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    call = profile._verifying_call(target, system, {"input_ids": ids, "attention_mask": ids > 0}, Settings(12), 17)
-    assert call is not None and set(call.packed) == set(linears_to_pack(target, True))
-    assert profile.packed_now(target) == [] and own_forwards(target) == []
-    assert all(milliseconds > 0 for milliseconds in profile._forward_times(target, call))
-
-
-def test_gradients_autocast_and_other_types_take_the_weights_themselves():
-    linear = nn.Linear(16, 8)
-    packed, x = PackedWeights([linear]), torch.randn(3, 16)
-    with packed.in_use():
-        linear(x).sum().backward()
-    assert linear.weight.grad is not None
-    with torch.no_grad(), packed.in_use(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(x).dtype == torch.bfloat16
-    with torch.no_grad(), packed.in_use(), pytest.raises(RuntimeError, match="dtype"):  # as without
-        linear(x.double())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("shape", ["every second", "expanded", "a row"])
-def test_unusual_biases(shape):
-    linear, x = nn.Linear(48, 33), torch.randn(6, 48)
-    bias = {"every second": torch.randn(66)[::2], "expanded": torch.randn(1).expand(33), "a row": torch.randn(1, 33)}
-    linear.bias = nn.Parameter(bias[shape])
-    expected = linear(x)
-    with PackedWeights([linear]).in_use():
-        torch.testing.assert_close(linear(x), expected)
 
 
 @torch.no_grad()
@@ -467,7 +434,7 @@ def test_other_threads_and_copies_run_the_layers_as_they_are():
         for each in copied:
             each.weight.data.zero_()
             each.bias.data.zero_()
-            assert not each(x).any(), "it has weights of its own"
+            assert not each(x).any(), "it has its own weights"
     assert torch.equal(found[0][0], expected) and found[0][1] == []
     torch.testing.assert_close(packed, expected)
     assert not any(each(x).any() for each in copied)
@@ -510,7 +477,7 @@ def test_hooks_of_all_modules_are_called():
 
 @torch.no_grad()
 def test_a_thread_goes_on_when_another_has_ended():
-    """Whoever ends first takes nothing from the other, and the last one leaves nothing."""
+    """The first to end takes nothing from the other, and the last one leaves nothing."""
     linear, x = nn.Linear(64, 64), torch.randn(5, 64)
     first, second, ended, events = PackedWeights([linear]), PackedWeights([linear]), Barrier(2), []
 
@@ -531,19 +498,17 @@ def test_a_thread_goes_on_when_another_has_ended():
 
 
 @torch.no_grad()
-def test_what_is_compiled_meanwhile_is_the_layer():
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9))
-    expected = target(ids).logits
+def test_what_is_compiled_meanwhile_is_the_layer(target):
+    expected = target(IDS).logits
     compiled = torch.compile(target, backend="eager")
     with PackedWeights(linears_to_pack(target, True)).in_use():
-        torch.testing.assert_close(compiled(ids).logits, expected)
-    torch.testing.assert_close(compiled(ids).logits, expected)
+        torch.testing.assert_close(compiled(IDS).logits, expected)
+    torch.testing.assert_close(compiled(IDS).logits, expected)
     assert own_forwards(target) == []
 
 
 @torch.no_grad()
-def test_what_an_interrupt_leaves_behind_does_nothing():
-    target = make_target()
+def test_what_an_interrupt_leaves_behind_does_nothing(target):
     linear, x = target.lm_head, torch.randn(3, 32)
     vars(linear)["_compiled_call_impl"] = module._Forward(linear)
     linear.weight.data *= 2.0
@@ -553,37 +518,21 @@ def test_what_an_interrupt_leaves_behind_does_nothing():
     assert own_forwards(target) == []
 
 
-@torch.no_grad()
-def test_without_room_for_a_copy_the_weight_is_taken(monkeypatch):
-    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
-
-    def failing(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", failing)
-    with PackedWeights([linear]).in_use():
-        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+# Time
 
 
-def test_nothing_is_packed_where_products_are_not_torchs_own(monkeypatch):
-    target = make_target()
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert linears_to_pack(target, True) == []
-    assert linears_to_pack(target, True)
-    original = nn.functional.linear
-    with monkeypatch.context() as patched:
-        patched.setattr(nn.functional, "linear", lambda *args: original(*args))
-        assert linears_to_pack(target, True) == []
-    own = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x))
-    assert linears_to_pack(target, True) == []
+def test_a_profile_repeats_forwards_by_packed_weights(target):
+    system = System("ours", {"assistant_model": drafter_of(target)}, ours=True)
+    call = profile._verifying_call(target, system, {"input_ids": IDS, "attention_mask": IDS > 0}, Settings(12), 17)
+    assert call is not None and set(call.packed) == set(linears_to_pack(target, True))
+    assert profile.packed_now(target) == [] and own_forwards(target) == []
+    assert all(milliseconds > 0 for milliseconds in profile._forward_times(target, call))
 
 
 @pytest.mark.parametrize("asked_for", [True, None])
 @pytest.mark.usefixtures("no_least")
-def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    echo = CachebackDrafter([texts(target, ids, max_new_tokens=60)[0].tolist()], packed_weights=asked_for)
+def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch):
+    echo = CachebackDrafter([text(target, max_new_tokens=60)[0].tolist()], packed_weights=asked_for)
     events = []
     original, timed = module._Forward.__call__, MeasuredCosts.add
 
@@ -597,11 +546,9 @@ def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
 
     monkeypatch.setattr(module._Forward, "__call__", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
-    monkeypatch.setattr(
-        "hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False
-    )  # so small, a layout may not gain
+    monkeypatch.setattr(SLOWER, lambda *kind: False)  # so small, a layout may not gain
     for _ in range(10):
-        output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
+        output = text(target, echo, max_new_tokens=60, return_dict_in_generate=True)
     assert output.statistics.packed_weights and events.count("timed") >= 2
     packing = [place for place, event in enumerate(events) if event == "packs"]
     after = events[packing[-1] :]
@@ -610,22 +557,19 @@ def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_least")
-def test_costs_are_those_of_packed_weights(packings):
+def test_costs_are_those_of_packed_weights(target, packings):
     """They are measured apart from those without."""
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    expected = texts(target, ids, max_new_tokens=200)
-    echo = CachebackDrafter([expected[0].tolist()])
+    echo = CachebackDrafter([text(target, max_new_tokens=200)[0].tolist()])
     for _ in range(3):
-        assert torch.equal(texts(target, ids, echo, max_new_tokens=200), expected)
+        text(target, echo, max_new_tokens=200)
     known = {kind.packed: costs for kind, costs in pacing._known[target].items()}
     assert packings and set(known) == {True, False}
     assert known[True].plain is not None and known[True].widest > 0
 
 
 @pytest.mark.parametrize(("plain", "slower"), [(0.030, False), (0.042, False), (0.050, True)])
-def test_packing_that_slows_plain_rounds_is_given_up(plain, slower):
-    target, drafter = make_target(), CachebackDrafter()
-    a_kind = pacing.KindOfCall(("a kind",), (), 0, 6)
+def test_packing_that_slows_plain_rounds_is_given_up(target, plain, slower):
+    drafter, a_kind = CachebackDrafter(), pacing.KindOfCall(("a kind",), (), 0, 6)
     assert not pacing.slower_packed(target, a_kind)
     pacing.pace_for(target, drafter, a_kind, None).note_round(0, 1.0, 0.040, 0, 0.0)
     assert not pacing.slower_packed(target, a_kind)
@@ -633,33 +577,18 @@ def test_packing_that_slows_plain_rounds_is_given_up(plain, slower):
     assert pacing.slower_packed(target, a_kind) is slower
 
 
-@pytest.mark.usefixtures("no_least")
-def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
-    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    drafter = make_drafter(target)
-    drafter.generation_config.packed_weights = None
-    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: True)
-    texts(target, ids, drafter, max_new_tokens=200)
-    assert not packings
-    monkeypatch.undo()
-
-
-def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, monkeypatch):
-    """Costs depend on the length of a text, which has grown since the call began."""
-    ids, kinds = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0)), []
-    drafter = make_drafter(make_target())
-    drafter.generation_config.packed_weights = None
-    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda _, kind: bool(kinds.append(kind)))
+def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, packings, monkeypatch):
+    """Costs depend on the length of a text, which has grown since the call began; nothing is packed where it does."""
+    kinds = []
+    monkeypatch.setattr(SLOWER, lambda _, kind: not kinds.append(kind))
     for rounds in (1, 60):
         tuned(packed_least_numbers=0, packing_forwards=0.2 * rounds, cost_length=16)
-        texts(make_target(), ids, drafter, max_new_tokens=200)
-    assert len(kinds) == 2 and kinds[0] != kinds[1]
+        target = make_target()
+        text(target, drafter_of(target, None), max_new_tokens=200)
+    assert len(kinds) == 2 and kinds[0] != kinds[1] and not packings
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0.5])
-def test_other_values_are_refused(value):
-    target = make_target()
-    drafter = make_drafter(target)
-    drafter.generation_config.packed_weights = value
+def test_other_values_are_refused(target, value):
     with pytest.raises(ValueError, match="packed_weights"):
-        texts(target, torch.randint(2, VOCAB, (1, 9)), drafter)
+        text(target, drafter_of(target, value))

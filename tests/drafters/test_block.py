@@ -73,20 +73,6 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_heads_are_their_formulas(kind):
-    head, tokens = HEADS[kind](), [3, 10, 0, 3]
-    randomise(head, std=0.7)
-    slots = torch.randn(len(tokens), 6, generator=torch.Generator().manual_seed(1))
-    wanted = torch.tensor(scalar_biases(head, tokens, slots.tolist()))
-    states, before = None, None
-    with torch.no_grad():
-        for index, token in enumerate(tokens):
-            states = head.advance(torch.tensor([token]), before, states)
-            before = slots[index : index + 1]
-            assert torch.allclose(head(before, states)[0], wanted[index], atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", HEADS)
 def test_a_tree_gives_each_node_the_bias_of_its_path(kind):
     """Level by level, with states that a builder gathers; and among some columns of each text as among all."""
     head = HEADS[kind]()

@@ -10,7 +10,7 @@ from conftest import VOCAB, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
-from hf_hsdraft.hub import drafter_files
+from hf_hsdraft.hub import fetching
 
 
 def generate(target, drafter, prompt, **kwargs):
@@ -183,7 +183,7 @@ def test_a_folder_named_like_an_owner_hides_no_repository(folder, tmp_path, monk
             return folder
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(drafter_files, "snapshot_download", download)
+    monkeypatch.setattr(fetching, "snapshot_download", download)
     (tmp_path / "Owner" / "other").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert isinstance(AutoDrafter.from_pretrained("Owner/drafter"), HSDrafter)

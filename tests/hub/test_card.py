@@ -6,6 +6,8 @@ import ast
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +23,21 @@ from hf_hsdraft.hub.model_card import write_card
 ROW = {"tau": 2.5, "speed_up": 1.25, "tokens_per_second": 30.0, "identical": 3, "ties": 1, "divergent": 0}
 
 
+@pytest.fixture(scope="module")
+def saved(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    make_drafter(target, target_name="org/target", target_revision="a" * 40).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(target, tmp_path):
-    make_drafter(target, target_name="org/target", target_revision="a" * 40).save_pretrained(tmp_path)
-    return tmp_path
+def folder(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "drafter"))
 
 
-def report(folder, digest, **changes):
+def report(folder, name="bench", changed=(), **changes):
+    """Writes a report of `hsdraft bench`, with `changed` settings and other changes."""
+    digest = HSDrafter.from_pretrained(folder).config.weights_digest
     options = {"beam_width": 5, "tree_size": 16, "num_assistant_tokens": 4}
     settings = {
         "target": "target",
@@ -42,6 +52,7 @@ def report(folder, digest, **changes):
         "max_new_tokens": 64,
         "command": "hsdraft bench --prompts questions.jsonl",
         "variants": {"tree": options},
+        **dict(changed),
     }
     document = {
         "settings": settings,
@@ -52,7 +63,7 @@ def report(folder, digest, **changes):
         },
         **changes,
     }
-    path = folder.parent / f"{folder.name}-bench.json"
+    path = folder.parent / f"{name}.json"
     path.write_text(json.dumps(document))
     return path
 
@@ -84,7 +95,6 @@ def test_a_card_tells_whether_the_code_needs_the_package(folder, module):
 
 
 def test_every_figure_of_a_card_comes_from_its_files(folder):
-    drafter = HSDrafter.from_pretrained(folder)
     history = [
         {"step": 1, "eval_loss": 9.0, "eval_tau": 1.1},
         {"step": 2, "eval_loss": 1.25, "eval_tau": 2.75, "eval_accuracy_1": 0.75, "eval_acceptance_1": math.nan},
@@ -97,7 +107,7 @@ def test_every_figure_of_a_card_comes_from_its_files(folder):
     }
     (folder / "figures.json").write_text(json.dumps({"training": {"history": history, "calibration": None}}))
     (folder / "training_recipe.json").write_text(json.dumps(recipe))
-    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    enter_benchmarks(folder, [report(folder)])
     write_card(folder, "user/name")
     card = ModelCard.load(folder / "README.md")
     results = {(result.metric_type, result.metric_value) for result in card.data.eval_results}
@@ -117,21 +127,20 @@ def test_every_figure_of_a_card_comes_from_its_files(folder):
     assert (folder / "speed_up.png").read_bytes().startswith(b"\x89PNG")
 
 
-def chain_report(folder, weights):
+def chain_report(folder):
+    weights = HSDrafter.from_pretrained(folder).config.weights_digest
     names = [f"chain{length}" for length in (2, 10)]  # as text 10 would come before 2
     lengths = dict(zip(names, (1.75, 2.0), strict=True))
     rows = {name: {**ROW, "acceptance_length": length, "speed_up": length} for name, length in lengths.items()}
     groups = {name: {"math": {**row, "acceptance_length": 3.0}, "prose": row} for name, row in rows.items()}
     rounds = {"chain10": {"depth_1": 0.5, "depth_2": 0.25}}
-    return report(
-        folder, weights, summary=rows, by_category=groups, round=rounds, weights=dict.fromkeys(names, weights)
-    )
+    measured = dict.fromkeys(names, weights)
+    return report(folder, "chains", summary=rows, by_category=groups, round=rounds, weights=measured)
 
 
 def test_chains_are_reported_by_length_and_category_and_by_depth(folder):
-    drafter = HSDrafter.from_pretrained(folder)
-    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
-    enter_benchmarks(folder, [chain_report(folder, drafter.config.weights_digest)], keep=True)
+    enter_benchmarks(folder, [report(folder)])
+    enter_benchmarks(folder, [chain_report(folder)], keep=True)
     write_card(folder, "user/name")
     card = ModelCard.load(folder / "README.md")
     table = "| acceptance length | k = 2 | k = 10 |\n| --- | --- | --- |\n| all prompts | 1.75 | 2.00 |"
@@ -146,15 +155,11 @@ def test_chains_are_reported_by_length_and_category_and_by_depth(folder):
 
 
 def test_reports_are_kept_beside_those_of_other_commands(folder):
-    weights = HSDrafter.from_pretrained(folder).config.weights_digest
-    other = report(folder, weights)
-    document = json.loads(other.read_text())
-    document["settings"]["command"] += " --limit 4"
-    other = other.rename(other.with_name("other.json"))
-    other.write_text(json.dumps(document))
+    command = "hsdraft bench --prompts questions.jsonl --limit 4"
+    other = report(folder, "other", {"command": command})
     enter_benchmarks(folder, [other])
-    assert len(enter_benchmarks(folder, [chain_report(folder, weights)], keep=True)) == 2
-    assert len(enter_benchmarks(folder, [chain_report(folder, weights)], keep=True)) == 2
+    assert len(enter_benchmarks(folder, [chain_report(folder)], keep=True)) == 2
+    assert len(enter_benchmarks(folder, [chain_report(folder)], keep=True)) == 2
     write_card(folder, "user/name")
     text = (folder / "README.md").read_text()
     assert "| tree (16 nodes, 4 deep) | 2.50 |" in text and "| all prompts | 1.75 | 2.00 |" in text
@@ -163,15 +168,17 @@ def test_reports_are_kept_beside_those_of_other_commands(folder):
 
 
 def test_info_tells_reports_of_one_variant_apart(folder):
-    weights = HSDrafter.from_pretrained(folder).config.weights_digest
     sampled = {"do_sample": True, "temperature": 1.0, "seed": 0}
-    reports = []
-    for number, changes in enumerate([{}, {**sampled, "top_k": 0}, {**sampled, "top_k": 50}, {"processor": "another"}]):
-        path = report(folder, weights, summary={"plain": ROW, "tree": {**ROW, "tau": number + 1}})
-        document = json.loads(path.read_text())
-        document["settings"] |= {**changes, "command": f"hsdraft bench {number}"}
-        reports.append(path.rename(path.with_name(f"{number}.json")))
-        reports[-1].write_text(json.dumps(document))
+    settings = [{}, {**sampled, "top_k": 0}, {**sampled, "top_k": 50}, {"processor": "another"}]
+    reports = [
+        report(
+            folder,
+            str(number),
+            {**changes, "command": f"hsdraft bench {number}"},
+            summary={"plain": ROW, "tree": {**ROW, "tau": number + 1}},
+        )
+        for number, changes in enumerate(settings)
+    ]
     enter_benchmarks(folder, reports)
     figures = json.loads((folder / "figures.json").read_text())
     history = [{"eval_tau": 3.0685714285714285, "step": 1}]
@@ -188,12 +195,11 @@ def test_info_tells_reports_of_one_variant_apart(folder):
 
 
 def test_figures_of_other_weights_are_refused_and_not_carried_along(folder, target, tmp_path_factory):
-    drafter = HSDrafter.from_pretrained(folder)
     with pytest.raises(ValueError, match="other weights"):
-        enter_benchmarks(folder, [report(folder, {"model.safetensors": "0" * 64})])
+        enter_benchmarks(folder, [report(folder, weights={"tree": {"model.safetensors": "0" * 64}})])
     with pytest.raises(ValueError, match="no report"):
         enter_benchmarks(folder, [folder / "config.json"])
-    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    enter_benchmarks(folder, [report(folder)])
     (folder / "training_recipe.json").write_text(json.dumps({"license": "mit", "training": {"data": "12 chats"}}))
     write_card(folder, "name")
     copy = tmp_path_factory.mktemp("copy")

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_drafter, make_target, needs_peft
+from forked_child import PACKAGE, START, Forks
 from hub_server import HubServer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from safetensors.torch import save
 
+import hf_hsdraft
 from hf_hsdraft import BlockDrafter, HSDrafter
 from hf_hsdraft.hub.drafter_files import digests
 from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, save_refiner
@@ -28,49 +30,18 @@ TOKEN = "hf_NeverToBeSeenAnywhere"
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
-    "candidate_generator.py",
-    "checks.py",
-    "configuration_hsdraft.py",
-    "hub_entry.py",
-    "injectors.py",
-    "network.py",
-    "target_weights.py",
-    "tensors.py",
-    "travelling_config.py",
-    "travelling_drafter.py",
-    "trunk.py",
-}
-REPOSITORY = CODE | {
-    ".gitattributes",
-    "README.md",
-    "config.json",
-    "custom_generate/generate.py",
-    "custom_generate/requirements.txt",
-    "generation_config.json",
-    "model.safetensors",
-}
-# As if the package were not installed.
-ALONE = """
-import sys
-sys.modules["hf_hsdraft"] = None
-"""
-# What every child starts with; `tokens` decodes greedily with whatever is given.
-START = """
-import json, sys, time, torch
-sleep, time.sleep = time.sleep, lambda seconds: None  # the client waits between its attempts
-from transformers import AutoModel, AutoModelForCausalLM
-target = AutoModelForCausalLM.from_pretrained("target").eval()
-ids = torch.tensor([[5, 6, 7, 8]])
-def tokens(**kwargs):
-    return target.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)[0].tolist()
-def outcome(call):
-    try:
-        return ["ok", call()]
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-def answer(value):
-    print("ANSWER " + json.dumps(value))
-"""
+    f"{name}.py"
+    for name in (
+        "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "injectors", "network",
+        "target_weights", "tensors", "travelling_config", "travelling_drafter", "trunk",
+    )
+}  # fmt: skip
+SAVED = CODE | {
+    "README.md", "config.json", "custom_generate/generate.py", "custom_generate/requirements.txt",
+    "generation_config.json", "model.safetensors",
+}  # fmt: skip
+REPOSITORY = SAVED | {".gitattributes"}
+ALONE = "sys.modules['hf_hsdraft'] = None\n"  # as if the package were not installed
 
 
 class Bench:
@@ -85,63 +56,61 @@ class Bench:
         ids = torch.tensor([[5, 6, 7, 8]])
         self.plain = self.target.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
         self.seen = ""  # all that children ever printed
-
-    def child(self, code: str, home: str = "home", token: str = "", python: str = sys.executable, **env: str):
-        """Runs Python code in a process of its own, with the cache `home`; returns what it gave to `answer`."""
-        names = ("PATH", "LANG", "TMPDIR", *(("PYTHONPATH",) if python == sys.executable else ()))
-        kept = {name: os.environ[name] for name in names if name in os.environ}
-        variables = {
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        self._environment = {
             **kept,
-            "HF_HOME": str(self.folder / home),
-            "HF_ENDPOINT": self.hub.url,
+            "HF_HOME": str(folder / "home"),
+            "HF_ENDPOINT": hub.url,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "OMP_NUM_THREADS": "1",
-            **({"HF_TOKEN": token} if token else {}),
-            **env,
         }
+        path = {"PYTHONPATH": str(Path(hf_hsdraft.__file__).parents[1])}
+        self._forks = {package: Forks(folder, package, **path, **self._environment) for package in (False, True)}
+
+    def child(self, code: str, home: str = "home", token: str = "", package: bool = True, **env: str):
+        """Runs Python code in a process with the cache `home`; returns what it gave to `answer`.
+
+        With `package` it has imported the package's drafters.
+        """
+        env |= {"HF_TOKEN": token} if token else {}
+        code = START + PACKAGE * package + code
+        return self._answered(*self._forks[package].run(code, self.folder / home, **env))
+
+    def fresh(self, code: str, python: str = sys.executable, **env: str):
+        """The same in a process that has imported nothing."""
         done = subprocess.run(
-            [python, "-c", START + code], cwd=self.folder, env=variables, capture_output=True, text=True, timeout=600
-        )
-        self.seen += done.stdout + done.stderr
-        assert done.returncode == 0, done.stderr[-3000:]
-        answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+            [python, "-c", START + code], cwd=self.folder, env={**self._environment, **env}, timeout=600, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return self._answered(done.returncode, done.stdout)
+
+    def _answered(self, status: int, output: str):
+        self.seen += output
+        assert status == 0, output[-3000:]
+        answers = [line for line in output.splitlines() if line.startswith("ANSWER ")]
         return json.loads(answers[-1].removeprefix("ANSWER ")) if answers else None
+
+    def close(self) -> None:
+        for each in self._forks.values():
+            each.close()
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     with HubServer(tokens={TOKEN: "user"}) as hub:
-        yield Bench(tmp_path_factory.mktemp("hub"), hub)
+        bench = Bench(tmp_path_factory.mktemp("hub"), hub)
+        yield bench
+        bench.close()
         hub.heal()
 
 
 @pytest.fixture(scope="module")
 def pushed(bench):
     """A repository that another process pushed."""
-    bench.child(
-        """
-from hf_hsdraft import BlockDrafter, HSDrafter
-answer(HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter").oid)
-""",
-        home="author",
-        token=TOKEN,
-    )
+    bench.child('HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter")', home="author", token=TOKEN)
     return "user/drafter"
-
-
-ROUTES = """
-package = "hf_hsdraft" in sys.modules
-remote = AutoModel.from_pretrained("user/drafter", trust_remote_code=True)
-answer({
-    "remote": tokens(assistant_model=remote),
-    "recipe": tokens(custom_generate="user/drafter", trust_remote_code=True),
-    "recipe again": tokens(custom_generate="user/drafter", trust_remote_code=True),
-    "module": type(remote).__module__,
-    "package": package or "hf_hsdraft" in sys.modules,
-})
-"""
 
 
 def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
@@ -168,32 +137,19 @@ def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
     assert "user/drafter" in files["README.md"].decode()
 
 
-def test_pulled_with_the_package_in_another_process(bench, pushed):
-    found = bench.child(
+def test_pulled_and_named_in_calls_in_another_process(bench, pushed):
+    [pulled, digest, named, attached, counted, loaded, missing] = bench.child(
         f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
-drafter = HSDrafter.from_pretrained("{pushed}")
-answer([tokens(assistant_model=drafter), type(drafter).__module__, drafter.config.weights_digest])
-""",
-        home="with_package",
-    )
-    assert found == [
-        bench.plain,
-        "hf_hsdraft.drafters.hidden_state.modeling_hsdraft",
-        digests(bench.folder / "drafter"),
-    ]
-
-
-def test_named_in_a_call_attached_by_name_and_named_in_a_pipeline(bench, pushed):
-    [named, attached, counted, loaded, missing] = bench.child(
-        f"""
-from hf_hsdraft import HSDrafter, attach
+from hf_hsdraft import attach
 from transformers.pipelines.base import load_assistant_model
+drafter = HSDrafter.from_pretrained("{pushed}")
 named = tokens(assistant_model="{pushed}")
 with attach(target, "{pushed}", revision="main") as attachment:
     attached = tokens()
 assistant, tokenizer = load_assistant_model(target, "{pushed}", None)
 answer([
+    tokens(assistant_model=drafter),
+    drafter.config.weights_digest,
     named,
     attached,
     attachment.statistics.calls,
@@ -201,10 +157,10 @@ answer([
     outcome(lambda: tokens(assistant_model="user/missing")),
 ])
 """,
-        home="by_name",
+        home="with_package",
     )
-    assert (named, attached, counted) == (bench.plain, bench.plain, 1)
-    assert loaded == [True, True, bench.plain]
+    assert (pulled, named, attached, counted) == (bench.plain, bench.plain, bench.plain, 1)
+    assert digest == digests(bench.folder / "drafter") and loaded == [True, True, bench.plain]
     assert missing[0] == "OSError" and "user/missing" in missing[1]
 
 
@@ -221,10 +177,11 @@ recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
 after = [tokens(assistant_model=own), tokens(assistant_model=remote), tokens(**recipe)]
 remote.save_pretrained("saved_by_remote_code")
 answer([*before, *after, tokens()])
-"""
+""",
+        package=False,
     )
     assert found == [bench.plain] * 6
-    assert _files(bench.folder / "saved_by_remote_code") == REPOSITORY - {".gitattributes"}
+    assert _files(bench.folder / "saved_by_remote_code") == SAVED
 
 
 def _files(folder: Path) -> set[str]:
@@ -260,6 +217,7 @@ recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
 routes = [tokens(assistant_model=remote), tokens(assistant_model=again), tokens(**recipe)]
 answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_mode & 0o777])
 """,
+        package=False,
         home="no_package",
         token=TOKEN,
     )
@@ -275,8 +233,8 @@ answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_m
     brought_up = bench.hub.files("user/former")  # its former code is gone, somebody's own stays
     assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up["hub_entry.py"] == before["hub_entry.py"]
     assert set(bench.hub.files("user/remote", "changed")) <= REPOSITORY
-    assert _files(bench.folder / "remote" / "same") == REPOSITORY - {".gitattributes"}
-    assert _files(bench.folder / "remote" / "changed") == REPOSITORY - {".gitattributes", "README.md"} | {"mine.txt"}
+    assert _files(bench.folder / "remote" / "same") == SAVED
+    assert _files(bench.folder / "remote" / "changed") == SAVED - {"README.md"} | {"mine.txt"}
     for name in ("changed", "same"):
         HSDrafter.from_pretrained(bench.folder / "remote" / name)
 
@@ -305,23 +263,23 @@ def test_a_drafter_of_the_flat_layout_works_on_all_routes_and_is_brought_up_to_d
 remote = AutoModel.from_pretrained("flat", trust_remote_code=True)
 before = [tokens(assistant_model=remote), tokens(custom_generate="flat", trust_remote_code=True)]
 assert "hf_hsdraft" not in sys.modules and type(remote).__module__.endswith(".modeling_hsdraft")
-from hf_hsdraft import BlockDrafter, HSDrafter
+from hf_hsdraft import HSDrafter
 own = HSDrafter.from_pretrained("flat")
 after = [tokens(assistant_model=own), tokens(assistant_model=remote)]
 own.save_pretrained("flat")
 answer([*before, *after, tokens(custom_generate="flat", trust_remote_code=True)])
 """,
         home="for_flat",
+        package=False,
     )
     assert found == [bench.plain] * 5
-    assert _files(bench.folder / "flat") == REPOSITORY - {".gitattributes"}
+    assert _files(bench.folder / "flat") == SAVED
     config = json.loads((bench.folder / "flat" / "config.json").read_text())
     assert config["auto_map"]["AutoModel"] == "hub_entry.HSDrafter" and set(config["code_files"]) == CODE
 
 
 def test_offline_every_route_works_from_the_cache(bench, pushed):
     load = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
 answer([
     tokens(assistant_model=AutoModel.from_pretrained("{pushed}", trust_remote_code=True)),
@@ -333,15 +291,6 @@ answer([
     asked = len(bench.hub.requests)
     offline = bench.child(load, home="for_offline", HF_HUB_OFFLINE="1")
     assert online == offline == [bench.plain] * 3 and len(bench.hub.requests) == asked
-    [kind, message] = bench.child(
-        f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
-answer(outcome(lambda: HSDrafter.from_pretrained("{pushed}") and None))
-""",
-        home="nothing_cached",
-        HF_HUB_OFFLINE="1",
-    )
-    assert kind == "OSError" and "cache" in message and "offline" in message
 
 
 @pytest.mark.slow
@@ -355,14 +304,20 @@ def test_without_the_package_in_a_fresh_environment(bench, pushed, tmp_path_fact
     absent = "import importlib.util as u; print([n for n in ('hf_hsdraft', 'accelerate', 'peft') if u.find_spec(n)])"
     found = subprocess.run([python, "-c", absent], capture_output=True, text=True, cwd=bench.folder)
     assert found.stdout.strip() == "[]"
-    found = bench.child(ROUTES, home="fresh", python=str(python))
-    assert found["remote"] == found["recipe"] == found["recipe again"] == bench.plain
-    assert found["module"].startswith("transformers_modules.user.drafter.") and not found["package"]
+    routes = """
+remote = AutoModel.from_pretrained("user/drafter", trust_remote_code=True)
+recipe = dict(custom_generate="user/drafter", trust_remote_code=True)
+found = [tokens(assistant_model=remote), tokens(**recipe), tokens(**recipe)]
+answer([found, type(remote).__module__, "hf_hsdraft" in sys.modules])
+"""
+    texts, module, package = bench.fresh(routes, str(python), HF_HOME=str(bench.folder / "fresh"))
+    assert texts == [bench.plain] * 3 and not package
+    assert module.startswith("transformers_modules.user.drafter.")
 
 
-def test_code_and_weights_are_pinned_by_the_revision(bench):
+def test_code_is_run_where_it_is_trusted_and_pinned_by_the_revision(bench, pushed):
     """A later commit that turns bad is not run by those who named the commit they had read."""
-    first = bench.hub.put("user/turning", {name: bench_file(bench, name) for name in REPOSITORY - {".gitattributes"}})
+    first = bench.hub.put("user/turning", {name: bench_file(bench, name) for name in SAVED})
     bench.hub.put("user/turning", {"hub_entry.py": b"raise RuntimeError('bad code ran')\n"})
     found = bench.child(
         ALONE
@@ -372,33 +327,24 @@ answer([
     outcome(lambda: tokens(assistant_model=AutoModel.from_pretrained("user/turning", **pinned))),
     outcome(lambda: tokens(custom_generate="user/turning", **pinned)),
     outcome(lambda: AutoModel.from_pretrained("user/turning", trust_remote_code=True)),
+    outcome(lambda: AutoModel.from_pretrained("{pushed}", trust_remote_code=False)),
+    outcome(lambda: tokens(custom_generate="{pushed}", trust_remote_code=False)),
 ])
 """,
         home="pinned",
+        package=False,
     )
     assert found[:2] == [["ok", bench.plain]] * 2 and found[2] == ["RuntimeError", "bad code ran"]
+    assert all(kind == "ValueError" and "trust_remote_code" in message for kind, message in found[3:])
 
 
 def bench_file(bench, name: str) -> bytes:
     return (bench.folder / "drafter" / name).read_bytes()
 
 
-def test_code_is_not_run_unless_it_is_trusted(bench, pushed):
-    found = bench.child(
-        f"""
-answer([
-    outcome(lambda: AutoModel.from_pretrained("{pushed}", trust_remote_code=False)),
-    outcome(lambda: tokens(custom_generate="{pushed}", trust_remote_code=False)),
-])
-"""
-    )
-    assert all(kind == "ValueError" and "trust_remote_code" in message for kind, message in found)
-
-
 def test_branches_private_repositories_and_a_second_version(bench):
     found = bench.child(
         """
-from hf_hsdraft import BlockDrafter, HSDrafter
 from safetensors.torch import load_file
 drafter = HSDrafter.from_pretrained("drafter")
 drafter.push_to_hub("user/hidden", private=True)
@@ -408,7 +354,6 @@ drafter.config.tree_size = 7
 two = drafter.push_to_hub("user/hidden", revision="experiment")
 from huggingface_hub import HfApi
 HfApi().create_tag("user/hidden", tag="v1", revision=one.oid)
-assert [tag.name for tag in HfApi().list_repo_refs("user/hidden").tags] == ["v1"]
 order = ("main", "experiment", one.oid, "v1")
 sizes = [HSDrafter.from_pretrained("user/hidden", revision=revision).config.tree_size for revision in order]
 answer([sizes, one.oid == same.oid, one.oid == two.oid])
@@ -419,7 +364,6 @@ answer([sizes, one.oid == same.oid, one.oid == two.oid])
     assert found == [[16, 7, 16, 16], True, False]
     stranger = bench.child(
         """
-from hf_hsdraft import BlockDrafter, HSDrafter
 answer([
     outcome(lambda: HSDrafter.from_pretrained("user/hidden")),
     outcome(lambda: HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter")),
@@ -430,6 +374,25 @@ answer([
     assert all(kind == "OSError" and "log in" in message for kind, message in stranger), stranger
 
 
+def test_what_is_not_there_or_not_allowed_is_told(bench, pushed):
+    load = f"""
+answer([outcome(lambda: HSDrafter.from_pretrained(*args, **kwargs)) for args, kwargs in (
+    (("user/nothing",), {{}}),
+    (("{pushed}",), {{"revision": "nowhere"}}),
+    (("no spaces please",), {{}}),
+    (("user/hidden",), {{"token": "hf_wrong"}}),
+    (("{pushed}",), {{"local_files_only": True}}),
+)])
+"""
+    kinds, messages = zip(*bench.child(load, home="errors"), strict=True)
+    assert set(kinds) == {"OSError"}
+    assert "user/nothing" in messages[0] and "nowhere" in messages[1] and "no spaces please" in messages[2]
+    assert "hf_wrong" not in " ".join(messages)
+    _, offline = zip(*bench.child(load, home="errors", HF_HUB_OFFLINE="1"), strict=True)
+    for message in (messages[4], offline[4]):
+        assert "cache" in message and "offline" in message
+
+
 def test_a_refiner_travels_with_its_drafter_and_goes_with_it(bench):
     drafter = HSDrafter.from_pretrained(bench.folder / "drafter")
     drafter.save_pretrained(bench.folder / "refined")
@@ -437,7 +400,6 @@ def test_a_refiner_travels_with_its_drafter_and_goes_with_it(bench):
     refiner = PathLM(PathLMSizes(32, drafter.config.draft_vocab_size))
     save_refiner(refiner, bench.folder / "refined", drafter.draft_vocab_ids())
     push = """
-from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("{0}")
 drafter.generation_config.refinement = {1}
 drafter.push_to_hub("user/refined")
@@ -457,9 +419,9 @@ if has_refiner(drafter):
 answer([alone, tokens(assistant_model=drafter), drafter.generation_config.refinement, weights])
 """
     refined = [bench.plain, bench.plain, 0.3, pytest.approx(float(refiner.up.weight.sum()))]
-    assert bench.child(pull, home="for_refined") == refined
+    assert bench.child(pull, home="for_refined", package=False) == refined
     bench.child(push.format("drafter", 0.0), home="author", token=TOKEN)
-    assert bench.child(pull, home="for_refined") == [bench.plain, bench.plain, 0.0, None]
+    assert bench.child(pull, home="for_refined", package=False) == [bench.plain, bench.plain, 0.0, None]
 
 
 def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
@@ -481,7 +443,6 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
     bench.hub.put("user/other-model", other)
     found = bench.child(
         """
-from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 for name in ("user/lived-in", "user/former"):
     drafter.push_to_hub(name)
@@ -513,7 +474,6 @@ def test_an_adapter_is_pushed_without_its_drafter(bench):
     found = bench.child(
         """
 from peft import LoraConfig
-from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 drafter.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
 drafter.push_to_hub("user/adapter")
@@ -547,6 +507,7 @@ plain = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
 plain.load_adapter("user/remote-adapter")
 answer(tokens(assistant_model=plain))
 """,
+        package=False,
         home="no_package",
         token=TOKEN,
     )
@@ -559,14 +520,13 @@ answer(tokens(assistant_model=plain))
 
 
 def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench):
-    own = {name: bench_file(bench, name) for name in REPOSITORY - {".gitattributes"}}
+    own = {name: bench_file(bench, name) for name in SAVED}
     figures = json.dumps({"training": {"history": [{"eval_loss": 1.0, "eval_tau": 2.125}]}}).encode()
     first = bench.hub.put("user/grown", {**own, "figures.json": figures})
     make_drafter(bench.target, seed=77).save_pretrained(bench.folder / "grown")
     later = {name: (bench.folder / "grown" / name).read_bytes() for name in ("config.json", "model.safetensors")}
     bench.hub.put("user/grown", later)
     load = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("user/grown", revision="{first}")
 """
     bench.child(load, home="grown")
@@ -583,7 +543,6 @@ def test_weights_are_fetched_of_drafters_only_and_from_subfolders_too(bench):
     bench.hub.put("user/llama", other)
     found = bench.child(
         """
-from hf_hsdraft import BlockDrafter, HSDrafter
 answer([
     outcome(lambda: tokens(assistant_model=HSDrafter.from_pretrained("user/nested", subfolder="sub"))),
     outcome(lambda: HSDrafter.from_pretrained("user/llama")),
@@ -650,7 +609,6 @@ def test_damaged_files_are_forgotten_and_sound_ones_are_not(bench):
     config["weights_digest"] = {"model.safetensors": "0" * 64}
     bad = bench.hub.put("user/shared", {"config.json": json.dumps(config).encode()})
     load = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 order = ("{good}", "{bad}", "{good}")
 answer([outcome(lambda: HSDrafter.from_pretrained("user/shared", revision=revision) and None) for revision in order])
 """
@@ -676,7 +634,6 @@ def test_a_downloads_faults_are_told_and_leave_nothing_that_loads_later(bench):
         [digest] = other.config.weights_digest.values()
         bench.hub.fail(method, digest, kind, times=times)
     first = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 names = {list(faults)}
 answer({{name: outcome(lambda: HSDrafter.from_pretrained("user/" + name) and None) for name in names}})
 """
@@ -687,29 +644,9 @@ answer({{name: outcome(lambda: HSDrafter.from_pretrained("user/" + name) and Non
     assert all(kind == "OSError" for kind, _ in offline.values()), offline
     bench.hub.heal()
     second = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 answer({{n: tokens(assistant_model=HSDrafter.from_pretrained("user/" + n)) for n in {list(faults)}}})
 """
     assert bench.child(second, home="faulty") == dict.fromkeys(faults, bench.plain)
-
-
-def test_what_is_not_there_or_not_allowed_is_told(bench, pushed):
-    found = bench.child(
-        f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
-answer([outcome(lambda: HSDrafter.from_pretrained(*args, **kwargs)) for args, kwargs in (
-    (("user/nothing",), {{}}),
-    (("{pushed}",), {{"revision": "nowhere"}}),
-    (("no spaces please",), {{}}),
-    (("user/hidden",), {{"token": "hf_wrong"}}),
-)])
-""",
-        home="errors",
-    )
-    kinds, messages = zip(*found, strict=True)
-    assert set(kinds) == {"OSError"}
-    assert "user/nothing" in messages[0] and "nowhere" in messages[1] and "no spaces please" in messages[2]
-    assert "hf_wrong" not in " ".join(messages)
 
 
 def test_an_uploads_faults_commit_nothing_and_the_next_push_works(bench):
@@ -723,7 +660,6 @@ def test_an_uploads_faults_commit_nothing_and_the_next_push_works(bench):
         bench.hub.put(f"user/{name}", {})
         bench.hub.fail(method, pattern, kind, times=None)
     push = f"""
-from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 answer({{n: outcome(lambda: bool(drafter.push_to_hub("user/" + n))) for n in {list(cases)}}})
 """
@@ -764,7 +700,7 @@ answer([
     assert "org/target" in outputs[1] and "not fetched" in outputs[1] and "not measured" in outputs[1]
     assert "not fetched" in outputs[2] and "user/from-the-shell" in outputs[4] and "MB" in outputs[4]
     assert ", whole" in outputs[5]
-    assert _files(bench.folder / "pulled") == REPOSITORY - {".gitattributes"}
+    assert _files(bench.folder / "pulled") == SAVED
     assert "user/nothing" in outputs[6]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import VOCAB, make_target
 from test_acceptance_losses import ALL
-from test_trainable import SIZES, borrow, plan, random_drafter, run
+from test_trainable import SIZES, borrow, decodes_as_plain, plan, random_drafter
+from training_helpers import kill_at_step_three, run
 
 from hf_hsdraft.methods.on_policy import draft_opd
 from hf_hsdraft.methods.on_policy.draft_opd import replay, two_streams
@@ -135,7 +136,7 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
-@pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
+@pytest.mark.parametrize("rejected_drafts", [0, 1, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
@@ -176,53 +177,44 @@ def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, reject
     assert ((False, True, True) in kinds) == (rejected_drafts > 1)
 
 
-@pytest.mark.parametrize("family", sorted(FIELDS))
+OPD = {"data_policy": "draft-opd", "rejected_drafts": 2}
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("family", "arguments"),
     [
-        {"data_policy": "draft-opd", "objective": "total_variation", "depth_decay": 1.0, "rejected_drafts": 2},
-        {"data_policy": "draft-opd", "objective": "hard_labels", "bf16": True},
-        {"depth_weighting": "d-pace", "objective": "ce_tv", "ce_share": 0.5, "activation_checkpointing": True},
-        {"objective": "lk_hybrid", "data_policy": "mixed", "depth_weighting": "d-pace"},
+        ("block", {**OPD, "objective": "total_variation", "depth_decay": 1.0}),
+        ("eagle3", {"data_policy": "draft-opd", "objective": "hard_labels", "bf16": True}),
+        ("specformer", {"depth_weighting": "d-pace", "objective": "ce_tv", "ce_share": 0.5, "bf16": True}),
+        ("hidden-state", {"objective": "lk_hybrid", "data_policy": "mixed", "depth_weighting": "d-pace"}),
+        ("hidden-state", {"objective": "jensen_shannon", "data_policy": "student", "activation_checkpointing": True}),
     ],
 )
 def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, family, arguments):
-    run(chatty, tokenizer, planned(tmp_path, family), **arguments)
+    drafter = run(chatty, tokenizer, planned(tmp_path, family), **arguments)
     recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]["loss"]
     assert arguments.get("objective", "forward_kl") in recipe
     assert f"on {arguments.get('data_policy', 'teacher')} data" in recipe
+    assert ("(rejected_drafts 2)" in recipe) == ("rejected_drafts" in arguments)
     assert ("depth weights by D-PACE" in recipe) == ("depth_weighting" in arguments)
+    assert decodes_as_plain(chatty, drafter)
 
 
-@pytest.mark.parametrize("family", sorted(FIELDS))
-def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
-    from hf_hsdraft.training.loop import trainer
-
-    arguments = {"data_policy": "draft-opd", "rejected_drafts": 3}
-    whole = run(chatty, tokenizer, planned(tmp_path, family, "whole"), **arguments)
-    original, steps = trainer.DrafterTrainer.compute_loss, []
-
-    def dies_at_step_three(self, *args, **kwargs):
-        steps.append(self.state.global_step)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
-    broken = planned(tmp_path, family)
+def test_a_killed_run_resumes_where_it_was_and_an_adapter_is_trained(chatty, tokenizer, tmp_path, monkeypatch):
+    whole = run(chatty, tokenizer, planned(tmp_path, "hidden-state", "whole"), **OPD)
+    steps = kill_at_step_three(monkeypatch)
+    broken = planned(tmp_path, "hidden-state")
     with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, broken, **arguments)
-    with pytest.raises(ValueError, match="rejected_drafts: '3' -> '1'"):
-        run(chatty, tokenizer, broken, **arguments | {"rejected_drafts": 1})
+        run(chatty, tokenizer, broken, **OPD)
+    for options in ({"rejected_drafts": 1}, {"rejected_drafts": None}):
+        with pytest.raises(ValueError, match=f"rejected_drafts: '2' -> '{options['rejected_drafts']}'"):
+            run(chatty, tokenizer, broken, **OPD | options)
     with pytest.raises(ValueError, match="depth_weighting='d-pace' is invalid with data_policy='draft-opd'"):
-        run(chatty, tokenizer, broken, **arguments | {"depth_weighting": "d-pace"})
-    resumed = run(chatty, tokenizer, broken, **arguments)
+        run(chatty, tokenizer, broken, **OPD | {"depth_weighting": "d-pace"})
+    resumed = run(chatty, tokenizer, broken, **OPD)
+    assert steps[4:] == [2, 3]
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value)
-
-
-def test_an_adapter_is_trained_by_them(chatty, tokenizer, tmp_path):
-    run(chatty, tokenizer, planned(tmp_path, "hidden-state"))
     adapted = planned(tmp_path, "hidden-state", "a", drafter={}, init_from=str(tmp_path / "out"), lora=2)
     run(chatty, tokenizer, adapted, data_policy="draft-opd", objective="lk_hybrid")
     assert (tmp_path / "a" / "adapter_model.safetensors").exists()

@@ -29,10 +29,6 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from hf_hsdraft.core.cache_name import CACHE
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.block.session import BlockSession
-from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
     HIDDEN,
     OF_TARGET,
@@ -59,48 +55,12 @@ _LAYOUT = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS]}
 
 
 @dataclass(frozen=True)
-class Noted:
-    """A draft of a block.
-
-    Attributes:
-        hidden: `[1, slots, D]`, the slots.
-        expansion: the children of its nodes.
-    """
-
-    hidden: torch.Tensor
-    expansion: Expansion
-
-
-class NotingSession(BlockSession):
-    """A session that notes its drafts."""
-
-    rounds: list[Round]
-
-    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
-        for place, ask in enumerate(asks):
-            own = hidden[place : place + 1]
-            alone = super().expansion_of([ask], own, self.drafter.config.num_draft_steps, options)
-            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, Noted(own, alone)))
-        return super().expansion_of(asks, hidden, depth, options)
-
-
-def noting(drafter: Any) -> NotingDrafter:
-    """Returns a block drafter whose drafts are noted."""
-
-    def session(drafter: Any, call: Call) -> NotingSession:
-        weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
-        return NotingSession(drafter, weights, call.options, batch_size=call.rows)
-
-    return NotingDrafter(drafter, session)
-
-
-@dataclass(frozen=True)
 class BlockReference(Reference):
     """A block drafter by the implementation that its format comes from.
 
-    Its `logits` returns those `[slots, V']` of all slots of a block before token information, and those `[slots, V']`
-    with it, minus infinity where a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of the
-    text, more of them than are accepted, and the anchor's position.
+    Its `logits` returns those `[slots, V']` of all slots of a block after the tokens of the text, minus infinity where
+    a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of the text, more of them than are
+    accepted, and the anchor's position.
 
     Attributes:
         first_slot: the slot of the first draft.
@@ -114,28 +74,19 @@ def parity(case: Case) -> Parity:
     """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
     target = tiny_target(**case.target)
     reference = cast(BlockReference, case.make(target))
-    drafter = reference.loaded()
-    noted_drafter = noting(drafter)
-    texts, _ = texts_of(target, noted_drafter)
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    weights = drafter.borrow(embedding, head)
+    noting = NotingDrafter(reference.loaded())
+    texts, _ = texts_of(target, noting)
 
     def distance(each: Round, text: Sequence[int]) -> float:
-        anchor, first, noted = each.length - 1, reference.first_slot, each.drafted
-        longer = [*text, *[11] * (2 * SLOTS)]  # the reference wants tokens after the block
-        plain, told = reference.logits(taps_of(target, longer, reference.taps), longer, anchor)
-        ours = drafter.logits(noted.hidden[0, first:], weights)
-        worst, states = float((ours - plain[first:]).abs().max()), None
-        for level in range(1, min(noted.expansion.depth, len(told) - first) + 1):
-            tokens = torch.tensor([[longer[anchor + level - 1]]])
-            found, states = noted.expansion(level, tokens, states)
-            wanted = told[first + level - 1].log_softmax(dim=-1)
-            assert torch.equal(found[0, 0].isinf(), wanted.isinf()), "other tokens can be drafted"
-            worst = max(worst, float((found[0, 0] - wanted)[~wanted.isinf()].abs().max()))
-        return worst
+        anchor, longer = each.length - 1, [*text, *[11] * (2 * SLOTS)]  # the reference wants tokens after the block
+        found = each.log_probs(longer[anchor : anchor + SLOTS])
+        logits = reference.logits(taps_of(target, longer, reference.taps), longer, anchor)
+        wanted = logits[reference.first_slot :][: len(found)].log_softmax(dim=-1)
+        assert torch.equal(found.isinf(), wanted.isinf()), "other tokens can be drafted"
+        return float((found - wanted)[~wanted.isinf()].abs().max())
 
     with torch.no_grad():
-        return compared(case.name, reference.name, noted_drafter.rounds, texts, distance)
+        return compared(case.name, reference.name, noting.rounds, texts, distance)
 
 
 def speculators_model(
@@ -151,9 +102,7 @@ def speculators_model(
     return model
 
 
-def speculators_slots(
-    model: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def speculators_slots(model: Any, taps: torch.Tensor, text: Sequence[int], anchor: int) -> torch.Tensor:
     """Returns the logits of a block by a drafter of speculators; see `BlockReference`."""
     ids, loss_mask = torch.tensor([list(text)]), torch.zeros(1, len(text), dtype=torch.bool)
     loss_mask[0, anchor] = True
@@ -166,11 +115,11 @@ def speculators_slots(
         before = torch.cat([before[:, :1], before[:, :-1]], dim=1)
     if getattr(model, "markov_head", None) is not None:
         bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
-        return logits, logits + bias
+        return logits + bias
     if getattr(model, "candidate_selector", None) is not None:
         ids, scores = model.candidate_selector.select(logits[None], hidden[None], before)
-        return logits, torch.full_like(logits, -torch.inf).scatter(-1, ids[0], scores[0])
-    return logits, logits
+        return torch.full_like(logits, -torch.inf).scatter(-1, ids[0], scores[0])
+    return logits
 
 
 def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
@@ -190,29 +139,46 @@ def _layer_fields(model: Any) -> dict[str, Any]:
     return {**fields, "rope_theta": parameters["rope_theta"]}
 
 
+def renamed(
+    model: Any, architecture: str, left_out: Sequence[str], first_slot: int = 0, **config: Any
+) -> BlockReference:
+    """Returns a drafter of speculators in files of another project: `config` are fields beside those of the layers."""
+    config = {**_layer_fields(model), "architectures": [architecture], **config}
+    save = partial(write, config=config, tensors=without(model, left_out))
+    return BlockReference(type(model).__name__, save, partial(speculators_slots, model), first_slot=first_slot)
+
+
+def _heads_of(model: Any) -> dict[str, Any]:
+    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return {name: getattr(model.config, name) for name in own}
+
+
 def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any) -> BlockReference:
     """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's.
 
-    Args:
-        target: the target.
-        copied: fields that are a copy of the target's, which the drafter's layers do not read.
-        fields: as `speculators_model` takes them.
+    `copied` are fields that are a copy of the target's, which the drafter's layers do not read.
     """
     model = speculators_model(target, "dspark", **fields)
-    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-    config = {
-        **_layer_fields(model),
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": SLOTS,
-        **_LAYOUT,
-        "num_anchors": 512,
-        **{name: getattr(model.config, name) for name in own},
-        **(copied or {}),
-    }
-    tensors = without(model, OF_TARGET[2:])
-    return BlockReference(
-        type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
-    )
+    own = {"block_size": SLOTS, "num_anchors": 512, **_LAYOUT, **_heads_of(model), **(copied or {})}
+    return renamed(model, "Qwen3DSparkModel", OF_TARGET[2:], **own)
+
+
+def of_specforge(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
+    model = speculators_model(target, "dspark", **fields)
+    own = {"attention_mode": "gqa", "projector_type": "dspark", "confidence_head_alpha": 1.0, **_LAYOUT}
+    layers = target.config.num_hidden_layers
+    return renamed(
+        model, "DSparkDraftModel", OF_TARGET, block_size=SLOTS, num_target_layers=layers,
+        dflash_config={**own, **_heads_of(model)},
+    )  # fmt: skip
+
+
+def of_zlab2(target: Any) -> BlockReference:
+    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
+    model = speculators_model(target, "dflash2", **DFLASH2)
+    own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
+    return renamed(model, "DFlash2DraftModel", OF_TARGET, first_slot=1, dflash_config=own)
 
 
 class GemmaLayer(nn.Module):
@@ -281,7 +247,7 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
         target.get_output_embeddings(),
     )
 
-    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> torch.Tensor:
         context = model["hidden_norm"](model["fc"](taps[:anchor]))
         x = embedding(torch.tensor([text[anchor], *[MASK] * (SLOTS - 1)]))
         cos, sin = rotary(x, torch.arange(anchor + SLOTS)[None], "full_attention")
@@ -289,7 +255,7 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
             x = layer(x, context, cos[0], sin[0])
         logits = torch.tanh(head(model["norm"](x)) / 30.0) * 30.0
         heads = model["markov_head"]
-        return logits, logits + heads["markov_w2"](heads["markov_w1"](torch.tensor(text[anchor : anchor + SLOTS])))
+        return logits + heads["markov_w2"](heads["markov_w1"](torch.tensor(text[anchor : anchor + SLOTS])))
 
     fields = {
         "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "vocab_size": VOCABULARY,
@@ -305,41 +271,6 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
     }  # fmt: skip
     save = partial(write, config=fields, tensors=model.state_dict())
     return BlockReference("modules of Gemma 4", save, slots)
-
-
-def of_specforge(target: Any, **fields: Any) -> BlockReference:
-    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
-    model = speculators_model(target, "dspark", **fields)
-    own = {
-        "attention_mode": "gqa",
-        "projector_type": "dspark",
-        **_LAYOUT,
-        "markov_rank": model.config.markov_rank,
-        "markov_head_type": model.config.markov_head_type,
-        "confidence_head_alpha": 1.0,
-        "enable_confidence_head": model.config.enable_confidence_head,
-        "confidence_head_with_markov": model.config.confidence_head_with_markov,
-    }
-    config = {
-        **_layer_fields(model),
-        "architectures": ["DSparkDraftModel"],
-        "block_size": SLOTS,
-        "num_target_layers": target.config.num_hidden_layers,
-        "dflash_config": own,
-    }
-    tensors = without(model, OF_TARGET)
-    slots = partial(speculators_slots, model)
-    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
-
-
-def of_zlab2(target: Any) -> BlockReference:
-    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
-    model = speculators_model(target, "dflash2", **DFLASH2)
-    own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
-    config = {**_layer_fields(model), "architectures": ["DFlash2DraftModel"], "dflash_config": own}
-    tensors = without(model, OF_TARGET)
-    slots = partial(speculators_slots, model)
-    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
 
 
 def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
@@ -360,7 +291,7 @@ def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
 
 def muse_slots(
     model: MuseGlimmerAssistantModel, target: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Returns the logits of a block by a drafter of transformers; see `BlockReference`."""
     cache = DFlashCache(config=model.config)
     cache.activate_past_recording()
@@ -372,8 +303,7 @@ def muse_slots(
         position_ids=torch.arange(anchor + SLOTS)[None],
         **{CACHE: cache},
     )
-    logits = target.get_output_embeddings()(output.last_hidden_state)[0]
-    return logits, logits
+    return target.get_output_embeddings()(output.last_hidden_state)[0]
 
 
 def of_transformers(target: Any, **fields: Any) -> BlockReference:

@@ -17,11 +17,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.eagle.session import EagleExpansion, EagleSession
 from hf_hsdraft.runtime.target_parts import before_norm
-from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
     HIDDEN,
     OF_TARGET,
@@ -45,61 +41,6 @@ TOKENS, LAYERS, MASK = 64, 8, 5
 DRAFTED = tuple(range(1, TOKENS, 2))  # a part of the vocabulary
 TAPS = (1, 4, 6)
 OF_AUTHORS = (2, LAYERS // 2, LAYERS - 3)
-_DRAFT = {"num_assistant_tokens": 4, "tree_size": 32, "beam_width": 3}
-
-Nodes = list[tuple[list[int], torch.Tensor]]  # for each node the tokens from the root's child to it, and its logits
-
-
-class NotingExpansion(EagleExpansion):
-    """Notes the logits of the nodes that it expands."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.nodes: dict[int, Nodes] = {}
-        self._paths: list[dict[int, list[int]]] = []  # by place and number
-
-    def logits(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, numbers = super().logits(level, tokens, states)
-        for place, own in enumerate(tokens.tolist()):
-            if states is None:
-                self._paths.append({})
-            paths = self._paths[place]
-            for column, token in enumerate(own):
-                path = [] if states is None else [*paths[int(states[place, column])], token]
-                paths[int(numbers[place, column])] = path
-                self.nodes.setdefault(place, []).append((path, found[place, column]))
-        return found, numbers
-
-
-class NotingSession(EagleSession):
-    """A session that notes its drafts."""
-
-    expansion_class = NotingExpansion
-    rounds: list[Round]
-
-    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        found = super().expansion(asks, depth, options)
-        for place, ask in enumerate(asks):
-            if isinstance(found, NotingExpansion):
-                nodes = found.nodes.setdefault(place, [])
-            else:  # a parallel drafter knows no paths
-                nodes = [([MASK] * level, logits) for level, logits in enumerate(found.logits[place])]  # type: ignore[attr-defined]
-            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, nodes))
-        return found
-
-
-def noting(drafter: Any) -> NotingDrafter:
-    """Returns an EAGLE-3 drafter whose drafts are noted."""
-
-    def session(drafter: Any, call: Call) -> NotingSession:
-        return NotingSession(drafter, drafter.borrow(call.target.get_input_embeddings()), call.options, call.rows)
-
-    noted = NotingDrafter(drafter, session)
-    for name, value in _DRAFT.items():
-        setattr(noted.generation_config, name, min(value, drafter.num_draft_steps) if "tokens" in name else value)
-    return noted
 
 
 def eagle_target(**fields: Any) -> Any:
@@ -125,21 +66,18 @@ def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Par
         AssertionError: the drafter reads other hidden states than the reference.
     """
     assert tuple(drafter.taps_of(target)) == tuple(reference.taps), "other hidden states are read"
-    noted = noting(drafter)
-    texts, _ = texts_of(target, noted)
+    noting = NotingDrafter(drafter, num_assistant_tokens=4, tree_size=32, beam_width=3)
+    texts, _ = texts_of(target, noting)
+    mask = drafter.config.mask_token_id
 
     def distance(each: Round, text: Sequence[int]) -> float:
-        taps = taps_of(target, text, reference.taps)[: each.length - 1]
-        nodes, worst = {tuple(path): logits for path, logits in each.drafted}, 0.0
-        inner = {path[:-1] for path in nodes if path}
-        for leaf in nodes.keys() - inner:
-            expected = reference.logits(taps, text[1 : each.length], leaf)
-            ours = torch.stack([nodes[leaf[:depth]] for depth in range(len(leaf) + 1)])
-            worst = max(worst, float((ours - expected).abs().max()))
-        return worst
+        taps, depth = taps_of(target, text, reference.taps)[: each.length - 1], each.expansion.depth
+        path = ([*text[each.length :], *[11] * depth] if mask is None else [mask] * depth)[: depth - 1]
+        expected = reference.logits(taps, text[1 : each.length], path).log_softmax(dim=-1)
+        return float((each.log_probs([text[each.length - 1], *path]) - expected).abs().max())
 
     with torch.no_grad():
-        return compared(name, reference.name, noted.rounds, texts, distance)
+        return compared(name, reference.name, noting.rounds, texts, distance)
 
 
 def speculators_model(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
 from hf_hsdraft.drafters.base.protocol import Call, Session
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.trees.tree_builders import Expansion
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
 PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))
@@ -53,12 +54,27 @@ class Round:
     Attributes:
         row: index of the text.
         length: number of tokens of the text when it was drafted, the anchor included.
-        drafted: what the family noted of it.
+        place: index of the text among those drafted for together.
+        rows: number of these.
+        expansion: what their trees grew from.
     """
 
     row: int
     length: int
-    drafted: Any
+    place: int
+    rows: int
+    expansion: Expansion
+
+    def log_probs(self, path: Sequence[int]) -> torch.Tensor:
+        """Returns log-probabilities `[n, V']` after the n first nodes of a path from the root, beside other nodes."""
+        states, found = None, []
+        for level, token in enumerate(path[: self.expansion.depth], 1):
+            nodes = [token] if level == 1 else [token, (token + 1) % 5]
+            if level == 2 and states is not None:
+                states = states.expand(-1, 2, -1)
+            log_probs, states = self.expansion(level, torch.tensor([nodes] * self.rows), states)
+            found.append(log_probs[self.place, 0])
+        return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -104,24 +120,21 @@ class Case:
 
 
 class NotingDrafter(WrappedDrafter):
-    """A drafter whose drafts are noted.
+    """A drafter whose drafts are noted in `rounds`."""
 
-    Args:
-        drafter: the drafter.
-        session: makes a session that notes its drafts in its list `rounds`, of the drafter and a call.
-
-    Attributes:
-        rounds: the drafts of its calls.
-    """
-
-    def __init__(self, drafter: Any, session: Callable[[Any, Call], Any]) -> None:
+    def __init__(self, drafter: Any, **options: Any) -> None:
         super().__init__(drafter)
+        self.generation_config.update(**options)
         self.rounds: list[Round] = []
-        self._session = session
 
     def session(self, call: Call) -> Session:
-        session = self._session(self._drafter, call)
-        session.rounds = self.rounds
+        session: Any = super().session(call)
+
+        def note(rows: Sequence[int], expansion: Expansion) -> None:
+            for place, row in enumerate(rows):
+                self.rounds.append(Round(row, int(session.anchors([row])) + 1, place, len(rows), expansion))
+
+        session.on_expansion = note
         return session
 
 
@@ -243,6 +256,8 @@ def loaded_by_speculators(folder: Path) -> Any:
     config.transformer_layer_config._attn_implementation = "eager"
     model_class = getattr(package, f"{name}DraftModel")
     with mock.patch.object(model_class, "load_verifier_weights", lambda self: None, create=True):
+        if "Eagle" in name:  # its classes tell nothing of their loading
+            return model_class.from_pretrained(folder, config=config).eval()
         model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()

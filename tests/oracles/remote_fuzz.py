@@ -18,8 +18,19 @@ from websockets.exceptions import ConnectionClosed
 
 from hf_hsdraft.bench.machine import resident_bytes
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import TO_CLIENT, Close, Decode, Draft, Encode, Message, Open, Resume, Rows, Taps
-from hf_hsdraft.remote.packing import packed_ints
+from hf_hsdraft.remote.messages import (
+    TO_CLIENT,
+    Close,
+    Decode,
+    Draft,
+    Encode,
+    Message,
+    Open,
+    Resume,
+    Rows,
+    Taps,
+    packed_ints,
+)
 from hf_hsdraft.remote.wire import WireError, decode, encode
 from oracles.tiny import VOCABULARY
 

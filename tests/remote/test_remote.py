@@ -1,10 +1,10 @@
-"""Drafts here, verification there: the same texts as plain `generate()`, whoever drafts."""
+"""Drafts here, verification there: the same texts as plain `generate()`, whichever drafter, options and neighbours."""
 
 from __future__ import annotations
 
 import math
-import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,123 +15,119 @@ pytest.importorskip("websockets")
 
 from oracles.scripted import ScriptedDrafter
 from oracles.tiny import tiny_config, tiny_model
-from transformers import MambaConfig, MambaForCausalLM
+from remote_helpers import at_once, plain, prompts, serving
+from safetensors.torch import save_file
+from transformers import (
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.remote.connecting import connect
-from hf_hsdraft.remote.link import ServerRefused
-from hf_hsdraft.remote.messages import Accepted, Open, Opened, Taps
-from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
-from hf_hsdraft.remote.sessions import ServerLimits
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
+from hf_hsdraft.remote.messages import (
+    Accepted,
+    Open,
+    Opened,
+    Taps,
+    packed_ints,
+    packed_tree,
+    unpacked_ints,
+    unpacked_states,
+)
+from hf_hsdraft.remote.remote_target import RemoteCall, RemoteTarget
 from hf_hsdraft.remote.tree_reader import TreeReader
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verified_text import seeded
+
+ENDS = list(range(0, VOCAB, 9))
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.1}
 
 
-def until(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def prompts(count: int, seed: int = 5) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 30, (count,), generator=generator).tolist()
-    return [torch.randint(2, VOCAB, (1, length), generator=generator) for length in lengths]
-
-
-def plain(target, ids: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+@pytest.fixture(autouse=True)
+def _rows_stay_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
 def served(target):
-    limits = ServerLimits(max_length=256, piece=8, wait_seconds=0.02)
-    server = VerifyServer(target, name="tiny", limits=limits)
-    with in_background(server) as port:
-        yield server, f"http://127.0.0.1:{port}"
+    with serving(target, None, "tiny", piece=8, wait_seconds=0.02) as served:
+        yield served
 
 
 @pytest.fixture
-def model(served, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    with connect(served[1]) as model:
+def model(served):
+    with served.connect() as model:
         yield model
 
 
-def drafters(target):
-    texts = [plain(target, ids, max_new_tokens=40, do_sample=False)[0].tolist() for ids in prompts(3)]
-    return {
-        "hidden states": make_drafter(target),
-        "n-grams": CachebackDrafter(),
-        "small model": CausalLMDrafter(make_target(seed=4)),
-        "scripted": ScriptedDrafter(make_drafter(target), texts),
-        "none": None,
-    }
-
-
 @pytest.mark.parametrize("kind", ["hidden states", "n-grams", "small model", "scripted", "none"])
-def test_greedy_texts_are_those_of_plain_decoding(target, model, kind: str) -> None:
-    drafter = drafters(target)[kind]
-    for ids in prompts(3):
-        expected = plain(target, ids, max_new_tokens=40, do_sample=False)
-        found = model.generate(ids, assistant_model=drafter, max_new_tokens=40, do_sample=False)
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", ["hidden states", "n-grams", "none"])
-def test_sampled_texts_are_those_of_the_same_seed(target, model, kind: str) -> None:
-    drafter = drafters(target)[kind]
-    options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.1}
-    for seed, ids in enumerate(prompts(3)):
-        found = model.generate(ids, assistant_model=drafter, seed=seed, **options)
-        assert torch.equal(found, plain(target, ids, seed, **options))
-
-
-def test_many_threads_share_forwards_and_no_text_feels_it(target, served, model) -> None:
-    server, _ = served
-    drafter, ids = CachebackDrafter(), prompts(8, seed=9)
-    expected = [plain(target, one, max_new_tokens=30, do_sample=False) for one in ids]
-    found: dict[int, torch.Tensor] = {}
-
-    def decode(place: int) -> None:
-        found[place] = model.generate(ids[place], assistant_model=drafter, max_new_tokens=30, do_sample=False)
-
-    threads = [threading.Thread(target=decode, args=(place,)) for place in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[place], one) for place, one in enumerate(expected))
-    assert max(server.status()["batches"]["sizes"]) > 1
-    assert until(lambda: len(server.sessions) == server.sessions.attached == 0)  # the ends are on their way
+def test_texts_are_those_of_plain_decoding_with_the_same_seed(target, model, kind: str) -> None:
+    ids = prompts(3)
+    expected = [plain(target, one, seed, **GREEDY) for seed, one in enumerate(ids)]
+    drafter = {
+        "hidden states": lambda: make_drafter(target),
+        "n-grams": CachebackDrafter,
+        "small model": lambda: CausalLMDrafter(make_target(seed=4)),
+        "scripted": lambda: ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected]),
+        "none": lambda: None,
+    }[kind]()
+    for seed, one in enumerate(ids):
+        assert torch.equal(model.generate(one, assistant_model=drafter, **GREEDY), expected[seed])
+        sampled = model.generate(one, assistant_model=drafter, seed=seed, **SAMPLED)
+        assert torch.equal(sampled, plain(target, one, seed, **SAMPLED))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_the_target_come_over_once_and_are_its_own(tied: bool, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
+    """Once for all threads and later connections; on each device; and again if the file of them is damaged."""
     target = make_target(seed=6, tie_word_embeddings=tied)
-    drafter, ids = make_drafter(target), prompts(1)[0]
-    fetched = []
-    for _ in range(2):
-        with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
-            fetch = model._fetch
-            monkeypatch.setattr(model, "_fetch", lambda *asked, fetch=fetch: fetched.append(asked) or fetch(*asked))
-            found = model.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False)
-            assert torch.equal(found, plain(target, ids, max_new_tokens=20, do_sample=False))
-            shell = model._shell_on(torch.device("cpu"))
-            for mine, its in (
-                (shell.get_input_embeddings(), target.get_input_embeddings()),
-                (shell.get_output_embeddings(), target.get_output_embeddings()),
-            ):
-                assert torch.equal(mine.weight, its.weight.detach().bfloat16().float())
-    assert {table for table, _, _ in fetched} == ({0} if tied else {0, 1})
-    assert len(fetched) == len(set(fetched))
+    drafter, ids, fetched = make_drafter(target), prompts(4), []
+    expected = [plain(target, one, max_new_tokens=6, do_sample=False) for one in ids]
+
+    def watch(model) -> None:
+        fetch = model._fetch
+        monkeypatch.setattr(model, "_fetch", lambda *asked: fetched.append(asked) or fetch(*asked))
+
+    def rows_of(shell):
+        return shell.get_input_embeddings().weight, shell.get_output_embeddings().weight
+
+    with serving(target) as served:
+        for _ in range(2):
+            with served.connect() as model:
+                watch(model)
+                found = at_once(lambda place: model.generate(ids[place], drafter, max_new_tokens=6, do_sample=False), 4)
+                assert all(map(torch.equal, found, expected))
+                for name in ("cpu", "meta"):
+                    shell = model._shell_on(torch.device(name))
+                    assert {rows.device.type for rows in rows_of(shell)} | {shell.device.type} == {name}
+                for mine, its in zip(rows_of(model._shell_on(torch.device("cpu"))), rows_of(target), strict=True):
+                    assert torch.equal(mine, its.detach().bfloat16().float())
+        assert {table for table, _, _ in fetched} == ({0} if tied else {0, 1})
+        count = len(fetched)
+        assert count == len(set(fetched))
+        (path,) = (tmp_path / "hf_hsdraft").iterdir()
+        whole = path.read_bytes()
+        flipped = whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]])  # a file that reads well, with one bit off
+        for damaged in (flipped, b"no tensors", b"", None):
+            if damaged is None:  # of another form
+                save_file({"input": torch.zeros(3, 3)}, path)
+            else:
+                path.write_bytes(damaged)
+            with served.connect() as model:
+                watch(model)
+                found = model.generate(ids[0], drafter, max_new_tokens=6, do_sample=False)
+                assert torch.equal(found, expected[0]) and len(fetched) == 2 * count
+                del fetched[count:]
+            assert path.read_bytes() == whole
 
 
-def test_hidden_states_are_those_of_the_accepted_positions(target, served, model) -> None:
+def test_hidden_states_are_those_of_the_accepted_positions(target, model) -> None:
     ids, layers = prompts(1)[0], [1, 3]
     truth = plain(target, ids, max_new_tokens=8, do_sample=False)[0].tolist()
     count = ids.shape[1]
@@ -151,6 +147,18 @@ def test_hidden_states_are_those_of_the_accepted_positions(target, served, model
     found = unpacked_states(answer.taps, expected.shape[1]).float()
     torch.testing.assert_close(found, expected[count : count + 3], atol=0.03, rtol=0.02)
     link.close()
+
+
+def test_states_of_the_last_positions_are_enough(target, model) -> None:
+    drafter, ids, received = make_drafter(target), prompts(1, seed=41)[0].repeat(1, 3), []
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for most in (None, 2):
+        output = model.generate(ids, drafter, most_taps=most, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, plain(target, ids, **options))
+        received.append(output.link.prompt_received)
+    assert received[0] - received[1] >= (ids.shape[1] - 2) * 2 * 32 * len(drafter.taps_of(target))
+    with pytest.raises(ValueError, match="most_taps=0"):
+        model.generate(ids, drafter, most_taps=0)
 
 
 def test_a_target_with_recurrent_layers_is_refused() -> None:
@@ -199,72 +207,66 @@ def test_other_rules_than_the_targets_own_choice_are_refused(model, drafter, rul
         model.generate(prompts(1)[0], drafter, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("damage", [b"no tensors", b""])
-def test_kept_rows_that_are_damaged_are_fetched_anew(target, drafter, served, tmp_path, monkeypatch, damage) -> None:
-    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    ids = prompts(1)[0]
-    with connect(served[1]) as model:
-        expected = model.generate(ids, drafter, max_new_tokens=8, do_sample=False)
-    (path,) = (tmp_path / "hf_hsdraft").iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(
-        damage or whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]])
-    )  # a file that reads well, with one bit off
-    with connect(served[1]) as model:
-        assert torch.equal(model.generate(ids, drafter, max_new_tokens=8, do_sample=False), expected)
-    assert path.read_bytes() == whole
-
-
 @pytest.mark.parametrize("wrong", [{"patience": -1}, {"patience": "x"}, {"timeout": 0}, {"timeout": math.nan}])
 def test_seconds_that_are_none_are_refused(served, wrong) -> None:
     with pytest.raises(ValueError, match="expected seconds"):
-        connect(served[1], **wrong)
+        served.connect(**wrong)
 
 
 def test_text_goes_there_and_back_by_the_servers_tokenizer(chatty, own_tokenizer) -> None:
-    with in_background(VerifyServer(chatty, own_tokenizer)) as port, connect(f"http://127.0.0.1:{port}") as model:
+    with serving(chatty, own_tokenizer) as served, served.connect() as model:
         ids = model.generate("w1 w2", CachebackDrafter(), chat=True, max_new_tokens=30, do_sample=False)
         turn = [{"role": "user", "content": "w1 w2"}]
         prompt = own_tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert torch.equal(ids, plain(chatty, torch.tensor([prompt]), max_new_tokens=30, do_sample=False))
         assert model.decode(ids) == own_tokenizer.decode(ids[0], skip_special_tokens=True)
+        for call, told in (
+            (lambda: model.generate("w1 " * 60_000), "bytes"),  # not sent
+            (lambda: model.decode([5] * 5000), "too many"),
+            (lambda: model.decode([1.5]), "integers"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                call()
 
 
-def test_statistics_and_streams_tell_what_happened(target, model) -> None:
-    class Streamer:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.ended = False
+class Streamer:
+    """Notes what is put; calls `then` after each round."""
 
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
+    def __init__(self, then: Any = None) -> None:
+        self.tokens: list[int] = []
+        self.rounds, self.ended, self._then = 0, False, then
 
-        def end(self) -> None:
-            self.ended = True
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        self.rounds += 1
+        if self._then is not None:
+            self._then(self.rounds)
 
+    def end(self) -> None:
+        self.ended = True
+
+
+def losing(server: Any, rounds: int = 4) -> Streamer:
+    """A streamer that lets a server forget its texts after some rounds."""
+    return Streamer(lambda done: [server.sessions.remove(each) for each in server.sessions] if done == rounds else None)
+
+
+@pytest.mark.parametrize("drafter", [CachebackDrafter(), None], ids=["drafts", "plain"])
+def test_statistics_and_streams_tell_what_happened(target, model, drafter) -> None:
     streamer, ids = Streamer(), prompts(1)[0]
-    for drafter in (CachebackDrafter(), None):
-        streamer = Streamer()
-        output = model.generate(
-            ids, drafter, max_new_tokens=40, do_sample=False, streamer=streamer, return_dict_in_generate=True
-        )
-        assert streamer.ended and streamer.tokens == output.sequences[0].tolist()
-        statistics, link = output.statistics, output.link
-        assert statistics.new_tokens == 40 and statistics.exact
-        assert len(link.batches) + 1 == statistics.target_forwards and (drafter or statistics.target_forwards == 40)
-        assert 0 < link.prompt_received < link.received and link.sent > 4 * ids.shape[1]
-        if drafter:
-            assert sum(statistics.accepted_lengths) + statistics.target_forwards == 40
+    output = model.generate(ids, drafter, streamer=streamer, return_dict_in_generate=True, **GREEDY)
+    assert streamer.ended and streamer.tokens == output.sequences[0].tolist()
+    statistics, link = output.statistics, output.link
+    assert statistics.new_tokens == 40 and statistics.exact
+    assert len(link.batches) + 1 == statistics.target_forwards and (drafter or statistics.target_forwards == 40)
+    assert 0 < link.prompt_received < link.received and link.sent > 4 * ids.shape[1]
+    if drafter:
+        assert sum(statistics.accepted_lengths) + statistics.target_forwards == 40
 
 
-def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, max_batch=3)
-    server = VerifyServer(target, limits=limits)
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        links = [model._links.take() for _ in range(4)]
-        opening = Open(packed_ints([5, 6]), 2, 0, False, {"max_new_tokens": 9}, [], 0)
-        assert [link.ask(opening, Opened).nodes for link in links] == [11, 5, 3, 3]
+def test_drafts_shrink_when_a_server_fills(target) -> None:
+    with serving(target, max_columns=12, max_nodes=11, max_batch=3) as served, served.connect() as model:
+        assert [served.opened(torch.tensor([[5, 6]]))[1].nodes for _ in range(4)] == [11, 5, 3, 3]
         ids = prompts(1)[0]
         texts = [plain(target, ids, max_new_tokens=30, do_sample=False)[0].tolist()]
         for drafter in (ScriptedDrafter(make_drafter(target), texts), make_drafter(target)):
@@ -273,9 +275,142 @@ def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> Non
             assert output.statistics.drafted_nodes[0] <= 3 and max(output.statistics.drafted_nodes) <= 11
 
 
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 12, "eos_token_id": ENDS},
+        {"no_repeat_ngram_size": 2},
+        {"begin_suppress_tokens": list(range(40))},
+        {"forced_eos_token_id": 5},
+        {"eos_token_id": ENDS},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, options, sample: bool) -> None:
+    ids = prompts(1, seed=17)[0]
+    options = {"max_new_tokens": 24, "do_sample": sample, **options}
+    expected = plain(target, ids, 3, pad_token_id=0, **options)
+    drafter = ScriptedDrafter(make_drafter(target), [[*expected[0].tolist(), 7, 8]])
+    with serving(target) as served, served.connect() as model:
+        for streamer in (None, losing(served, 3)):
+            output = model.generate(ids, drafter, seed=3, streamer=streamer, return_dict_in_generate=True, **options)
+            assert torch.equal(output.sequences, expected)
+        short = expected.shape[1] - ids.shape[1] < 6
+        assert output.link.reopened == 1 or short
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_drafter_of_hidden_states_goes_on_when_its_text_is_resumed_or_opened_again(
+    target, monkeypatch, sample: bool
+) -> None:
+    ids, drafter, receive, told = prompts(1, seed=21)[0], make_drafter(target), Link.receive, []
+    options = {"max_new_tokens": 40, "do_sample": sample}
+    expected = plain(target, ids, 4, **options)
+
+    def broken(self, *kinds):
+        told.append(kinds)
+        if len(told) == 8:  # in the middle of the text
+            self.close()
+            raise LinkLost("broken")
+        return receive(self, *kinds)
+
+    with serving(target, piece=8) as served, served.connect() as model:
+        lost = model.generate(ids, drafter, seed=4, streamer=losing(served), return_dict_in_generate=True, **options)
+        monkeypatch.setattr(Link, "receive", broken)
+        cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
+    assert (lost.link.reopened, lost.link.resumed) == (1, 0)
+    assert (cut.link.reopened, cut.link.resumed) == (0, 1)
+    assert torch.equal(lost.sequences, expected) and torch.equal(cut.sequences, expected)
+
+
+def test_sampled_texts_of_other_seeds_options_and_drafters_share_forwards(target) -> None:
+    ids, usual = prompts(4, seed=31), {"max_new_tokens": 30, "do_sample": True}
+    options = [
+        {**usual, "temperature": 0.7},
+        {**usual, "top_k": 9, "repetition_penalty": 1.3},
+        {**usual, "top_p": 0.8, "no_repeat_ngram_size": 3},
+        {**usual, "do_sample": False},
+    ]
+    drafters = [make_drafter(target), CachebackDrafter(), make_drafter(target, seed=5), None]
+    with serving(target, wait_seconds=0.2) as served, served.connect() as model:
+        found = at_once(lambda place: model.generate(ids[place], drafters[place], seed=90 + place, **options[place]), 4)
+        for place, one in enumerate(found):
+            assert torch.equal(one, plain(target, ids[place], 90 + place, **options[place]))
+        assert max(served.status()["batches"]["sizes"]) >= 3
+
+
+def test_a_batch_waits_for_texts_that_come_back_soon(target, monkeypatch) -> None:
+    """Drafts that come 20 ms after others come to share their forwards of 200 ms, unless the server does not wait."""
+    read, ids, shared = TreeReader.read, prompts(2, seed=33), {}
+    options = {"max_new_tokens": 14, "do_sample": False}
+    late = Streamer(lambda _: time.sleep(0.02))
+
+    def slow(self: TreeReader, *args: Any) -> Any:
+        time.sleep(0.2)
+        return read(self, *args)
+
+    for wait in (None, 0.0):
+        monkeypatch.setattr(TreeReader, "read", read)  # the server tries it first
+        with serving(target, wait_seconds=wait) as served, served.connect() as model:
+            monkeypatch.setattr(TreeReader, "read", slow)
+            found = at_once(
+                lambda place: model.generate(
+                    ids[place], CachebackDrafter(), streamer=late if place else None, **options
+                ),
+                2,
+            )
+            assert all(torch.equal(one, plain(target, each, **options)) for one, each in zip(found, ids, strict=True))
+            sizes = served.status()["batches"]["sizes"]
+        shared[wait] = sizes.get(2, 0) / sum(sizes.values())
+    assert shared[None] > 0.5 > 0.3 > shared[0.0]
+
+
+def sliding(mixed: bool):
+    torch.manual_seed(2)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "initializer_range": 0.3}
+    kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    if mixed:
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **kinds, eos_token_id=None)).eval()
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, eos_token_id=None)).eval()
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa", "sliding", "sliding and full"])
+def test_texts_of_other_lengths_share_forwards_of_any_attention(kind: str) -> None:
+    target = make_target(kind, seed=8) if kind in ("eager", "sdpa") else sliding("full" in kind)
+    ids, options = prompts(3, seed=12), {"max_new_tokens": 24, "do_sample": False}
+    expected = [plain(target, one, **options) for one in ids]
+    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
+    with serving(target, wait_seconds=0.2) as served, served.connect() as model:
+        found = at_once(lambda place: model.generate(ids[place], assistant_model=drafter, **options), 3)
+        assert all(map(torch.equal, found, expected))
+        assert max(served.status()["batches"]["sizes"]) > 1
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 7])
+@pytest.mark.parametrize("vocab_size", [97, 5000])
+def test_random_numbers_are_passed_over_as_draws_take_them(drawn: int, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(11)
+    probabilities = torch.rand(1, vocab_size, generator=torch.Generator().manual_seed(1))
+    for _ in range(drawn):
+        torch.multinomial(probabilities, num_samples=1, generator=generator)
+    found = seeded(11, torch.device("cpu"), vocab_size, drawn)
+    assert torch.equal(found.get_state(), generator.get_state())
+
+
+def test_no_draft_is_asked_for_that_is_deeper_than_the_server_has_room_for():
+    """Without any room for nodes nothing is drafted: sessions are never asked for trees of no nodes."""
+    draft = DraftOptions.of(CachebackDrafter())
+    target = RemoteTarget(RemoteCall(lambda: None, [5, 6], 0, {}), draft, 32)
+    for nodes in (0, 1, 2, 500):
+        target._reach, target._most_nodes = 8, nodes
+        [ask] = target.asks()
+        assert ask.size == min(nodes, draft.tree_size) and ask.depth == ask.reach == min(nodes, 8)
+
+
 def test_packed_weights_change_no_text(target) -> None:
-    server, ids = VerifyServer(target, packed_weights=True), prompts(1)[0]
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        found = model.generate(ids, CachebackDrafter(), max_new_tokens=40, do_sample=False)
-    assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False))
-    assert server._reader.packed
+    ids = prompts(1)[0]
+    with serving(target, packed=True) as served, served.connect() as model:
+        assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
+        assert served.server._reader.packed

@@ -1,4 +1,4 @@
-"""`hsdraft fleet`, and the parts of the bench of many devices."""
+"""`hsdraft fleet` and `verify-server`, and the parts of the bench of many devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
@@ -16,12 +18,11 @@ pytest.importorskip("websockets")
 
 from oracles.remote_relay import relay
 from remote_bench.clients import Order, run, soak
-from test_remote import plain, prompts, until
+from remote_helpers import plain, prompts, serving, until
 
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
-from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
 
 def test_fleet_prints_a_plan_by_given_and_by_measured_constants(tmp_path) -> None:
@@ -72,9 +73,8 @@ def test_devices_of_the_bench_decode_in_processes_of_their_own(target, name: str
     torch.set_num_threads(1)
     ids, options = prompts(3), {"max_new_tokens": 12, "do_sample": False}
     drafter = CachebackDrafter() if name == "ngrams" else None
-    server = VerifyServer(target, limits=ServerLimits(max_length=256, keep_seconds=0.3))
-    with in_background(server) as port:
-        order = Order(f"http://127.0.0.1:{port}", name, 3, [one[0].tolist() for one in ids], 2, options)
+    with serving(target, keep_seconds=0.3) as served:
+        order = Order(served.url, name, 3, [one[0].tolist() for one in ids], 2, options)
         found = run(order, drafter)
         assert len(found["texts"]) == 6
         for text in found["texts"]:
@@ -83,4 +83,50 @@ def test_devices_of_the_bench_decode_in_processes_of_their_own(target, name: str
         soaked = soak(restless, drafter)
         assert soaked["kills"] and soaked["texts"] and not soaked["wrong"]
         assert not soaked["stuck"] and not soaked["failures"]
-        assert until(lambda: not len(server.sessions))
+        assert until(lambda: not len(served.sessions))
+
+
+def test_the_state_is_told_to_those_who_have_the_token(target) -> None:
+    with serving(target, None, "tiny", token="secret") as served:
+        url = f"{served.url}/status"
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10)
+        asked = urllib.request.Request(url, headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            status = json.load(answer)
+    assert status["target"] == "tiny" and status["batches"]["forwards"] == 0 == status["batches"]["failures"]
+
+
+@pytest.fixture
+def started(target, monkeypatch):
+    """What the command starts, which ends at once."""
+    servers = []
+
+    async def run(self, listener, tls=None) -> None:
+        listener.close()
+        servers.append((self, tls))
+
+    monkeypatch.setattr(VerifyServer, "run", run)
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *_: (target, None))
+    return servers
+
+
+def test_the_command_starts_a_server_with_its_limits_and_token(started, tmp_path, monkeypatch) -> None:
+    token, runner = tmp_path / "token", CliRunner()
+    token.write_text("a-secret\n")
+    arguments = ["verify-server", "--port", "0", "--max-nodes", "7", "--max-columns", "20", "--max-length", "100"]
+    done = runner.invoke(app, [*arguments, "--token-file", str(token)])
+    assert done.exit_code == 0 and "verifies at http://localhost:" in done.output and "secret" not in done.output
+    [(server, tls)] = started
+    assert server._token == b"a-secret" and tls is None
+    assert (server.limits.max_nodes, server.limits.max_columns, server.limits.max_length) == (7, 20, 100)
+    monkeypatch.setenv("HSDRAFT_TOKEN", " of-the-environment ")
+    assert runner.invoke(app, arguments).exit_code == 0 and started[1][0]._token == b"of-the-environment"
+    for wrong in ("", "zwölf", "two words"):
+        token.write_text(wrong)
+        assert isinstance(runner.invoke(app, [*arguments, "--token-file", str(token)]).exception, ValueError)
+    assert runner.invoke(app, ["verify-server", "--certificate", str(token)]).exit_code == 2
+    assert runner.invoke(app, ["verify-server", "--max-length", str(2**21)]).exit_code == 2
+    assert isinstance(runner.invoke(app, ["verify-server", "--max-columns", "9"]).exception, ValueError)
+    assert len(started) == 2

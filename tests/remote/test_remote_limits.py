@@ -1,14 +1,14 @@
-"""What a server takes on is bounded: messages, queues, memory, columns, time."""
+"""What a server takes on is bounded: messages, queues, memory, columns, time; and in which order it asks and tells."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,44 +19,87 @@ pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
 from oracles.scripted import ScriptedDrafter
-from test_remote import plain, prompts, until
-from test_remote_faults import address, opened
+from remote_helpers import at_once, opening, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
-from hf_hsdraft.remote.connecting import connect
+from hf_hsdraft.remote.batch_timing import Arrivals, BatchStatistics
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
-from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import Accepted, Decode, Open, Opened, RowData, Rows, Taps, Text
-from hf_hsdraft.remote.micro_batches import BatchStatistics
-from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_states
+from hf_hsdraft.remote.link import LinkLost, ServerRefused
+from hf_hsdraft.remote.messages import (
+    Accepted,
+    Decode,
+    Open,
+    Opened,
+    RowData,
+    Rows,
+    Taps,
+    Text,
+    packed_ints,
+    packed_tree,
+    unpacked_ints,
+    unpacked_states,
+)
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 
-LIMITS = ServerLimits(max_length=256, piece=8)
 SAID = "what a device has said"
 
 
-def opening(length: int, taps=(), **options) -> Open:
-    options = {"max_new_tokens": 9, "do_sample": False, **options}
-    return Open(packed_ints([5, 6, 7, 8] * (length // 4)), length, 0, False, options, list(taps), 0)
+def of_length(length: int) -> torch.Tensor:
+    return torch.tensor([[5, 6, 7, 8] * (length // 4)])
 
 
 @pytest.fixture
 def server(target):
-    server = VerifyServer(target, limits=LIMITS)
+    server = VerifyServer(target, limits=ServerLimits(max_length=256, piece=8))
     yield server
     server.close()
+
+
+class Device:
+    """A connection that notes what is asked of the target, and what it is told.
+
+    Args:
+        leaves_after: number of messages after which it is gone.
+    """
+
+    def __init__(self, server: VerifyServer, leaves_after: int = 99, reads: asyncio.Event | None = None) -> None:
+        self._server, self._left, self._reads = server, leaves_after, reads
+        self._submit, server._desk.batches.submit = server._desk.batches.submit, self.submit
+        self.events: list[str] = []
+        self.told: list[object] = []
+        self.conversation = Conversation(server._desk, self.send, lambda: self._left > 0)
+
+    def submit(self, job) -> None:
+        if job.tree is not None:
+            self.events.append("asked")
+        self._submit(job)
+
+    async def send(self, message) -> None:
+        if self._left == 0:
+            raise DeviceGone
+        self._left -= 1
+        self.told.append(message)
+        if isinstance(message, Accepted):
+            self.events.append("told")
+        if self._reads is not None:
+            await self._reads.wait()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens that the server has read of all prompts."""
+        return self._server.status()["batches"]["prompt_tokens"]
 
 
 def test_hidden_states_come_in_pieces_that_fit_a_message(target, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
     monkeypatch.setattr("hf_hsdraft.remote.desk.PIECE_BYTES", 302)  # ends within positions
     monkeypatch.setattr("hf_hsdraft.remote.verified_text.PIECE_BYTES", 302)
-    ids, layers = prompts(1, seed=51)[0].repeat(1, 2), [1, 3]
+    ids, layers = prompts(1, seed=51)[0].repeat(1, 2), (1, 3)
     states = target(ids, output_hidden_states=True).hidden_states
-    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link, got = Link(address(port)), []
-        link.send(Open(packed_ints(ids[0].tolist()), ids.shape[1], 0, False, {"max_new_tokens": 9}, layers, 0))
+    with serving(target, piece=8) as served, served.connect() as model:
+        link, got = served.link(), []
+        link.send(opening(ids, layers))
         while isinstance(reply := link.receive(Taps, Opened), Taps):
             got.append(reply.states)
         assert max(map(len, got)) == 302 and reply.reach == 302 // (2 * 2 * 32) - 1
@@ -66,85 +109,88 @@ def test_hidden_states_come_in_pieces_that_fit_a_message(target, monkeypatch, tm
         assert torch.equal(found, plain(target, ids, max_new_tokens=20, do_sample=False))
         monkeypatch.setattr("hf_hsdraft.remote.verified_text.PIECE_BYTES", 100)
         with pytest.raises(ServerRefused, match="do not fit"):
-            link.ask(opening(4, layers), Opened)
+            link.ask(opening(ids, layers), Opened)
 
 
 def test_nothing_more_is_read_for_a_device_that_does_not_read(server) -> None:
     async def run() -> None:
-        reads, sent = asyncio.Event(), []
-
-        async def send(message) -> None:
-            sent.append(message)
-            await reads.wait()
-
-        task = asyncio.create_task(Conversation(server._desk, send, lambda: True).answer(opening(40, [1])))
+        reads = asyncio.Event()
+        device = Device(server, reads=reads)
+        task = asyncio.create_task(device.conversation.answer(opening(of_length(40), (1,))))
         await asyncio.sleep(0.5)
-        assert server.status()["batches"]["prompt_tokens"] == 8 and len(sent) == 1
+        assert device.prompt_tokens == 8 and len(device.told) == 1
         reads.set()
         await task
-        assert server.status()["batches"]["prompt_tokens"] == 40
-        assert [type(each) for each in sent] == [Taps] * 5 + [Opened]
+        assert device.prompt_tokens == 40
+        assert [type(each) for each in device.told] == [Taps] * 5 + [Opened]
 
     asyncio.run(run())
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(server) -> None:
     async def run() -> None:
-        order = []
-
-        def talk(name: str) -> Conversation:
-            async def send(message) -> None:
-                order.append((name, server.status()["batches"]["prompt_tokens"]))
-
-            return Conversation(server._desk, send, lambda: True)
-
-        long = asyncio.create_task(talk("long").answer(opening(200)))
-        while not server.status()["batches"]["prompt_tokens"]:
+        long, short = Device(server), Device(server)
+        reading = asyncio.create_task(long.conversation.answer(opening(of_length(200))))
+        while not long.prompt_tokens:
             await asyncio.sleep(0)
-        await talk("short").answer(opening(8))
-        await long
-        assert [name for name, _ in order] == ["short", "long"] and order[0][1] < 200
+        await short.conversation.answer(opening(of_length(8)))
+        assert short.told and not long.told and short.prompt_tokens < 200
+        await reading
+        assert long.told
 
     asyncio.run(run())
 
 
 def test_a_prompt_is_not_read_on_for_a_device_that_is_gone(server) -> None:
-    async def run() -> None:
-        is_open = iter([True, False])
+    device, is_open = Device(server), iter([True, False])
+    conversation = Conversation(server._desk, device.send, lambda: next(is_open))
+    with pytest.raises(DeviceGone):
+        asyncio.run(conversation.answer(opening(of_length(200))))
+    assert device.prompt_tokens == 8 and len(server.sessions) == 0 and not device.told
 
-        async def send(message) -> None:
-            raise AssertionError("nobody is there")
 
-        with pytest.raises(DeviceGone):
-            await Conversation(server._desk, send, lambda: next(is_open)).answer(opening(200))
-        assert server.status()["batches"]["prompt_tokens"] == 8 and len(server.sessions) == 0
+def decoded_plainly(device: Device, ids: torch.Tensor) -> None:
+    options = {"do_sample": False, "max_new_tokens": 12}
+    message = Open(packed_ints(ids[0].tolist()), ids.shape[1], 0, True, options, [], 0)
+    asyncio.run(device.conversation.answer(message))
 
-    asyncio.run(run())
+
+def test_the_next_forward_is_asked_for_before_the_device_is_told_of_the_last_one(server) -> None:
+    ids, device = prompts(1, seed=3)[0], Device(server)
+    decoded_plainly(device, ids)
+    assert device.events == ["asked", *["asked", "told"] * 10, "told"]  # the first token comes with the prompt
+    tokens = [token for each in device.told if isinstance(each, Accepted) for token in unpacked_ints(each.tokens)]
+    expected = plain(server._desk.target, ids, max_new_tokens=12, do_sample=False)
+    assert tokens == expected[0, ids.shape[1] + 1 :].tolist()
+
+
+def test_a_device_that_leaves_costs_no_further_forwards(server) -> None:
+    device = Device(server, leaves_after=5)
+    with pytest.raises(DeviceGone):
+        decoded_plainly(device, prompts(1, seed=4)[0])
+    device.conversation.end()
+    assert device.events.count("told") == 4 and device.events.count("asked") == 5
+    assert len(server.sessions) == 0
 
 
 def test_forwards_have_no_more_columns_than_allowed(target, monkeypatch) -> None:
-    limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, wait_seconds=0.1)
-    server, ids, seen = VerifyServer(target, limits=limits), prompts(4, seed=61), []
-    expected = [plain(target, one, max_new_tokens=30, do_sample=False) for one in ids]
-    read = server._reader.read
-
-    def watched(caches, trees, taps):
-        seen.append((len(trees), max(map(len, trees))))
-        return read(caches, trees, taps)
-
-    monkeypatch.setattr(server._reader, "read", watched)
-    monkeypatch.setattr("hf_hsdraft.remote.desk.Conversation._most_nodes", lambda self, texts: 11)  # nobody is told
+    ids, options, seen = prompts(4, seed=61), {"max_new_tokens": 30, "do_sample": False}, []
+    expected = [plain(target, one, **options) for one in ids]
     drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
     with (
-        in_background(server) as port,
-        connect(f"http://127.0.0.1:{port}") as model,
-        ThreadPoolExecutor(4) as threads,
+        serving(target, max_columns=12, max_nodes=11, wait_seconds=0.1) as served,
+        served.connect() as model,
     ):
+        read = served.server._reader.read
 
-        def decode(one: torch.Tensor) -> torch.Tensor:
-            return model.generate(one, drafter, max_new_tokens=30, do_sample=False)
+        def watched(caches, trees, taps):
+            seen.append((len(trees), max(map(len, trees))))
+            return read(caches, trees, taps)
 
-        assert all(map(torch.equal, threads.map(decode, ids), expected))
+        monkeypatch.setattr(served.server._reader, "read", watched)
+        monkeypatch.setattr(Conversation, "_most_nodes", lambda self, texts: 11)  # nobody is told
+        found = at_once(lambda place: model.generate(ids[place], drafter, **options), 4)
+        assert all(map(torch.equal, found, expected))
     assert max(texts for texts, _ in seen) > 1 and max(nodes for _, nodes in seen) > 3
     assert all(texts * nodes <= 12 for texts, nodes in seen)
 
@@ -156,23 +202,34 @@ def test_limits_that_cannot_be_are_refused(wrong) -> None:
 
 
 def test_a_text_is_refused_rather_than_cut(target) -> None:
-    server, ids = VerifyServer(target, limits=LIMITS), prompts(1)[0]
-    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        link = Link(address(port))
+    ids, drafter = prompts(1)[0], CachebackDrafter()
+    with serving(target) as served, served.connect() as model:
         for options in ({"max_new_tokens": 300}, {"max_length": 257, "max_new_tokens": None}):
             with pytest.raises(ServerRefused, match="at most 256"):
-                opened(link, ids, **options)
+                served.opened(ids, **options)
         with pytest.raises(ServerRefused, match="at most 256"):
-            model.generate(ids, CachebackDrafter(), max_length=300, forced_eos_token_id=3)
+            model.generate(ids, drafter, max_length=300, forced_eos_token_id=3)
         with pytest.raises(ValueError, match="at most 256"):  # said here, before anything is sent
-            model.generate(ids, CachebackDrafter(), max_new_tokens=300)
+            model.generate(ids, drafter, max_new_tokens=300)
         options = {"max_length": 256, "forced_eos_token_id": 3, "do_sample": False}
-        found = model.generate(ids, CachebackDrafter(), **options)
+        found = model.generate(ids, drafter, **options)
         assert torch.equal(found, plain(target, ids, **options)) and found[0, -1] == 3
 
 
-def text(waiting: int = 0, tokens: int = 10, plain: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(waiting=waiting, most_tokens=lambda: tokens, position_bytes=0, plain=plain)
+def test_memory_is_bounded_before_a_prompt_is_read(target) -> None:
+    size = 2 * 3 * 2 * 8 * 4  # of a token: keys and values of 3 layers with 2 heads of 8, float32
+    ids = torch.full((1, 10), 5)
+    with serving(target, max_bytes=300 * size) as served:
+        assert served.sessions.token_bytes == size
+        served.opened(ids, max_new_tokens=50)
+        for new, told in ((50, "no room"), (200, "fewer tokens")):
+            with pytest.raises(ServerRefused, match=told):
+                served.opened(ids, max_new_tokens=new)
+        assert served.status()["reserved_bytes"] == (60 + 128 + 60 // 4) * size  # with room to grow into
+
+
+def text(waiting: int = 0, tokens: int = 10) -> SimpleNamespace:
+    return SimpleNamespace(waiting=waiting, most_tokens=lambda: tokens, position_bytes=0, plain=False)
 
 
 def test_texts_are_refused_where_prompts_wait_for_long() -> None:
@@ -198,48 +255,43 @@ def test_no_waiting_text_is_dropped_in_vain() -> None:
 
 
 def test_a_text_without_drafts_is_forgotten_whatever_else_is_asked(target) -> None:
-    server = VerifyServer(target, limits=ServerLimits(idle_seconds=0.5, keep_seconds=0.2, max_length=256))
-    with in_background(server) as port:
-        link = Link(address(port))
-        opened(link, prompts(1)[0])
+    with serving(target, idle_seconds=0.5, keep_seconds=0.2) as served:
+        link, _ = served.opened(prompts(1)[0])
         end = time.monotonic() + 10
-        while len(server.sessions) and time.monotonic() < end:
+        while len(served.sessions) and time.monotonic() < end:
             link.ask(Rows(0, 0, 1), RowData)
             time.sleep(0.05)
-        assert not len(server.sessions) and link.is_open
+        assert not len(served.sessions) and link.is_open
 
 
 def test_a_text_that_has_ended_keeps_no_memory(target) -> None:
-    server, ids = VerifyServer(target, limits=LIMITS), prompts(1)[0]
-    with in_background(server) as port:
-        link = Link(address(port))
-        assert opened(link, ids, max_new_tokens=1).finished
-        other = Link(address(port))
-        first = opened(other, ids, max_new_tokens=2)
-        assert server.status()["reserved_bytes"] > 0 and server.status()["held_bytes"] > 0
+    ids = prompts(1)[0]
+    with serving(target) as served:
+        kept = served.opened(ids, max_new_tokens=1)
+        assert kept[1].finished
+        link, first = served.opened(ids, max_new_tokens=2)
+        assert served.status()["reserved_bytes"] > 0 and served.status()["held_bytes"] > 0
         draft = packed_tree(1, DraftTree.root(first.token))
-        answers = [other.ask(draft, Accepted) for _ in range(2)]
+        answers = [link.ask(draft, Accepted) for _ in range(2)]
         assert answers[0].finished and answers[0] == answers[1]  # it can still come twice
-        status = server.status()
+        status = served.status()
         assert status["reserved_bytes"] == status["held_bytes"] == 0 and status["attached"] == 2
 
 
 def test_a_server_ends_when_nothing_can_be_read_any_more(target, monkeypatch, caplog) -> None:
-    server = VerifyServer(target, limits=ServerLimits(max_length=256, keep_seconds=0.2))
-
     def broken() -> list:
         raise LookupError(SAID)
 
-    with in_background(server) as port:
-        link = Link(address(port))
-        monkeypatch.setattr(server._batches, "_batch", broken)
+    with serving(target, keep_seconds=0.2) as served:
+        link = served.link()
+        monkeypatch.setattr(served.server._batches, "_batch", broken)
         with pytest.raises(ServerRefused, match="failed"):
-            opened(link, prompts(1)[0])
+            served.opened(prompts(1)[0], link)
 
         def gone() -> bool:
             with contextlib.suppress(ServerRefused):  # it is being stopped
                 try:
-                    Link(address(port)).close()
+                    served.link().close()
                 except LinkLost:
                     return True
             return False
@@ -254,8 +306,8 @@ def test_an_error_is_answered_and_logged_without_what_was_said(target, caplog) -
             raise KeyError(SAID, ids)
 
     caplog.set_level(logging.INFO)
-    with in_background(VerifyServer(target, Broken(), limits=LIMITS)) as port:
-        link = Link(address(port))
+    with serving(target, Broken()) as served:
+        link = served.link()
         with pytest.raises(ServerRefused, match="KeyError") as refused:
             link.ask(Decode(packed_ints([5])), Text)
         assert refused.value.reason == "failed" and SAID not in str(refused.value)
@@ -266,13 +318,12 @@ def test_an_error_is_answered_and_logged_without_what_was_said(target, caplog) -
 
 
 def test_connections_that_say_nothing_are_limited(target) -> None:
-    limits = ServerLimits(max_length=256, max_connections=2)
-    with in_background(VerifyServer(target, limits=limits)) as port:
-        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+    with serving(target, max_connections=2) as served:
+        silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(4)]
         for each in silent:
             each.settimeout(0.3)
         time.sleep(0.3)
-        late = socket.create_connection(("127.0.0.1", port))
+        late = socket.create_connection(("127.0.0.1", served.port))
         late.settimeout(5.0)
         with contextlib.suppress(ConnectionResetError):
             assert late.recv(1) == b""
@@ -292,3 +343,53 @@ def test_drafts_are_limited_by_what_columns_cost() -> None:
         same.add(2, 4, 3, 0.1)
     assert known.worthwhile_columns() == pytest.approx(20)
     assert same.worthwhile_columns() == math.inf  # what a column costs is not known where all forwards are alike
+
+
+class Away:
+    """Stands for a text; only its identity is used."""
+
+
+def with_habit(arrivals: Arrivals, away: float) -> Away:
+    """A text that was answered at 0 and came back after some seconds."""
+    text = Away()
+    arrivals.answered(text, 0.0)
+    arrivals.asked(text, away)
+    return text
+
+
+def test_a_text_is_waited_for_that_comes_back_in_time() -> None:
+    arrivals = Arrivals()
+    soon, late = with_habit(arrivals, 0.02), with_habit(arrivals, 0.5)
+    assert arrivals.next(1.0, 2.0) is None and arrivals.away == 0  # both have asked
+    arrivals.answered(late, 1.0)
+    assert arrivals.next(1.0, 1.1) is None and arrivals.away == 1  # it comes after that
+    arrivals.answered(soon, 1.0)
+    known = arrivals.next(1.0, 1.1)
+    assert known is not None and 1.02 < known < 1.04
+    assert arrivals.next(1.05, 1.1) is None  # it is late: nobody waits for it any more
+    assert arrivals.next(1.0, 1.021) == 1.021  # no longer than asked for
+
+
+def test_nothing_is_expected_of_new_texts_and_of_ended_ones() -> None:
+    arrivals, new = Arrivals(), Away()
+    arrivals.answered(new, 0.0)
+    assert arrivals.next(0.0, 9.0) is None and arrivals.away == 1
+    old = with_habit(arrivals, 0.1)
+    arrivals.answered(old, 1.0)
+    assert arrivals.next(1.0, 2.0) is not None
+    arrivals.ended(old)
+    assert arrivals.next(1.0, 2.0) is None
+    del new
+    gc.collect()
+    assert arrivals.away == 0  # a text that is forgotten is not waited for
+
+
+def test_habits_follow_the_last_rounds() -> None:
+    arrivals = Arrivals()
+    text = with_habit(arrivals, 0.5)
+    for start in range(1, 12):
+        arrivals.answered(text, float(start))
+        arrivals.asked(text, start + 0.01)
+    arrivals.answered(text, 20.0)
+    known = arrivals.next(20.0, 20.1)
+    assert known is not None and known < 20.06

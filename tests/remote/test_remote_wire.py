@@ -15,13 +15,17 @@ pytest.importorskip("websockets")
 
 import msgpack
 from oracles.remote_fuzz import fuzz, malformed
+from remote_helpers import serving
 
 from hf_hsdraft import DraftTree
-from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
-from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
-from hf_hsdraft.remote.messages import TO_CLIENT, TO_SERVER, Accepted, Draft, Open
-from hf_hsdraft.remote.packing import (
+from hf_hsdraft.remote.link import Address, LinkLost, ServerRefused
+from hf_hsdraft.remote.messages import (
+    TO_CLIENT,
+    TO_SERVER,
+    Accepted,
+    Draft,
+    Open,
     packed_ints,
     packed_states,
     packed_tree,
@@ -29,8 +33,7 @@ from hf_hsdraft.remote.packing import (
     unpacked_states,
     unpacked_tree,
 )
-from hf_hsdraft.remote.sessions import ServerLimits
-from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+from hf_hsdraft.remote.verify_server import VerifyServer
 from hf_hsdraft.remote.wire import WireError, decode, encode
 
 
@@ -96,25 +99,30 @@ def test_twenty_thousand_malformed_messages_allocate_nothing_large() -> None:
     assert peak < 2**20
 
 
+def test_a_fingerprint_that_is_a_path_is_refused(target) -> None:
+    hello = VerifyServer(target)._hello
+    assert decode(encode(hello), TO_CLIENT) == hello
+    object.__setattr__(hello, "fingerprint", "../" * 20 + "abcd")
+    with pytest.raises(WireError, match="fingerprint"):
+        decode(encode(hello), TO_CLIENT)
+
+
 def test_a_server_outlives_malformed_messages(target, own_tokenizer) -> None:
-    with in_background(VerifyServer(target, own_tokenizer, limits=ServerLimits(max_length=256))) as port:
-        address = Address.of(f"http://127.0.0.1:{port}")
-        with connect(f"http://127.0.0.1:{port}") as model:
-            before = model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)
-            report = fuzz(address, 400)
-            assert {"malformed", "invalid", "size", "Tokens"} <= report.reactions.keys()
-            assert not report.faults
-            assert torch.equal(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False), before)
+    with serving(target, own_tokenizer) as served, served.connect() as model:
+        before = model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)
+        report = fuzz(Address.of(served.url), 400)
+        assert {"malformed", "invalid", "size", "Tokens"} <= report.reactions.keys()
+        assert not report.faults
+        assert torch.equal(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False), before)
 
 
 def test_a_message_that_is_too_large_ends_its_connection(target) -> None:
-    server = VerifyServer(target, limits=ServerLimits(max_length=128))
-    with in_background(server) as port:
-        link = Link(Address.of(f"http://127.0.0.1:{port}"))
+    with serving(target, max_length=128) as served:
+        link = served.link()
         with pytest.raises((LinkLost, ServerRefused), match=r"ended|larger"):
             link.send(Open(bytes(4 * 10**6), 1, 0, False, {}, [], 0))
             link.receive(*TO_CLIENT.values())
-        assert Link(Address.of(f"http://127.0.0.1:{port}")).hello.longest == 128
+        assert served.link().hello.longest == 128
 
 
 def simulated(server: ServerCosts, load: DeviceLoad, sessions: int, rounds: int = 400) -> float:

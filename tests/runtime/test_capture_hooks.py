@@ -84,8 +84,16 @@ def all_states(output) -> list[torch.Tensor]:
     return [layer for step in output.hidden_states for layer in step]
 
 
-@pytest.mark.parametrize("copied", [unpickled, saved_and_loaded, copy.deepcopy])
-@pytest.mark.parametrize("kind", ["single", "batch", "raises", "hidden states"])
+@pytest.mark.parametrize(
+    ("kind", "copied"),
+    [
+        ("single", unpickled),
+        ("batch", saved_and_loaded),
+        ("raises", copy.deepcopy),
+        ("hidden states", unpickled),
+        ("hidden states", copy.deepcopy),
+    ],
+)
 def test_a_model_can_be_copied_after_a_drafted_call(target, kind, copied):
     drafter, attributes, ids = make_drafter(target), attributes_of(target), prompts(3 if kind == "batch" else 1)
     if kind == "raises":

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, Stati
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
-from hf_hsdraft.runtime.static_cache import StaticSlots, why_not_static
+from hf_hsdraft.runtime.static_cache import why_not_static
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 TREE_SIZE = 24  # no scripted tree of four levels is greater
@@ -352,16 +352,6 @@ def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkey
     decode(target, prompt, ForcedDrafter(drafter, [2, 0, 1]), 20, cache_implementation="static")
     assert {name for name, _ in seen} == {"judge", "emit", "last_token"} and len(seen) > 9
     assert all(reads == ({"tolist": 1} if name == "judge" else {}) for name, reads in seen)
-
-
-def test_slots_are_counted_without_the_device(target, prompt):
-    cache = StaticCache(target.config, max_cache_len=30)
-    target(prompt, past_key_values=cache)
-    slots = StaticSlots(cache)
-    slots.fill(5)
-    assert (slots.filled, slots.left, slots.size) == (5, 25, 30)
-    assert {int(layer.cumulative_length) for layer in cache.layers} == {5}
-    assert [tuple(each.shape[:3]) for each in slots.states] == [(1, 2, 30)] * 6
 
 
 def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from unittest.mock import ANY
 
@@ -36,6 +37,17 @@ LLAMA |= {"initializer_range": 0.3, "max_position_embeddings": 256}
 def model_of(model_type: str, auto=AutoModelForCausalLM, **fields):
     torch.manual_seed(0)
     return auto.from_config(AutoConfig.for_model(model_type, **{**SIZES, **fields})).eval()
+
+
+def text(target, rows: int = 1, drafter=None, inputs=None, **call):
+    """A greedy text, plain or drafted."""
+    call = {"do_sample": False, "max_new_tokens": NEW, **call}
+    return target.generate(**(batch_of(rows) if inputs is None else inputs), **call, assistant_model=drafter)
+
+
+def agree(target, rows: int = 1, drafter=None, **call) -> None:
+    plain = text(target, rows, **call)
+    assert text(target, rows, drafter or make_drafter(target), **call).tolist() == plain.tolist()
 
 
 def check(target, expected: str, rows: int = 1, **kwargs):
@@ -108,65 +120,41 @@ def test_a_bare_cache_of_the_caller():
     """It does not know which layers have windows; the masks do."""
     check(make_windowed(), "tree", past_key_values=None)
     target = make_windowed()
-    inputs, settings = batch_of(1), {"do_sample": False, "max_new_tokens": NEW}
-    plain = target.generate(**inputs, **settings)
-    drafter = make_drafter(target)
-    drafted = target.generate(**inputs, **settings, past_key_values=DynamicCache(), assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist()
+    drafted = text(target, drafter=make_drafter(target), past_key_values=DynamicCache())
+    assert drafted.tolist() == text(target).tolist()
+
+
+BART = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64}
+BART |= {"decoder_ffn_dim": 64, "init_std": 0.3, "max_position_embeddings": 128, "forced_eos_token_id": None}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "initializer_factor": 2.0}
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("model_type", ["bart", "t5"])
-def test_encoder_decoders(model_type, rows):
-    fields = {"d_model": 32, "decoder_start_token_id": 1, "forced_eos_token_id": None}
-    if model_type == "bart":
-        fields |= {
-            f"{part}_{name}": size
-            for part in ("encoder", "decoder")
-            for name, size in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 64))
-        }
-        fields |= {"init_std": 0.3, "max_position_embeddings": 128}
-    else:
-        fields |= {"d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "initializer_factor": 2.0}
-    fields = {name: value for name, value in fields.items() if name != "hidden_size"}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, vocab_size=VOCAB, eos_token_id=None, pad_token_id=0, **fields)
-    target = AutoModelForSeq2SeqLM.from_config(config).eval()
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "output_hidden_states": True}
-    plain = target.generate(**batch_of(rows), **kwargs)
-
-    with scripted(plain.sequences[:, 1:].tolist()) as along:
-        drafted = target.generate(**batch_of(rows), **kwargs, assistant_model=along(make_drafter(target)))
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
-    for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
-        assert [state.shape for state in ours] == [state.shape for state in theirs]
-
-
-BART = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64}
-BART |= {"decoder_ffn_dim": 64, "init_std": 0.3, "max_position_embeddings": 128, "forced_eos_token_id": None}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("model_type", "fields", "layers"),
     [
+        ("bart", {**BART, "encoder_layers": 3, "decoder_layers": 3}, 3),
         ("bart", {**BART, "encoder_layers": 1, "decoder_layers": 4}, 4),
         ("bart", {**BART, "encoder_layers": 4, "decoder_layers": 2}, 2),
-        ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_decoder_layers": 2, "num_heads": 4}, 2),
+        ("t5", {**T5, "num_layers": 3}, 3),
+        ("t5", {**T5, "num_layers": 4, "num_decoder_layers": 2}, 2),
     ],
 )
-def test_a_decoder_of_other_depth_than_its_encoder(model_type, fields, layers, rows):
+def test_encoder_decoders(model_type, fields, layers, rows):
     """transformers counts the encoder's layers where it selects hidden states, and in the configuration of T5."""
-    ids = {"decoder_start_token_id": 2, "eos_token_id": None, "pad_token_id": 0}
+    ids = {"decoder_start_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=VOCAB, **ids, **fields)
     target = AutoModelForSeq2SeqLM.from_config(config).eval()
-    drafter = make_drafter(target)
+    drafter, states = make_drafter(target), {"return_dict_in_generate": True, "output_hidden_states": True}
     assert drafter.config.target_num_hidden_layers == layers
-    plain = target.generate(**batch_of(rows), max_new_tokens=NEW, do_sample=False)
-    drafted = target.generate(**batch_of(rows), max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist()
+    plain = text(target, rows, **states)
+    with scripted(plain.sequences[:, 1:].tolist()) as along:
+        drafted = text(target, rows, along(drafter), **states)
+    assert drafted.sequences.tolist() == plain.sequences.tolist() == text(target, rows, drafter).tolist()
+    assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
+    for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
+        assert [state.shape for state in ours] == [state.shape for state in theirs]
 
 
 def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
@@ -181,15 +169,15 @@ def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
 
     monkeypatch.setattr(type(target), "forward", forgetful)
     with pytest.raises(ValueError, match="hidden state 1 of its layers, which it leaves out"):
-        target.generate(**batch_of(1), max_new_tokens=NEW, assistant_model=drafter)
+        text(target, drafter=drafter)
 
 
 def test_an_image_in_the_prompt():
     vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
-    text = {"model_type": "llama", **SIZES, **LLAMA}
+    language = {"model_type": "llama", **SIZES, **LLAMA}
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_id=96)
+    config = AutoConfig.for_model("llava", vision_config=vision, text_config=language, image_token_id=96)
     target = AutoModelForImageTextToText.from_config(config).eval()
     inputs = batch_of(1)
     inputs["input_ids"][0, 3:7] = 96
@@ -198,8 +186,8 @@ def test_an_image_in_the_prompt():
     plain, drafted = compare(target, make_drafter(target), inputs, suppress_tokens=[96])
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert drafted.statistics.draft_kind == "tree", drafted.statistics.reason
-    assert target.generate(**inputs, assistant_model=make_drafter(target), max_new_tokens=NEW, do_sample=False,
-                           suppress_tokens=[96]).tolist() == plain.sequences.tolist()  # fmt: skip
+    drafted = text(target, drafter=make_drafter(target), inputs=inputs, suppress_tokens=[96])
+    assert drafted.tolist() == plain.sequences.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -251,9 +239,7 @@ def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
 def test_flex_attention_reads_trees():
     """Where flex attention itself reads rightly: on some processors its compiled kernel gives NaN for some lengths."""
     target, other = make_target("flex_attention"), make_target("sdpa")
-    inputs = batch_of(1)
-    plain = [each.generate(**inputs, max_new_tokens=36, do_sample=False) for each in (target, other)]
-    if not torch.equal(*plain):
+    if not torch.equal(*(text(each, max_new_tokens=36) for each in (target, other))):
         pytest.skip("plain decoding by flex attention and by sdpa give different texts here")
     check(target, "tree")
 
@@ -282,13 +268,11 @@ def test_dispatched_and_offloaded_targets(tmp_path):
     from accelerate import dispatch_model
 
     target = make_target()
-    drafter = make_drafter(target)
-    plain = target.generate(**batch_of(2), do_sample=False, max_new_tokens=NEW)
+    drafter, plain = make_drafter(target), text(target, 2)
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     spread = dispatch_model(target, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
-    drafted = spread.generate(**batch_of(2), do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist()
+    assert text(spread, 2, drafter).tolist() == plain.tolist()
 
 
 class PackedLinear(torch.nn.Module):
@@ -320,10 +304,7 @@ def test_quantised_targets(name):
     expected = target.lm_head.unpacked()[weights.vocab_ids]
     torch.testing.assert_close(weights.head, expected, atol=1e-5, rtol=1e-5)
     for rows in (1, 2):
-        inputs = batch_of(rows)
-        plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
-        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
-        assert drafted.tolist() == plain.tolist()
+        agree(target, rows, drafter)
         check(target, "tree", rows)
 
 
@@ -342,10 +323,9 @@ def test_products_that_round_their_inputs_show_in_chains_of_many_tokens_alone():
 @pytest.mark.parametrize("seed", range(2))
 def test_a_target_whose_products_round_their_inputs_is_refused(seed, rows):
     """Its text depends on how many tokens are read at once: no draft can be exact."""
-    target, inputs = rounded_target(14, 36), batch_of(rows, 20, seed)
     drafter = CachebackDrafter(tree_sizing="fixed", tree_size=6)
     with pytest.raises(ValueError, match=r"one by one|round what they are given"):
-        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+        text(rounded_target(14, 36), drafter=drafter, inputs=batch_of(rows, 20, seed))
 
 
 class OfIntegers(torch.nn.Linear):
@@ -376,55 +356,30 @@ def test_one_layer_of_another_library_that_rounds_its_inputs_is_found(kind, refu
     """By the layer itself: whether texts differ would be a matter of luck."""
     target = make_target()
     target.model.layers[1].mlp.up_proj.__class__ = kind
-    call = {"do_sample": False, "max_new_tokens": NEW}
-    plain = target.generate(**batch_of(1), **call)
     if refused:
         with pytest.raises(ValueError, match="round what they are given"):
-            target.generate(**batch_of(1), **call, assistant_model=make_drafter(target))
+            text(target, drafter=make_drafter(target))
     else:
-        drafted = target.generate(**batch_of(1), **call, assistant_model=make_drafter(target))
-        assert drafted.tolist() == plain.tolist()
-        check(target, "tree", 1)
+        agree(target)
+        check(target, "tree")
 
 
 @pytest.mark.slow
 def test_compiled_targets():
     target = make_target()
-    plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
+    plain = text(target)
     target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    drafted = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, assistant_model=make_drafter(target))
-    assert drafted.tolist() == plain.tolist()
+    assert text(target, drafter=make_drafter(target)).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_target_that_misreads_trees_is_found_out(monkeypatch, dtype):
-    """A planted fault: its forward ignores masks of four axes. Chains are read rightly, so chains it is."""
+    """Chains are read rightly, so chains it is."""
     target = make_target().to(dtype)
-    forward = type(target.model).forward
-
-    def deaf(self, *args, attention_mask=None, **kwargs):
-        attention_mask = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
-        return forward(self, *args, attention_mask=attention_mask, **kwargs)
-
-    monkeypatch.setattr(type(target.model), "forward", deaf)
+    misread_beyond(monkeypatch, target, 0, "trees")
     drafter = make_drafter(target).to(dtype)
-    kwargs = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    statistics = target.generate(**batch_of(1), **kwargs, assistant_model=drafter).statistics
+    statistics = text(target, drafter=drafter, max_new_tokens=12, return_dict_in_generate=True).statistics
     assert statistics.draft_kind == "chain" and "otherwise than one by one" in statistics.reason
-
-
-def test_a_target_that_misreads_chains_is_refused(monkeypatch):
-    target = make_target()
-    forward = type(target.model).forward
-
-    def forgetful(self, input_ids=None, position_ids=None, **kwargs):
-        if input_ids is not None and 1 < input_ids.shape[1] < 6:
-            position_ids = torch.zeros_like(position_ids)
-        return forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
-
-    monkeypatch.setattr(type(target.model), "forward", forgetful)
-    with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
-        target.generate(**batch_of(1), max_new_tokens=NEW, assistant_model=make_drafter(target))
 
 
 def test_a_refusal_is_not_remembered():
@@ -432,16 +387,15 @@ def test_a_refusal_is_not_remembered():
     target = make_target(attention_dropout=0.5)
     drafter = make_drafter(target)
     with pytest.raises(ValueError, match="cannot be drafted for"):
-        target.train().generate(**batch_of(1), max_new_tokens=NEW, assistant_model=drafter)
+        text(target.train(), drafter=drafter)
     check(target.eval(), "tree")
 
 
 def test_half_precision_reads_trees_too():
     target = make_target().to(torch.bfloat16)
     drafter = make_drafter(target).to(torch.bfloat16)
-    kwargs = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
     for rows in (1, 3):
-        statistics = target.generate(**batch_of(rows), **kwargs).statistics
+        statistics = text(target, rows, drafter, max_new_tokens=12, return_dict_in_generate=True).statistics
         assert statistics.draft_kind == "tree", statistics.reason
 
 
@@ -453,19 +407,16 @@ def test_every_way_of_drafting_gives_chains_where_only_they_are_read(reuse, buil
     drafter = make_drafter(target, initializer_range=0.5)
     drafter.generation_config.reuse, drafter.generation_config.tree_builder = reuse, builder
     for new in (NEW, 3):
-        plain = target.generate(**batch_of(rows), do_sample=False, max_new_tokens=new)
-        drafted = target.generate(**batch_of(rows), do_sample=False, max_new_tokens=new, assistant_model=drafter)
-        assert drafted.tolist() == plain.tolist()
+        agree(target, rows, drafter, max_new_tokens=new)
 
 
 @pytest.mark.parametrize("name", ["ALiBi", "recurrent layers"])
 def test_rows_in_step_end_at_their_own_time(name):
     model_type, fields, _ = CHAINS[name]
     target = model_of(model_type, **fields)
-    inputs = batch_of(3)
-    free = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    free = text(target, 3)
     ends = [int(free[0, 12 + 3]), int(free[2, 12 + 8])]
-    plain, drafted = compare(target, make_drafter(target), inputs, eos_token_id=ends)
+    plain, drafted = compare(target, make_drafter(target), batch_of(3), eos_token_id=ends)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
 
 
@@ -476,14 +427,10 @@ def test_what_a_target_can_is_tried_once():
     counts = []
     for _ in range(2):
         calls.clear()
-        output = target.generate(
-            **batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-        )
+        output = text(target, drafter=drafter, return_dict_in_generate=True)
         counts.append(len(calls) - output.statistics.target_forwards)
     assert counts[0] > 0 and counts[1] == 0
     del target, drafter, output
-    import gc
-
     gc.collect()
     assert all(kept is not None for kept in target_ability.known)
 
@@ -499,9 +446,7 @@ def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most):
     target.register_forward_hook(lambda *_: calls.append(1))
     for new in (5, NEW) if rows == 1 else (NEW,):
         calls.clear()
-        output = target.generate(
-            **batch_of(rows), max_new_tokens=new, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-        )
+        output = text(target, rows, drafter, max_new_tokens=new, return_dict_in_generate=True)
         further = len(calls) - output.statistics.target_forwards
         assert 0 < further <= most if new == NEW else further == 0
         assert output.statistics.draft_kind == ("tree" if new == NEW else "chain")
@@ -519,28 +464,19 @@ class Arrivals(BaseStreamer):
         self.got.append(-1)
 
 
-def misread(monkeypatch, target, what: str) -> None:
-    """A planted fault: several tokens at once are read without a tree's mask, or without positions."""
-    misread_beyond(monkeypatch, target, 0, what)
-
-
 @pytest.mark.parametrize("new", [3, 5, 8, NEW])
 def test_the_first_call_streams_all_of_its_text_in_order(new):
     target, streamer = make_target(), Arrivals()
-    expected = target.generate(**batch_of(1), max_new_tokens=new, do_sample=False)[0].tolist()
-    target.generate(
-        **batch_of(1), max_new_tokens=new, do_sample=False, assistant_model=make_drafter(target), streamer=streamer
-    )
+    expected = text(target, max_new_tokens=new)[0].tolist()
+    text(target, drafter=make_drafter(target), max_new_tokens=new, streamer=streamer)
     assert streamer.got == [*expected, -1]
 
 
 def test_nothing_is_streamed_by_a_target_that_turns_out_to_be_refused(monkeypatch):
     target, streamer = make_target(), Arrivals()
-    misread(monkeypatch, target, "drafts")
+    misread_beyond(monkeypatch, target, 0, "drafts")
     with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
-        target.generate(
-            **batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=make_drafter(target), streamer=streamer
-        )
+        text(target, drafter=make_drafter(target), streamer=streamer)
     assert streamer.got == batch_of(1)["input_ids"].flatten().tolist()
 
 
@@ -549,20 +485,18 @@ def test_nothing_is_streamed_by_a_target_that_turns_out_to_be_refused(monkeypatc
 def test_a_text_that_repeats_itself_is_no_proof(monkeypatch, what, dtype):
     """Its tokens could stand for one another, so others are read; the cache holds the text's own afterwards."""
     target = make_target().to(dtype)
-    allowed = {"suppress_tokens": [token for token in range(VOCAB) if token != 5], "do_sample": False}
-    drafter = make_drafter(target).to(dtype)
-    plain = target.generate(**batch_of(1), **allowed, max_new_tokens=NEW)
+    suppressed = {"suppress_tokens": [token for token in range(VOCAB) if token != 5]}
+    drafter, plain = make_drafter(target).to(dtype), text(target, **suppressed)
     read, likely = [], target_probe.read_likely
     monkeypatch.setattr(target_probe, "read_likely", lambda *args: read.append(1) or likely(*args))
     if what:
-        misread(monkeypatch, target, what)
-    kwargs = {**batch_of(1), **allowed, "max_new_tokens": NEW, "assistant_model": drafter}
+        misread_beyond(monkeypatch, target, 0, what)
     if what == "drafts":
         with pytest.raises(ValueError, match="several tokens at once"):
-            target.generate(**kwargs)
+            text(target, drafter=drafter, **suppressed)
         assert read
         return
-    output = target.generate(**kwargs, return_dict_in_generate=True)
+    output = text(target, drafter=drafter, **suppressed, return_dict_in_generate=True)
     assert read and output.sequences.tolist() == plain.tolist()
     assert output.statistics.draft_kind == ("chain" if what else "tree"), output.statistics.reason
 
@@ -602,9 +536,8 @@ def test_queries_scaled_by_cache_slot(rows):
         plain, drafted = repeating(target, rows, prompt)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         ids = plain.sequences[:, :prompt]
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 48}
-        wide = target.generate(ids, **settings, assistant_model=make_drafter(target))  # trees with many branches
-        assert wide.tolist() == target.generate(ids, **settings).tolist()
+        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 48}
+        agree(target, **settings)  # trees with many branches
     assert drafted.statistics.tau > 1.5
     assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")
     assert repeating(target, rows, 26, new=8)[1].statistics.draft_kind == "tree"  # no step within the call
@@ -714,10 +647,9 @@ def test_a_call_of_one_text_goes_on_where_it_finds_that_long_texts_are_misread(m
     misread_beyond(monkeypatch, target, 25, "drafts")
     drafter = make_drafter(target)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    call = {**batch_of(1), "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
-    plain = target.generate(**call)
+    plain = text(target, return_dict_in_generate=True)
     for _ in range(3):
-        drafted = target.generate(**call, assistant_model=drafter)
+        drafted = text(target, drafter=drafter, return_dict_in_generate=True)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert "nothing is drafted beyond" in drafted.statistics.reason
         assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
@@ -752,7 +684,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert "nothing is drafted beyond" in drafted.statistics.reason
 
-    inputs, reads, told = batch_of(3), [], []
+    reads, told = [], []
     forward, rest, observe = type(target.model).forward, Drafting.rest, HSDraftSession.observe
 
     def counting(self, input_ids=None, *args, **kwargs):
@@ -772,9 +704,8 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     monkeypatch.setattr(HSDraftSession, "observe", noting)
     monkeypatch.setattr(Drafting, "rest", resting)
     for drafter in (CachebackDrafter(plain.sequences.tolist()), make_drafter(target)):
-        kwargs = {**inputs, "max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
-        plain = target.generate(**kwargs)
-        drafted = target.generate(**kwargs, assistant_model=drafter)
+        call = {"max_new_tokens": 60, "return_dict_in_generate": True}
+        plain, drafted = text(target, 3, **call), text(target, 3, drafter, **call)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         furthest = int(drafted.statistics.reason.split(" tokens:")[0].split()[-1])
         left = plain.sequences.shape[1] - furthest
@@ -788,9 +719,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
 def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows, tuned):
     tuned(sure_length=16)
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
-    target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), []
-    tried = target_probe._tried
-    monkeypatch.setattr(target_probe, "_tried", lambda *args: trials.append(1) or tried(*args))
+    target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
     plain, drafted = repeating(target, rows)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert len(trials) == 3 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)

@@ -17,7 +17,6 @@ from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.depth_weights import d_pace
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import (
-    OBJECTIVES,
     forward_kl,
     nla,
     objective_of,
@@ -27,7 +26,10 @@ from hf_hsdraft.training.loss.objectives import (
 HIDDEN = {"num_draft_steps": 3, "draft_vocab_ids": IDS, "injector_rank": 8}
 HIDDEN |= {"draft_vocab_size": 40, "injector_hidden_size": 16, "head": "trained"}
 ALL = {**KINDS, "hidden-state": ("hidden-state", HIDDEN)}
-kinds = pytest.mark.parametrize("kind", ALL)
+# One of each way in which predictions depend on slots, states and paths.
+kinds = pytest.mark.parametrize(
+    "kind", ["hidden-state", "block", "block, rnn", "eagle3", "peagle", "specformer", "lm", "steered-lm"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +92,6 @@ def test_acceptance_is_finite_where_nothing_overlaps():
     assert torch.autograd.grad(total_variation(far, teacher), far)[0].abs().max() < 1e-6  # it would learn nothing
     logits, teacher = torch.randn(5, 9), torch.randn(5, 9)
     torch.testing.assert_close((-nla(logits, teacher)).exp(), 1 - total_variation(logits, teacher))
-
-
-@pytest.mark.parametrize("name", ["ce_tv", "nla", "lk_hybrid"])
-def test_acceptance_grows_with_each_objective(name):
-    generator = torch.Generator().manual_seed(3)
-    logits, teacher = torch.randn(5, 9, generator=generator), 2 * torch.randn(5, 9, generator=generator)
-    before = total_variation(logits, teacher)
-    for _ in range(300):
-        logits.requires_grad_()
-        (gradient,) = torch.autograd.grad(OBJECTIVES[name](logits, teacher).sum(), logits)
-        logits = (logits - 0.2 * gradient).detach()
-    assert (total_variation(logits, teacher) < before).all()
 
 
 def weights_by_hand(probabilities: list[float], valid: list[bool], floor: float) -> list[float]:
@@ -170,7 +160,7 @@ def gradients(loss: torch.Tensor, drafter) -> dict[str, torch.Tensor]:
 
 
 @kinds
-@pytest.mark.parametrize("streams", ["d-pace", "rejected", "both"])
+@pytest.mark.parametrize("streams", ["d-pace", "both"])
 def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams):
     """Each prediction by itself, in float64: D-PACE's weights, and rejected drafts at some places; with gradients."""
     drafter, pack, chains, labels = some_chains(target, kind)

@@ -33,12 +33,6 @@ def test_every_weight_is_the_weighted_mean(target):
         torch.testing.assert_close(mean[name], torch.lerp(tensor, two.state_dict()[name], 0.75))
 
 
-def test_a_drafter_averaged_with_itself_stays_what_it_is(target):
-    one = make_drafter(target)
-    same = average([one, one], [0.5, 0.5]).state_dict()
-    assert all(torch.equal(tensor, same[name]) for name, tensor in one.state_dict().items())
-
-
 def test_the_stored_average_loads_and_drafts_and_says_what_it_is(target, tokenizer, prompt, pair, tmp_path):
     out = tmp_path / "mean"
     average_folders(pair, [0.35, 0.65], out, target, tokenizer)

@@ -19,6 +19,7 @@ from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, s
 from hf_hsdraft.training.data.conversations import (
     Conversation,
     Prompt,
+    prompts_from_dataset,
     read_jsonl,
     read_prompts,
     tokenize_conversation,
@@ -27,7 +28,6 @@ from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.generating import user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
-from hf_hsdraft.training.data.prompts import prompts_from_dataset
 from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
 
 

@@ -17,29 +17,17 @@ from hf_hsdraft.training.evaluate.decoding_estimate import Device, Drafting, est
 from hf_hsdraft.training.evaluate.estimate import estimate, explain
 
 LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-}
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
 LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
 ASKED = {
-    "tokens": 1_000_000,
-    "epochs": 2.0,
-    "chains_per_token": 0.2,
-    "rolled_fraction": 0.5,
-    "conversations_tokens_per_step": 2048,
-    "cached": True,
-}
+    "tokens": 1_000_000, "epochs": 2.0, "chains_per_token": 0.2, "rolled_fraction": 0.5,
+    "conversations_tokens_per_step": 2048, "cached": True,
+}  # fmt: skip
 
 
 def llama(**sizes) -> LlamaConfig:
@@ -81,15 +69,6 @@ VARIANTS = [
     {"num_hidden_layers": 3, "num_roll_layers": 2, "num_step_modules": 3},
     {"head": "trained", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
 ]
-
-
-@pytest.mark.parametrize("overrides", VARIANTS)
-def test_counted_parameters_are_those_of_the_models(overrides):
-    config, drafter = small(**overrides)
-    figures = estimate(config, drafter, **ASKED).figures
-    assert figures["drafter parameters"] == HSDrafter(drafter).num_parameters()
-    target = make_target(**{name: getattr(config, name) for name in ("vocab_size", *LLAMA_1B)})
-    assert figures["target parameters"] == target.num_parameters()
 
 
 def test_hand_arithmetic_on_a_small_drafter():
@@ -158,6 +137,7 @@ def test_a_real_step_needs_what_was_estimated(overrides):
     config, drafter = small(**overrides)
     asked = {**ASKED, "chains_per_token": 0.5, "conversations_tokens_per_step": 128}
     figures = estimate(config, drafter, **asked).figures
+    assert figures["drafter parameters"] == HSDrafter(drafter).num_parameters()
     operations, kept = run_step(drafter, tokens=128, chains=64, rolled=32)
     assert figures["drafter per token"] * 128 == pytest.approx(operations, rel=0.05)
     activations = figures["trunk inputs"] + figures["layer activations"] + figures["attention weights"]
@@ -197,8 +177,7 @@ def result_of(text: str) -> float:
     return eval(text)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("overrides", VARIANTS)
+@pytest.mark.parametrize(("overrides", "cached"), [({}, False), *((each, True) for each in VARIANTS)])
 def test_every_line_shows_arithmetic_that_is_right(overrides, cached):
     config, drafter = small(**overrides)
     found = estimate(config, drafter, **{**ASKED, "cached": cached}, flops_per_second=1e9, world_size=3, sharded=True)

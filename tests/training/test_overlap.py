@@ -11,7 +11,7 @@ from conftest import write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.training.data.chats import Chat, read_chats
+from hf_hsdraft.training.data.conversations import Chat, read_chats
 from hf_hsdraft.training.data.coverage import count_covered, count_kinds
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.gather import read_sources

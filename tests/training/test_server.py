@@ -419,9 +419,10 @@ def test_errors_come_before_work_and_keep_the_key(monkeypatch, status, kind, exp
 
 
 @pytest.mark.parametrize("key", ["a\nsecret", "sécret"])
-def test_keys_that_no_header_can_hold(key):
+def test_keys_that_no_header_can_hold(monkeypatch, key):
+    monkeypatch.setenv("HSDRAFT_API_KEY", key)
     with pytest.raises(ValueError, match="printable ASCII") as error:
-        answer_by_server("http://127.0.0.1:9", make_prompts(1), api_key=key)
+        answer_by_server("http://127.0.0.1:9", make_prompts(1))
     assert "cret" not in str(error.value)
 
 

@@ -28,6 +28,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.pruning import prune
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import forward_kl
@@ -72,6 +73,7 @@ FIXED = {
 }
 SIZES_OF_A_FILE = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8}
 families = pytest.mark.parametrize("family", SIZES)
+all_families = pytest.mark.parametrize("family", [*SIZES, "lm", "steered-lm"])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -225,7 +227,7 @@ def test_drawn_tokens_follow_the_drafter(target, kind):
 
 
 def plan(folder, family: str, **overrides) -> TrainingPlan:
-    return planned(folder, family, **{"drafter": SIZES[family], **overrides})
+    return planned(folder, family, **({"drafter": SIZES[family]} if family in SIZES else {}) | overrides)
 
 
 class Describes(TrainerCallback):
@@ -281,15 +283,28 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
     assert f"| family | {family} |" in card and CARDS[family] in card
 
 
-@families
-def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
-    whole = run(chatty, tokenizer, plan(tmp_path, family, out=str(tmp_path / "whole"), cache_taps=True))
+@pytest.fixture
+def start(chatty, tokenizer, tmp_path):
+    """Returns the name of a language model to start from; None for a family that needs none."""
+
+    def name_for(family: str) -> str | None:
+        if family in SIZES:
+            return None
+        prune(chatty, tokenizer, [0, 2], tmp_path / "small")
+        return str(tmp_path / "small")
+
+    return name_for
+
+
+@all_families
+def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, start, monkeypatch):
+    killed = plan(tmp_path, family, init_from=start(family), cache_taps=True)
+    whole = run(chatty, tokenizer, replace(killed, out=str(tmp_path / "whole")))
     steps = kill_at_step_three(monkeypatch)
-    killed = plan(tmp_path, family, cache_taps=True)
     with pytest.raises(KeyboardInterrupt):
         run(chatty, tokenizer, killed)
     with pytest.raises(ValueError, match=f"family: '{family}' -> 'hidden-state'"):
-        run(chatty, tokenizer, replace(killed, family="hidden-state", drafter={"draft_vocab_size": 40}))
+        run(chatty, tokenizer, replace(killed, family="hidden-state", init_from=None, drafter={"draft_vocab_size": 40}))
     resumed = run(chatty, tokenizer, killed)
     assert steps[4:] == [2, 3]
     for name, value in whole.state_dict().items():
@@ -336,18 +351,20 @@ def test_a_specformer_drafter_gets_another_vocabulary(chatty, tokenizer, tmp_pat
     assert decodes_as_plain(chatty, second.float())
 
 
-@families
-def test_commands_train_and_check(chatty, tokenizer, tmp_path, family):
+@all_families
+def test_commands_train_and_check(chatty, tokenizer, tmp_path, family, start):
     for part in (chatty, tokenizer):
         part.save_pretrained(tmp_path / "target")
-    target, out = str(tmp_path / "target"), str(tmp_path / "out")
+    target, out, model = str(tmp_path / "target"), str(tmp_path / "out"), start(family)
     arguments = ["--family", family, "--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2"]
     arguments += ["--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8)), "--eval-conversations", "2"]
-    arguments += ["--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3", "--taps", "1,2"]
+    arguments += ["--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3", "--eval-new-tokens", "4"]
+    arguments += ["--init-from", model] if model else ["--taps", "1,2"]
     result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert AutoDrafter.from_pretrained(out).taps == (1, 2)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB // 4
+    if model is None:
+        assert AutoDrafter.from_pretrained(out).taps == (1, 2)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB // 4
     result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in result.output.splitlines() if line[:6].strip().isdigit()] == ["1", "2", "3"]

@@ -70,8 +70,7 @@ def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields) 
     ).loss
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize(("layers", "injector"), [(1, "path"), (2, "low_rank")])
 def test_training_logits_are_those_of_decoding(target, features, layers, injector):
     """The field's most common bug: a shift between the two. Every depth, second document of a pack, true tokens."""
     drafter = make_drafter(target, num_hidden_layers=layers, injector=injector)
@@ -166,9 +165,10 @@ def test_objectives_pull_towards_the_target(name):
         assert total_variation(logits, teacher).mean() < 0.5 * before
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("head", ["target", "trained"])
-@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
+@pytest.mark.parametrize(
+    ("layers", "head", "injector"),
+    [(1, "target", "path"), (2, "trained", "path"), (1, "trained", "low_rank"), (2, "target", "selector")],
+)
 def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, layers, head, injector):
     drafter = make_drafter(target, num_hidden_layers=layers, head=head, injector=injector, initializer_range=0.05)
     weights = borrow(drafter, target)
@@ -280,8 +280,15 @@ def prompts(count: int = 3) -> list[torch.Tensor]:
     return [torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(n)) for n in range(count)]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("options", [{}, {"beam_width": 1}, {"reuse": "ensemble"}, {"num_assistant_tokens": 2}])
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("sdpa", {}),
+        ("eager", {"beam_width": 1}),
+        ("sdpa", {"reuse": "ensemble"}),
+        ("sdpa", {"num_assistant_tokens": 2}),
+    ],
+)
 def test_parity_holds(attention, options):
     target = make_target(attention)
     drafter = make_drafter(target, draft_vocab_size=60, draft_vocab_ids=range(20, 80))

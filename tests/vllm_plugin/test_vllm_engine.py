@@ -46,45 +46,28 @@ def test_a_hidden_state_drafter_is_drafted_by_the_plugin(drafter):
     expected = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 4}
     assert speculation_of(drafter) == expected
     assert speculation_of(drafter, 2) == {**expected, "num_speculative_tokens": 2}
-
-
-@pytest.mark.parametrize("wanted", [0, 5])
-def test_chains_that_the_drafter_does_not_draft_are_refused(drafter, wanted):
-    with pytest.raises(ValueError, match="expected 1 to 4"):
-        speculation_of(drafter, wanted)
+    for wanted in (0, 5):
+        with pytest.raises(ValueError, match="expected 1 to 4"):
+            speculation_of(drafter, wanted)
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),  # as `SpeculatorsConfig.build_vllm_speculative_config` of vLLM 0.32 returns them
+    ("kind", "layers", "fields", "refused"),  # `SpeculatorsConfig.build_vllm_speculative_config` of vLLM 0.32
     [
-        ("eagle3", {"method": "eagle3"}),
-        ("peagle", {"method": "eagle3", "parallel_drafting": True}),
-        ("dflash", {"method": "dflash"}),
-        ("dflash2", {"method": "dflash"}),
-        ("dspark", {"method": "dspark"}),
+        ("eagle3", None, {"method": "eagle3"}, False),
+        ("peagle", None, {"method": "eagle3", "parallel_drafting": True}, False),
+        ("dspark", None, {"method": "dspark"}, True),
+        ("dflash2", None, {"method": "dflash"}, True),
+        ("dflash", None, {"method": "dflash"}, False),
+        ("dflash", ["full_attention"] * 2, {"method": "dflash"}, False),
+        ("dflash", ["sliding_attention"] * 2, {"method": "dflash"}, False),
+        ("dflash", ["sliding_attention", "full_attention"], {"method": "dflash"}, True),
     ],
 )
-def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path, kind, fields):
-    saved = speculators(tmp_path / "drafter", kind, 7)
-    assert speculation_of(saved) == {**fields, "model": str(saved), "num_speculative_tokens": 7}
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers", "refused"),
-    [
-        ("eagle3", None, False),
-        ("peagle", None, False),
-        ("dspark", None, True),
-        ("dflash2", None, True),
-        ("dflash", None, False),
-        ("dflash", ["full_attention"] * 2, False),
-        ("dflash", ["sliding_attention"] * 2, False),
-        ("dflash", ["sliding_attention", "full_attention"], True),
-    ],
-)
-def test_what_vllms_runner_for_cpus_refuses_is_refused(tmp_path, kind, layers, refused):
+def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path, kind, layers, fields, refused):
+    """But for what its runner for CPUs refuses."""
     saved = speculators(tmp_path / "drafter", kind, 7, transformer_layer_config={"layer_types": layers})
-    assert speculation_of(saved)["num_speculative_tokens"] == 7
+    assert speculation_of(saved) == {**fields, "model": str(saved), "num_speculative_tokens": 7}
     if refused:
         with pytest.raises(ValueError, match=r"refuses it on CPUs.*--device cuda"):
             speculation_of(saved, on_cpu=True)
@@ -202,24 +185,25 @@ def install_plugin(folder):
 
 
 def test_an_environment_without_vllm_is_named_with_what_to_do(environment):
-    with pytest.raises(ImportError, match=r"does not find vLLM.*python3 -m venv"):
-        check_environment(environment(vllm=False), with_plugin=False)
-    with pytest.raises(ImportError, match="cannot be started"):
-        check_environment("no/such/python", with_plugin=False)
-    with pytest.raises(ImportError, match="true is no Python interpreter"):
-        check_environment(shutil.which("true"), with_plugin=False)
+    for python, told in (
+        (environment(vllm=False), r"does not find vLLM.*python3 -m venv"),
+        ("no/such/python", "cannot be started"),
+        (shutil.which("true"), "true is no Python interpreter"),
+    ):
+        with pytest.raises(ImportError, match=told):
+            check_environment(python, with_plugin=False)
 
 
-def test_the_plugin_has_to_be_installed_where_it_drafts(environment, tmp_path):
-    python = environment()
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_plugin_has_to_be_installed_where_it_drafts(environment, tmp_path, installed):
+    python = environment(plugin=installed)
     install_plugin(tmp_path)  # the current folder, as a checkout; nothing is installed by that
     check_environment(python, with_plugin=False)
-    with pytest.raises(ImportError, match="hf_hsdraft is not installed"):
+    if installed:
         check_environment(python, with_plugin=True)
-
-
-def test_an_installed_plugin_is_found(environment):
-    check_environment(environment(plugin=True), with_plugin=True)
+    else:
+        with pytest.raises(ImportError, match="hf_hsdraft is not installed"):
+            check_environment(python, with_plugin=True)
 
 
 @pytest.fixture
@@ -265,22 +249,23 @@ def test_only_drafters_of_the_plugin_need_it(serve, tmp_path):
     assert "--speculative-config" in serve("--drafter", str(eagle))
 
 
-def test_a_folder_without_weights_is_refused_before_vllm_starts(serve, drafter):
-    (drafter / "model.safetensors").unlink()
-    assert "has no model.safetensors" in serve("--drafter", str(drafter), plugin=True)
-
-
-def test_an_empty_name_is_no_drafter(serve):
-    assert "the name is empty" in serve("--drafter", "")
-
-
 def test_plain_decoding_needs_no_plugin(serve):
     assert "--speculative-config" not in serve("--plain")
 
 
-@pytest.mark.parametrize("name", [NGRAMS, "drafter"])
-def test_a_missing_plugin_is_said_before_vllm_starts(serve, drafter, name):
-    assert "hf_hsdraft is not installed" in serve("--drafter", str(drafter) if name == "drafter" else name)
+@pytest.mark.parametrize(
+    ("name", "plugin", "said"),
+    [
+        ("whole", False, "hf_hsdraft is not installed"),
+        (NGRAMS, False, "hf_hsdraft is not installed"),
+        ("without weights", True, "has no model.safetensors"),
+        ("", False, "the name is empty"),
+    ],
+)
+def test_what_is_missing_is_said_before_vllm_starts(serve, drafter, name, plugin, said):
+    if name == "without weights":
+        (drafter / "model.safetensors").unlink()
+    assert said in serve("--drafter", name if name in ("", NGRAMS) else str(drafter), plugin=plugin)
 
 
 @pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "num_hidden_layers"])
@@ -313,12 +298,10 @@ def test_a_hidden_state_drafter_needs_the_target_on_one_device(serve, drafter, o
     assert "does not go with a hidden-state drafter" in said
 
 
-def test_others_share_the_target_over_devices(serve, drafter):
-    assert serve("--drafter", NGRAMS, "--", "-tp", "2", plugin=True)[-2:] == ["-tp", "2"]
-
-
-def test_one_device_may_be_named(serve, drafter):
-    assert serve("--drafter", str(drafter), "--", "-tp", "1", plugin=True)[-2:] == ["-tp", "1"]
+@pytest.mark.parametrize(("name", "size"), [(NGRAMS, "2"), ("drafter", "1")])
+def test_others_share_the_target_over_devices_and_one_may_be_named(serve, drafter, name, size):
+    command = serve("--drafter", NGRAMS if name == NGRAMS else str(drafter), "--", "-tp", size, plugin=True)
+    assert command[-2:] == ["-tp", size]
 
 
 @pytest.mark.parametrize(

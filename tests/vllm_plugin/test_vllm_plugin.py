@@ -167,7 +167,7 @@ def test_what_vllm_is_told_of_a_drafter(plugin):
 @pytest.mark.parametrize("fields, message", [
     ({"num_step_modules": 2}, "several sets of parameters"),
     ({"num_hidden_layers": 2, "num_roll_layers": 1}, "a part of its layers"),
-    ({"head": "trained"}, "output rows of its own"),
+    ({"head": "trained"}, "trained output rows"),
     ({"injector": "selector"}, "a selector"),
 ])  # fmt: skip
 def test_drafters_of_other_kinds_are_refused(plugin, fields, message):

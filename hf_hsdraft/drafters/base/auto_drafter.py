@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
-from ...hub.fetching import loading
+from ...hub.drafter_files import CONFIG, read_json
+from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from .draft_options import is_misspelt, nearest_option, option_names
 from .formats import Format, recognise

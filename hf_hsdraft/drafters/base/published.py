@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes
 from .protocol import Drafter
 
+AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "attention_bias",
@@ -30,6 +31,16 @@ class PublishedNetwork(nn.Module, Drafter):
     Its configuration has `num_draft_steps`, `taps_of(num_hidden_layers)`, and fields about its target:
     `vocab_size`, `target_hidden_size`, `target_num_hidden_layers` (each None for any), `target_name`, and
     `last_tap_is_normed`.
+
+    For training, its `forward` reads packed sequences and drafts from many positions at once. All networks take:
+
+    - taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, concatenated;
+    - embeds: `[T, D]`, embeddings of the next tokens x_{i+1}, by `borrow(...).embed`;
+    - position_ids: `[T]`, int64, position i of each pair, consecutive within a document;
+    - starts: `[S]`, int64, pairs at which chains or blocks start; None for the last one only;
+    - document_ids: `[T]`, int64; attention stays within a document. None for a single document;
+    - num_rolled: number of chains, the first of `starts`, that go beyond the first depth; None for all;
+    - labels: for `loss_function(drafter, hidden_states, labels)`; None for no loss.
     """
 
     config: Any

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from ...core.checks import FORMAT_VERSION, printable
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
-from ...hub.drafter_files import CONFIG, OPTIONS, WEIGHTS, check_is_drafter, find_folder, read_json, taken_for_hub
-from ...hub.fetching import loading
+from ...hub.drafter_files import CONFIG, OPTIONS, WEIGHTS, check_is_drafter, read_json
+from ...hub.fetching import find_folder, loading, taken_for_hub
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import stored_options
 from ...hub.publication import bring_known, complete_folder

@@ -92,12 +92,7 @@ def _format(name: str, rank: int, matches: Any, read: Reader, possible: Any = _O
 
 FORMATS = (
     Format(
-        "neighbouring formats that are refused",
-        0,
-        reading.is_refused,
-        reading.refuse,
-        possible=_OF_LAYERS,
-        loads=False,
+        "neighbouring formats that are refused", 0, reading.is_refused, reading.refuse, possible=_OF_LAYERS, loads=False
     ),
     _format(
         "speculators (dflash, dflash2, dspark)",

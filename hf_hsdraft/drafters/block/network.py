@@ -18,13 +18,11 @@ from torch import nn
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.drafter_output import DrafterOutput
-from ..base.published import PublishedNetwork
+from ..base.published import AttendByLayer, PublishedNetwork
 from ..base.target_weights import TargetWeights, borrow
 from .configuration import BlockConfig
 from .context import training_attention
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
-
-AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 
 
 class BlockConvolution(nn.Module):
@@ -196,14 +194,8 @@ class BlockNetwork(PublishedNetwork):
         only the first draft of each is returned.
 
         Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, concatenated.
-            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}, by `borrow(...).embed`.
-            position_ids: `[T]`, int64, position i of each pair.
-            starts: `[S]`, int64, pairs at which blocks start; None for the last one only.
-            document_ids: `[T]`, int64; attention stays within a document. None for a single document.
-            num_rolled: number of blocks, the first of `starts`, with all drafts returned; None for all.
-            labels: for `loss_function(drafter, hidden_states, labels)`.
-            mask_embeds: `[D]`, `embed` of `mask_token_id`; unused with a learned mask embedding.
+            mask_embeds: `[D]`, `embed` of `mask_token_id`; unused with a learned mask embedding. The other arguments
+                are those of `PublishedNetwork`.
 
         Raises:
             ValueError: `mask_embeds` is missing.

@@ -10,7 +10,7 @@ Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,11 +22,9 @@ from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.published import PublishedNetwork
+from ..base.published import AttendByLayer, PublishedNetwork
 from ..base.target_weights import TargetWeights
 from .configuration import EagleConfig
-
-AttendRows = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 
 
 class EagleLayer(DecoderLayer):
@@ -87,7 +85,12 @@ class EagleNetwork(PublishedNetwork):
         return self.fc(taps)
 
     def through(
-        self, states: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendRows, rows: Any = None
+        self,
+        states: torch.Tensor,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        attend: AttendByLayer,
+        rows: Any = None,
     ) -> torch.Tensor:
         """Returns y of rows `[..., n, D]`.
 
@@ -143,16 +146,10 @@ class EagleNetwork(PublishedNetwork):
         The row of step s at start i sees the target's states up to i, and the s steps of its chain as drafted states.
 
         Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i, concatenated.
-            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
-            starts: `[S]`, int64, pairs at which chains start; None for the last one only.
-            document_ids: `[T]`, int64; attention stays within a document. None for a single document.
             num_draft_steps: K, the configuration's by default.
-            num_rolled: unroll only the first so many of `starts` beyond depth 1; None for all.
             path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth, or of the mask
-                token for a parallel drafter. The first depth is not read here but from `embeds`.
-            labels: for `loss_function(drafter, hidden_states, labels)`.
+                token for a parallel drafter. The first depth is not read here but from `embeds`. The other arguments
+                are those of `PublishedNetwork`.
 
         Raises:
             ValueError: `path_embeds` is missing, or the layers have different windows.
@@ -174,7 +171,7 @@ class EagleNetwork(PublishedNetwork):
         return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
 
-def _of_packed(attend: PackedAttend) -> AttendRows:
+def _of_packed(attend: PackedAttend) -> AttendByLayer:
     """Packed attention, with keys and values row by row."""
 
     def attend_rows(

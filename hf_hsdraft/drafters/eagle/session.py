@@ -18,11 +18,12 @@ from ...verify.foresight import Foresight, Race
 from ..base.draft_options import DraftOptions
 from ..base.parallel_expansion import ParallelExpansion
 from ..base.protocol import Accepted, Ask
+from ..base.published import AttendByLayer
 from ..base.row_context import RowContext, Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Columns, ReadingSession
 from .feedback_trial import FeedbackTrial, can_be_tried
-from .network import AttendRows, EagleNetwork
+from .network import EagleNetwork
 
 
 class DraftedRows:
@@ -41,13 +42,8 @@ class DraftedRows:
         self, network: EagleNetwork, context: RowContext, rows: Sequence[int], states: torch.Tensor, last: torch.Tensor
     ) -> None:
         self._network, self._context, self._rows = network, context, list(rows)
-        self._states, self._last = states[:, None], last
+        self.states, self._last = states[:, None], last  # y of all rows by number, `[B, 1 + m, D]`
         self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
-
-    @property
-    def states(self) -> torch.Tensor:
-        """y of all rows by number, `[B, 1 + m, D]`."""
-        return self._states
 
     def extend(
         self,
@@ -66,14 +62,6 @@ class DraftedRows:
             depths: `[n]`, int64, distance from the last accepted pair.
             causal: whether each row also sees the earlier rows of this call.
         """
-        (batch, count), before = parents.shape, self._above.shape[2]
-        self._states = torch.cat([self._states, self._run(states, embeds, parents, depths, causal)], dim=1)
-        numbers = torch.arange(before + 1, before + 1 + count, device=parents.device)
-        return numbers.expand(batch, -1)
-
-    def _run(
-        self, states: torch.Tensor, embeds: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, causal: bool
-    ) -> torch.Tensor:
         (batch, count), before = parents.shape, self._above.shape[2]
         ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
         own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
@@ -96,7 +84,9 @@ class DraftedRows:
             mask = seen(self._network.config.windows[layer])
             return batched_attention(queries, *context.view(layer, rows, drafted), mask)
 
-        return self._network.through(states, embeds, self._last + depths, attend)
+        y = self._network.through(states, embeds, self._last + depths, attend)
+        self.states = torch.cat([self.states, y], dim=1)
+        return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
 
 
 class EagleExpansion(Expansion):
@@ -125,22 +115,23 @@ class EagleExpansion(Expansion):
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, numbers = self.logits(level, tokens, states)
-        return self._log_probs(level, logits, self._race), numbers
+        if self._race is not None:
+            return self._race(level, logits), numbers
+        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
+        return logits.log_softmax(dim=-1, dtype=torch.float32), numbers
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
+        if self._race is None or self._network.config.draft_vocab_size < 2 * TUNING.likely_columns:
+            return super().best(level, tokens, states, scores, count)
         logits, numbers = self.logits(level, tokens, states)
-        race, columns = self._race, None
-        if race is not None and logits.shape[-1] >= 2 * TUNING.likely_columns:
-            columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
-            logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-            race = race.among(columns)
-        totals = scores[..., None] + self._log_probs(level, logits, race)
+        columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
+        totals = scores[..., None] + self._race.among(columns)(level, logits)
         values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        parents, found = places // totals.shape[-1], places % totals.shape[-1]
-        return values, found if columns is None else columns.gather(1, found), parents, numbers
+        return values, columns.gather(1, places % totals.shape[-1]), places // totals.shape[-1], numbers
 
     def logits(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -155,39 +146,12 @@ class EagleExpansion(Expansion):
         numbers = drafted.extend(network.fed_back(above), self._weights.embed(tokens), parents, depths)
         return network.logits(drafted.states[:, -tokens.shape[1] :]), numbers[..., None]
 
-    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
-        if race is not None:
-            return race(level, logits)
-        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
-        return logits.log_softmax(dim=-1, dtype=torch.float32)
-
-
-def parallel_logits(
-    network: EagleNetwork, weights: TargetWeights, drafted: DraftedRows, mask: int, depth: int
-) -> torch.Tensor:
-    """Returns the logits `[B, depth, V']` of all depths by one forward over rows of the mask token (P-EAGLE).
-
-    The last accepted pair gives the first depth.
-    """
-    root = drafted.states
-    if depth > 1:
-        depths = torch.arange(1, depth, device=root.device)
-        embeds = weights.embed(torch.full_like(depths, mask)).expand(len(root), -1, -1)
-        parents = torch.zeros_like(depths).expand(len(root), -1)
-        drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
-    return network.logits(drafted.states)
-
 
 class EagleSession(ReadingSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward; arguments as in `ReadingSession`.
 
     Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
-
-    Attributes:
-        expansion_class: runs the drafter on nodes.
     """
-
-    expansion_class: type[EagleExpansion] = EagleExpansion
 
     def __init__(
         self,
@@ -226,7 +190,7 @@ class EagleSession(ReadingSession):
         states = network.through(network.fuse(taps), embeds, positions, attend, ends)
         self._last.update(zip(counts, states, strict=True))
 
-    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendRows:
+    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendByLayer:
         """Attention of accepted pairs, row by row: each sees its sequence up to itself."""
         context, rows, windows = self._context, list(counts), self.drafter.config.windows
 
@@ -263,13 +227,13 @@ class EagleSession(ReadingSession):
         if self._trial is not None:
             self._trial.decide()
         race, temperature = self.race(rows, depth), options.draw_temperature
-        drafted = self.rows_after(rows)
-        if mask is None:
-            return self.expansion_class(network, weights, drafted, depth, temperature, race)
-        logits = parallel_logits(network, weights, drafted, mask, depth)
-        return ParallelExpansion(logits, temperature=temperature, race=race)
-
-    def rows_after(self, rows: Sequence[int]) -> DraftedRows:
-        """Returns the drafted rows of sequences without pending pairs."""
         states = torch.stack([self._last[row] for row in rows])
-        return DraftedRows(self.drafter, self._context, rows, states, self.anchors(rows) - 1)
+        drafted = DraftedRows(network, self._context, rows, states, self.anchors(rows) - 1)
+        if mask is None:
+            return EagleExpansion(network, weights, drafted, depth, temperature, race)
+        if depth > 1:  # one forward over rows of the mask token; the last accepted pair gives the first depth
+            depths = torch.arange(1, depth, device=states.device)
+            embeds = weights.embed(torch.full_like(depths, mask)).expand(len(rows), -1, -1)
+            parents = torch.zeros_like(depths).expand(len(rows), -1)
+            drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
+        return ParallelExpansion(network.logits(drafted.states), temperature=temperature, race=race)

@@ -15,8 +15,7 @@ from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import taken_for_hub
-from ...hub.fetching import loading
+from ...hub.fetching import loading, taken_for_hub
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names

@@ -23,14 +23,8 @@ from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.travelling_config import ANY
-from ...hub.drafter_files import (
-    CONFIG,
-    OPTIONS,
-    check_is_drafter,
-    find_folder,
-    read_json,
-    taken_for_hub,
-)
+from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
+from ...hub.fetching import find_folder, taken_for_hub
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
 from ...runtime.module_hooks import no_hooks_left

@@ -36,8 +36,7 @@ def train_refiner(
     """
     from ...generate.by_name import load_drafter
     from ...runtime.target_loading import load_target
-    from ...training.data.chats import read_answered
-    from ...training.data.conversations import tokenize_conversation
+    from ...training.data.conversations import read_answered, tokenize_conversation
     from .path_lm import PathLMSizes, check_place, save_refiner
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run

@@ -1,4 +1,4 @@
-"""Prompts and conversations in files of JSON lines, one object a line."""
+"""Prompts and conversations: in files of JSON lines, one object a line, in data sets, in folders of runs; as tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from .dataset import RowFolder
+
 Message = dict[str, str]
+_COLUMNS = ("messages", "conversations", "conversation", "turns", "prompt", "instruction", "question", "text")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,113 @@ def _json_object(line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     return row
+
+
+def prompts_from_dataset(
+    name: str, config: str | None = None, split: str = "train", column: str | None = None
+) -> list[Prompt]:
+    """Reads the user turns of a data set. Its answers are not used: the target makes its own.
+
+    Args:
+        name: name of a data set on the Hub, or a local folder that `datasets` reads.
+        column: column that holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or
+            `from`/`value`); `None` for the first column with a usual name.
+
+    Raises:
+        ValueError: there is no such column, or it holds no prompt.
+    """
+    from datasets import load_dataset, load_from_disk
+
+    saved = Path(name)
+    if (saved / "state.json").is_file():  # written by `save_to_disk`
+        rows = load_from_disk(name)
+    elif (saved / "dataset_dict.json").is_file():
+        rows = load_from_disk(name)[split]
+    else:
+        rows = load_dataset(name, config, split=split)
+    chosen = column or next((usual for usual in _COLUMNS if usual in rows.column_names), None)
+    if chosen is None or chosen not in rows.column_names:
+        raise ValueError(
+            f"{name} has no column {column or ' or '.join(_COLUMNS)!r}; name one with --dataset-column: "
+            f"{', '.join(rows.column_names)}"
+        )
+    prompts = [Prompt.of(turns, str(name)) for value in rows[chosen] if (turns := _user_turns(value))]
+    if not prompts:
+        raise ValueError(f"column {chosen!r} of {name} holds no prompts: expected text, turns or chat messages")
+    return prompts
+
+
+def _user_turns(value: Any) -> list[str]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, Sequence):
+        return []
+    turns = []
+    for turn in value:
+        if isinstance(turn, dict):
+            role, text = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+            if role in ("user", "human") and isinstance(text, str):
+                turns.append(text)
+        elif isinstance(turn, str):
+            turns.append(turn)
+    return [turn.strip() for turn in turns if turn.strip()]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The user's turns and the assistant's of a chat; a prompt has no answers. `kind` is a label, `""` for none."""
+
+    asked: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    kind: str = ""
+
+    @classmethod
+    def of(cls, found: Conversation | Prompt, kind: str = "") -> Chat:
+        if isinstance(found, Prompt):
+            return cls(found.turns, (), kind or found.category)
+        said = {role: tuple(text for who, text in found.messages if who == role) for role in ("user", "assistant")}
+        return cls(said["user"], said["assistant"], kind)
+
+
+def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
+    """Reads chats and prompts.
+
+    Args:
+        path: a JSONL file whose lines hold `messages` or `turns`; a folder of rows, as `hsdraft train` makes in `data`;
+            or the folder of a run.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: it holds no chats.
+    """
+    chats = [Chat.of(found, _label(row)) for row, found in _rows_of(Path(path))]
+    if not chats:
+        raise ValueError(f"{path} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
+    return chats
+
+
+def read_answered(path: str | os.PathLike[str]) -> list[Conversation]:
+    """Reads the finished chats of what `read_chats` reads, with the same errors."""
+    chats = [found for _, found in _rows_of(Path(path)) if isinstance(found, Conversation)]
+    if not chats:
+        raise ValueError(f"{path} holds no answers: expected lines with `messages`, or a folder of a run")
+    return chats
+
+
+def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
+    if not place.exists():
+        raise FileNotFoundError(f"there is no file or folder {place}")
+    if not place.is_dir():
+        yield from read_rows(place)
+        return
+    inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
+    for row in RowFolder(inner).rows():
+        if row.get("messages"):
+            yield row, Conversation.of(row["messages"])
+
+
+def _label(row: dict[str, Any]) -> str:
+    return str(row.get("category") or row.get("source") or "")
 
 
 def with_padding(tokenizer: Any) -> Any:

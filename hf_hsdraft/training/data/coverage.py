@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .chats import Chat
+from .conversations import Chat
 
 DISTINCT = (1, 2, 4)
 COVERED = (1, 2, 3)

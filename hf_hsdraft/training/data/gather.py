@@ -16,15 +16,22 @@ from ..._version import __version__
 from ...runtime.target_loading import is_sharded
 from ..loop.progress import Reporter
 from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
-from .chats import Chat, read_chats
-from .conversations import Conversation, Message, Prompt, check_template_keeps_turns, read_jsonl
+from .conversations import (
+    Chat,
+    Conversation,
+    Message,
+    Prompt,
+    check_template_keeps_turns,
+    prompts_from_dataset,
+    read_chats,
+    read_jsonl,
+)
 from .dataset import RowFolder
 from .generating import reply
 from .inventing import invent_prompts, prompt_of
 from .kinds import Kind, chosen_kinds, kind_of_openings
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
-from .prompts import prompts_from_dataset
 from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)

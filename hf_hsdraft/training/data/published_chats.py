@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import DatasetCardData, HfApi
 
 from ...core.checks import printable, public_name
+from ...hub.card_figures import cell, code, table
 from ...hub.drafter_files import CARD
-from ...hub.markdown import cell, code, table
 from ...hub.model_card import MARK
 from ...hub.pushing import leave_foreign_card, prepare_repository, told
 from ..files import write_json

@@ -33,6 +33,7 @@ PROBES = (
     "Invent a name for a shop that sells clocks.",
 )
 PROBE_TOKENS = 8  # of each answer
+_SECONDS = 600.0  # that a request may take
 
 
 def answer_by_server(
@@ -44,17 +45,16 @@ def answer_by_server(
     max_new_tokens: int = 256,
     concurrency: int = 16,
     seed: int = 0,
-    api_key: str | None = None,
     max_retries: int = 5,
-    timeout: float = 600.0,
     expected: Sequence[str] | None = None,
     on_skip: _OnSkip = None,
 ) -> Iterator[Answered]:
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
-    The server is tried at once. A prompt's temperature and seed depend on `seed` and its key alone. Closing the
-    iterator, or an error, drops unfinished conversations without waiting for their requests. `transformers serve
-    --continuous-batching` samples every request as it samples the first one, so use it for greedy answers only.
+    The server is tried at once, with the key in `HSDRAFT_API_KEY`, if there is any. A prompt's temperature and seed
+    depend on `seed` and its key alone. Closing the iterator, or an error, drops unfinished conversations without
+    waiting for their requests. `transformers serve --continuous-batching` samples every request as it samples the first
+    one, so use it for greedy answers only.
 
     Args:
         url: URL of the server, with or without `/v1`.
@@ -65,9 +65,7 @@ def answer_by_server(
         max_new_tokens: greatest number of tokens of an answer.
         concurrency: number of conversations at once.
         seed: seed of all draws.
-        api_key: key of the server; `None` for the one in `HSDRAFT_API_KEY`, if there is any.
         max_retries: greatest number of retries of a request, with growing pauses.
-        timeout: seconds that a request may take.
         expected: the target's greedy answers to `PROBES`, of at most `PROBE_TOKENS` tokens each. The server has to give
             one of them; `None` to skip this check.
         on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
@@ -80,25 +78,23 @@ def answer_by_server(
     """
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
-    server = _connected(url, model, temperatures, max_new_tokens, api_key, max_retries, timeout, expected)
+    server = _connected(url, model, temperatures, expected, max_new_tokens, max_retries)
     once = {prompt.key: prompt for prompt in prompts}.values()
     return _as_they_finish(server, (_draw(prompt, temperatures, seed) for prompt in once), concurrency, on_skip)
 
 
 def check_server(url: str, model: str | None, temperatures: Sequence[float], expected: Sequence[str]) -> None:
     """Tries a server before it is needed. See `answer_by_server` for the arguments and the errors."""
-    _connected(url, model, temperatures, expected=expected).client.close()
+    _connected(url, model, temperatures, expected).client.close()
 
 
 def _connected(
     url: str,
     model: str | None,
     temperatures: Sequence[float],
+    expected: Sequence[str] | None,
     max_new_tokens: int = 1,
-    api_key: str | None = None,
     max_retries: int = 5,
-    timeout: float = 600.0,
-    expected: Sequence[str] | None = None,
 ) -> _Server:
     """Returns a server that answers. See `answer_by_server` for the arguments and the errors."""
     try:
@@ -106,10 +102,10 @@ def _connected(
     except ImportError as error:
         raise ImportError("answers by a server need its client: pip install -e '.[train]' in a checkout") from error
     base_url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
-    key = (api_key or os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
+    key = (os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError("the API key cannot be sent; expected printable ASCII: correct HSDRAFT_API_KEY")
-    client = OpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=timeout)
+    client = OpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=_SECONDS)
     server = _Server(client, base_url, model, max_new_tokens, _DIALECTS[0])
     if model is None:
         server = replace(server, model=server.only_model())

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ...drafters.base.protocol import Drafter
-from .arithmetic import Arithmetic
-from .estimate import Estimate, target_parts
+from .estimate import Arithmetic, Estimate, target_parts
 
 _NOT_COUNTED = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "

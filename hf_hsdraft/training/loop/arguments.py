@@ -123,17 +123,13 @@ class DrafterTrainingArguments(TrainingArguments):
         DATA_POLICIES[self.data_policy].check(self)
         if not 0.0 < self.rolled_fraction <= 1.0:
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
-        if self.chains_per_conversation < 1:
-            raise ValueError(f"chains_per_conversation={self.chains_per_conversation} is invalid: expected 1 or more")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
             raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
-        if self.cosine_weight < 0:
-            raise ValueError(f"cosine_weight={self.cosine_weight} is invalid: expected 0 or more")
-        if self.learning_rate < 0:
-            raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
+        least = dict.fromkeys(("chains_per_conversation", "gradient_accumulation_steps"), 1)
+        least |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
+        for name, number in {**least, "cosine_weight": 0, "learning_rate": 0}.items():
+            if getattr(self, name) < number:
+                raise ValueError(f"{name}={getattr(self, name)} is invalid: expected {number} or more")
         if self.fp16:
             raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
         if self.max_minutes is not None:

@@ -18,10 +18,12 @@ from transformers.utils import logging
 from ...core.checks import public_name
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
-from ...hub.model_card import RECIPE, read_recipe, write_card
+from ...hub.drafter_files import RECIPE
+from ...hub.model_card import read_recipe, write_card
 from ...hub.publication import complete_folder
 from ..families.hidden_state import record_target
 from ..files import write_json
+from .pruning import check_empty
 
 logger = logging.get_logger(__name__)
 
@@ -102,8 +104,7 @@ def average_folders(
         FileExistsError: `out` is not empty.
     """
     check_shares(len(names), shares)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} is not empty: name a new folder")
+    check_empty(out)
     drafters: list[HSDrafter] = [HSDrafter.from_pretrained(name, dtype=torch.float32) for name in names]
     result = average(drafters, shares)
     for name, drafter in zip(names, drafters, strict=True):

@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -194,28 +194,22 @@ class TrainingProgress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            self._figures = training_figures(logs)
+            self._figures = figures_in_words(logs)
 
 
-def training_figures(logs: dict[str, float]) -> str:
-    """Formats the figures of an entry of the training log."""
-    words = {
-        "loss": "loss {:.3f}",
-        "accuracy_1": "first depth right {:.0%}",
-        "tokens_per_second": "{:,.0f} tokens/s",
-    }
+_TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
+_EVALUATION = {
+    "eval_tau": "tau {:.2f}",
+    "eval_loss": "held-out loss {:.3f}",
+    "eval_accuracy_1": "first depth right {:.0%}",
+    "eval_parity": "parity {:.4f}",
+}
+
+
+def figures_in_words(logs: Mapping[str, float]) -> str:
+    """Formats the figures of a log entry, which is of training or of an evaluation."""
+    words = _TRAINING if "loss" in logs else _EVALUATION
     return ", ".join(text.format(float(logs[name])) for name, text in words.items() if name in logs)
-
-
-def evaluation_figures(metrics: dict[str, float]) -> str:
-    """Formats the figures of an evaluation."""
-    words = {
-        "eval_tau": "tau {:.2f}",
-        "eval_loss": "held-out loss {:.3f}",
-        "eval_accuracy_1": "first depth right {:.0%}",
-        "eval_parity": "parity {:.4f}",
-    }
-    return ", ".join(text.format(metrics[name]) for name, text in words.items() if name in metrics)
 
 
 def span(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import __version__ as transformers_version
 from ..._version import __version__
 from ...core.checks import public_name
 from ...drafters.language_model.layer_subset import checked_layers, layers_of, with_layers
+from ...hub.publication import complete_folder
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import text_config
 from ..files import write_json
@@ -42,25 +42,18 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
     check_empty(folder)
     numbers, count = checked_layers(target, kept), len(layers_of(target)[1])
     small = with_layers(target, numbers)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    recipe = {
+        "target": public_name(name or getattr(target, "name_or_path", "") or ""),
+        "target_layers": count,
+        "kept_layers": numbers,
+        "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
+    }
+    with complete_folder(folder) as partial:
         small.save_pretrained(partial)
         _check_saved(small, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        recipe = {
-            "target": public_name(name or getattr(target, "name_or_path", "") or ""),
-            "target_layers": count,
-            "kept_layers": numbers,
-            "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
-        }
         write_json(partial / RECIPE, recipe)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
 
 

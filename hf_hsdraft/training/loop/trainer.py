@@ -42,7 +42,7 @@ from ..loss.objectives import WHOLE_LOSSES, objective_of
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import check_learning
-from .progress import Reporter, evaluation_figures
+from .progress import Reporter, figures_in_words
 
 
 class TrainingDiverged(RuntimeError):
@@ -215,7 +215,7 @@ class DrafterTrainer(Trainer):
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
             # All processes must choose the same best checkpoint, and stop at the same step.
             [metrics] = broadcast_object_list([metrics])
-            note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
+            note = f"step {self.state.global_step:,}, {figures_in_words(metrics)}"
             if (measured := sum(self.held_out)) < everything:
                 note += f", of {everything:,} as many as the time budget has room for"
             stage.total = measured

@@ -1,11 +1,13 @@
-"""Predicts when the texts that were answered will send their next draft."""
+"""What batches are decided by: when texts that were answered come back, and what forwards cost."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.tuning import TUNING
+from .fleet import fitted_line
 from .verified_text import VerifiedText
 
 
@@ -53,3 +55,45 @@ class Arrivals:
                 if habit.answered + habit.away <= until and now < late:
                     known.append(min(late, until))
         return min(known, default=None)
+
+
+@dataclass
+class BatchStatistics:
+    """Totals since the thread began.
+
+    Attributes:
+        sizes: number of forwards by number of texts.
+        verify_seconds: of all verifying forwards, updating the caches included.
+        columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
+            nodes of the largest tree.
+        failures: number of prompts and trees that could not be read.
+    """
+
+    forwards: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    columns: int = 0
+    columns_squared: int = 0
+    columns_seconds: float = 0.0
+    failures: int = 0
+
+    def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
+        columns = texts * nodes
+        self.forwards += 1
+        self.sizes[texts] = self.sizes.get(texts, 0) + 1
+        self.tokens += tokens
+        self.verify_seconds += seconds
+        self.columns += columns
+        self.columns_squared += columns**2
+        self.columns_seconds += columns * seconds
+
+    def worthwhile_columns(self) -> float:
+        """Returns how many columns a forward should have at most, by the costs measured so far."""
+        if self.forwards < TUNING.costs_known:
+            return math.inf
+        sums = self.columns, self.columns_squared, self.verify_seconds, self.columns_seconds
+        fixed, column = fitted_line([self.forwards, *sums])
+        return TUNING.drafts_share * fixed / column if column else math.inf
