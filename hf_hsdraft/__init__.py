@@ -80,7 +80,7 @@ def _install() -> None:
 
     if needs_newer() is not None:
         return
-    from .drafters.hidden_state import hidden_state_family  # noqa: F401  # `AutoModel` knows it from here on
+    from .drafters.hidden_state import modeling_hsdraft  # noqa: F401  # `AutoModel` knows it from here on
     from .generate.attachment import allow_attachments
     from .generate.by_name import allow_names
     from .generate.generate_hook import install

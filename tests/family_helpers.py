@@ -13,6 +13,7 @@ from hf_hsdraft import BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.configuration import Sight
+from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 
 STEPS = 4
 BLOCKS = {
@@ -60,13 +61,13 @@ def make_eagle(target, kind: str = "eagle3", seed: int = 1, **overrides) -> Eagl
     return drafts_much(drafter)
 
 
-def near(target, seed: int = 1, noise: float = 0.02):
-    """A model whose drafts are often right and often wrong: the target with noise on its weights."""
+def near(target, noise: float = 0.02, seed: int = 1, layers: int | None = None):
+    """A model whose drafts are often right and often wrong: the target's first layers with noise on the weights."""
     model, generator = copy.deepcopy(target), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             weight += noise * torch.randn(weight.shape, generator=generator)
-    return model
+    return model if layers is None else with_layers(model, range(layers))
 
 
 def make_lm(target, **_) -> CausalLMDrafter:

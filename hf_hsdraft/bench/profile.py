@@ -22,10 +22,9 @@ from torch import nn
 
 from ..core.cache_name import CACHE, given_cache
 from ..cpu.packed_weights import PackedWeights, packed_now
-from ..drafters.hidden_state.draft_session import HSDraftSession
-from ..drafters.hidden_state.expansion import Expansion
+from ..drafters.base.tree_session import ParallelExpansion
+from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
 from ..drafters.hidden_state.network import WorkingWeights
-from ..drafters.hidden_state.roll_out import RollOut
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
@@ -46,7 +45,7 @@ TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "context update": (HSDraftSession.read, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__),
     "head": (WorkingWeights.logits,),
-    "injector": (Expansion.__call__, Expansion.best),
+    "injector": (ParallelExpansion.__call__, ParallelExpansion.best),
     "n-grams": (NgramSession.draft, NgramSession.observe),
     "tree building": (Drafting.draft,),
     "mask": (tree_mask, as_attention_takes_it, TreeBatch.of),

@@ -166,8 +166,8 @@ def _main_table(result: BenchResult) -> Table:
 
 def _cost_table(result: BenchResult) -> Table:
     rows, summaries = result.drafted(), result.summaries()
-    depths = max(sum(key.startswith("depth_") for key in row) for row in rows.values())
-    depths = range(1, min(depths, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
+    deepest = max(sum(key.startswith("depth_") for key in row) for row in rows.values())
+    depths = range(1, min(deepest, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
     parts = (f"{part} ms" for part in ROUND_PARTS)
     table = Table("per round", *parts, "acceptance length", *(f"accept {depth}" for depth in depths))
     for name, row in rows.items():

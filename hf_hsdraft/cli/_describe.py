@@ -14,9 +14,8 @@ from typing import Any
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..core.checks import printable
-from ..drafters.base import families  # noqa: F401  # they register themselves
 from ..drafters.base.formats import recognise
-from ..drafters.base.registry import FAMILIES
+from ..drafters.base.registry import FAMILIES, load_families
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.card_figures import GAP, is_chain, read_figures, shown_figure
 from ..hub.checkpoint import Checkpoint
@@ -25,6 +24,8 @@ from ..hub.fetching import fetch, find_folder, loading
 from ..hub.model_card import circumstances, parameters_and_bytes, read_recipe, trunk_in_words
 from ..hub.pretrained_drafter import stored_options
 from ..hub.speculators_format import target_of
+
+load_families()
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def throughput(
     from ..bench.calls import Settings
     from ..bench.prompts import read_questions
     from ..bench.report import define, sweep_table
-    from ..bench.run import BATCH, MEANING, check_points, sweep
+    from ..bench.run import BATCH, MEANING, SweepPoint, check_points, sweep
     from ..bench.summary import DEFINITIONS
     from ..bench.systems import System
 
@@ -147,7 +147,8 @@ def throughput(
         if value is not None:
             setattr(loaded.generation_config, name, value)
     check_points(model, tokenizer, texts, {BATCH: sizes}, max_new_tokens)
-    systems, points = [System("drafted", {"assistant_model": loaded}, loaded, ours=True)], []
+    systems = [System("drafted", {"assistant_model": loaded}, loaded, ours=True)]
+    points: list[SweepPoint] = []
     for size in sizes:
         points += sweep(model, tokenizer, systems, texts[: size * calls], BATCH, [size], Settings(max_new_tokens))
     console.print(sweep_table(BATCH, points))

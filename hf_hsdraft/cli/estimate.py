@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.methods import load
-from ._shared import Injector, console
+from ._shared import Injector, say
 
 app = typer.Typer()
 StepsOption = Annotated[int | None, typer.Option(min=1, help="K; default: the drafter's, 6 of a new one.")]
@@ -66,27 +66,49 @@ def estimate(
 
     With --tau it says what memory and time decoding with a drafter would take. The defaults are those of an H100.
     """
+    from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+    from ..runtime.target_loading import load_config
+    from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
+    from ..training.evaluate.estimate import estimate as run
+    from ..training.evaluate.estimate import explain
+
     sizes = {"num_hidden_layers": num_hidden_layers, "num_roll_layers": num_roll_layers}
     sizes |= {"num_step_modules": num_step_modules, "draft_layers": draft_layers}
     fields: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     fields |= {} if injector is None else {"injector": injector.value}
     given = {"--drafter": drafter, "--family": family, "--nodes": nodes, "--middle": middle, "--shares": shares}
     _check_given(tau, fields, {name: value for name, value in given.items() if value is not None})
+    config = load_config(target)
     if tau is None:
-        work = {
-            "tokens": tokens, "epochs": epochs, "flops_per_second": flops_per_second, "cached": cache_taps,
-            "chains_per_token": chains_per_token, "rolled_fraction": rolled_fraction, "sharded": sharded,
-            "conversations_tokens_per_step": tokens_per_step, "world_size": world_size,
-        }  # fmt: skip
-        lines = _training(target, {**fields, "num_draft_steps": num_draft_steps or 6}, work)
+        made = HSDraftConfig.for_target_config(config, **fields, num_draft_steps=num_draft_steps or 6)
+        training = run(
+            config,
+            made,
+            tokens=tokens,
+            epochs=epochs,
+            flops_per_second=flops_per_second,
+            cached=cache_taps,
+            chains_per_token=chains_per_token,
+            rolled_fraction=rolled_fraction,
+            sharded=sharded,
+            conversations_tokens_per_step=tokens_per_step,
+            world_size=world_size,
+        )
+        lines = explain(training)
     else:
-        hierarchy = None if middle is None else (middle, shares or _SHARES)
-        drafting = {"steps": num_draft_steps, "nodes": nodes, "tau": tau, "length": length}
         fields |= {} if drafter is not None or num_draft_steps is None else {"num_draft_steps": num_draft_steps}
-        speeds = bytes_per_second, flops_per_second or 9.9e14
-        lines = _decoding(target, (drafter, family or "hidden-state", fields), drafting, speeds, hierarchy)
+        made = _drafter(config, drafter, family or "hidden-state", fields)
+        options, deepest = made.generation_config, made.num_draft_steps
+        depth = min(num_draft_steps or options.num_assistant_tokens, deepest)
+        plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
+        device = Device(bytes_per_second, flops_per_second or 9.9e14)
+        found = estimate_decoding(config, made, plan, device)
+        lines = list(found.lines)
+        if middle is not None:
+            tell, best = load("estimate", "--middle").tell, found.figures["speed-up, at most"]
+            lines += ["", *tell(config, load_config(middle), shares or _SHARES, device, length, best)]
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
 
 
 def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -103,50 +125,6 @@ def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[st
         raise typer.BadParameter("the drafter is of a family already: leave it out", param_hint="--family")
     if "--shares" in given and "--middle" not in given:
         raise typer.BadParameter("it is about a smaller model: expected --middle beside it", param_hint="--shares")
-
-
-def _training(target: str, fields: dict[str, Any], work: Mapping[str, Any]) -> list[str]:
-    """Returns the lines about training a fresh drafter with these configuration fields.
-
-    `work` holds further arguments of `training.evaluate.estimate.estimate`.
-    """
-    from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-    from ..runtime.target_loading import load_config
-    from ..training.evaluate.estimate import estimate as run
-    from ..training.evaluate.estimate import explain
-
-    config = load_config(target)
-    return explain(run(config, HSDraftConfig.for_target_config(config, **fields), **work))
-
-
-def _decoding(
-    target: str,
-    drafter: tuple[str | None, str, dict[str, Any]],
-    drafting: Mapping[str, Any],
-    speeds: tuple[float, float],
-    hierarchy: tuple[str, str] | None,
-) -> list[str]:
-    """Returns the lines about decoding with a drafter.
-
-    `drafter` is its Hub name or folder, or None for a fresh one of this family and these fields. `drafting` has `tau`,
-    `length` of the text in tokens, `steps` and `nodes` (None for the drafter's). `speeds` are bytes and operations per
-    second of the device. `hierarchy` names a middle model, with shares of tokens accepted.
-    """
-    from ..runtime.target_loading import load_config
-    from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
-
-    config, device, length = load_config(target), Device(*speeds), drafting["length"]
-    made = _drafter(config, *drafter)
-    options = made.generation_config
-    depth = min(drafting["steps"] or options.num_assistant_tokens, made.num_draft_steps)
-    plan = Drafting(depth, options.beam_width, drafting["nodes"] or options.tree_size, drafting["tau"], length)
-    found = estimate_decoding(config, made, plan, device)
-    lines = list(found.lines)
-    if hierarchy is not None:
-        middle, shares = hierarchy
-        tell = load("estimate", "--middle").tell
-        lines += ["", *tell(config, load_config(middle), shares, device, length, found.figures["speed-up, at most"])]
-    return lines
 
 
 def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:

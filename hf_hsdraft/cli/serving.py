@@ -117,8 +117,7 @@ def _serve_by_vllm(
     from ..hub.checkpoint import Checkpoint
     from ..hub.drafter_files import weight_files
     from ..runtime.target_loading import DEFAULT_TARGET, target_folder
-    from ..serve.vllm_checks import check_environment, check_parallel, check_target
-    from ..serve.vllm_engine import server_command
+    from ..serve.vllm_engine import check_environment, check_parallel, check_target, server_command
     from ..vllm_plugin.speculation import NGRAMS, is_hidden_state, speculation_of
 
     if plain and (drafter is not None or num_speculative_tokens is not None):
@@ -200,8 +199,8 @@ def ui(
         raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET
-    from ..serve.page import ChatPage, Talks, serve_page
-    from ..serve.talk import Settings
+    from ..serve.page import ChatPage, serve_page
+    from ..serve.talk import ReplySettings, Talks
 
     listener = bound_socket(host, port)
     with without_workers():  # a thread of the page decodes
@@ -210,7 +209,7 @@ def ui(
     with console.status("trying what decoding costs on this machine"):
         talks.warm_up()
     names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
-    page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
+    page = ChatPage(talks, f"{names}, {dtype.value} on {device}", ReplySettings(max_new_tokens=max_new_tokens))
     say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
     serve_page(page, talks, listener)
 
@@ -225,7 +224,7 @@ def demo(
     device: DeviceOption = "cpu",
 ) -> None:
     """Answers a prompt with and without the drafter, drafted tokens coloured."""
-    from ..serve.demo import run_demo
+    from ..serve.chat import run_demo
 
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
     run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)

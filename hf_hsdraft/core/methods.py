@@ -2,7 +2,7 @@
 
 `methods/index.json` maps what is offered to modules of `methods/`:
 
-    {"verification": {"fly": "lossy.fly"}, "model_type": {"cascade": "cascade.register"}}
+    {"verification": {"fly": "lossy.relaxed"}, "model_type": {"cascade": "cascade.cascade_drafter"}}
 
 A module registers its offers when imported, and is imported when one of its names is looked up. Without the folder
 nothing is offered, and everything else works.

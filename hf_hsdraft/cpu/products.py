@@ -115,6 +115,20 @@ class Norm:
         return F.rms_norm(x, self._shape, self._weight.to(x.dtype), self._eps)
 
 
+class NormedProduct:
+    """A product of normed inputs that are joined; the weights of the norms are folded into that of the product."""
+
+    def __init__(self, norms: Sequence[RMSNorm], product: nn.Linear) -> None:
+        scale = torch.cat([norm.weight for norm in norms]).float()
+        self._product = Product((product.weight.float() * scale).to(product.weight.dtype))
+        self._count, self._eps = len(norms), norms[0].eps
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Maps inputs `[n, ...]`, which are the norms' inputs side by side, to `[n, out]`."""
+        parts = torch.cat(inputs, dim=-1).unflatten(-1, (self._count, -1))
+        return self._product(F.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1))
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a product or a norm is only its weight: no adapter, nothing that makes or fetches the weight."""
     return type(module) in (nn.Linear, RMSNorm) and is_unhooked(module)

@@ -21,7 +21,7 @@ from .drafter_files import CONFIG, read_json
 ENTRY = "hub_entry"  # of travelling code
 RECIPE = Path(__file__).with_name("generate_recipe.py")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_WITHOUT_NETWORK = _PACKAGE / "drafters/base/plain_drafter.py"
+_WITHOUT_NETWORK = _PACKAGE / "drafters/base/travelling_drafter.py"
 _ENTRY = '''"""The entry of a drafter's code, as `auto_map` in config.json names it.
 
 Where `hf_hsdraft` is installed, its classes are loaded, and no other file here is run. They draft trees and batches. By
@@ -49,8 +49,7 @@ _OWN_NETWORK = """\
 _NO_NETWORK = """\
     from transformers import PreTrainedConfig
 
-    from .plain_drafter import PlainDrafter
-    from .travelling_drafter import install
+    from .travelling_drafter import PlainDrafter, install
 
     class {config}(PreTrainedConfig):
         model_type = "{model_type}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,10 +21,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .chat import warm_up
-from .conversation import Conversation
 from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
-from .talk import Settings, Talk
+from .talk import ReplySettings, Talk, Talks
 
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
 _INTERVAL = 0.25  # seconds between updates of an answer; each takes time from decoding
@@ -38,49 +35,10 @@ _POLICY = (
 )
 
 
-class Talks:
-    """The conversations of all browser sessions with a target; raises a ValueError without a chat template."""
-
-    def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None) -> None:
-        self._target, self._tokenizer, self._drafter, self._system = target, tokenizer, drafter, system
-        self._thread = ThreadPoolExecutor(1, "decoding")
-        self._talks: dict[str, Talk] = {}
-        self._conversation(None)  # refuses a target that cannot chat before there is a page
-
-    def _conversation(self, drafter: Any) -> Conversation:
-        return Conversation(self._target, self._tokenizer, drafter, self._system)
-
-    def warm_up(self) -> None:
-        """Decodes a few tokens with and without the drafter, so that no answer includes one-time costs."""
-        for drafter in (None, self._drafter):
-            self._thread.submit(warm_up, self._target, self._tokenizer, drafter).result()
-
-    def of(self, session: str | None) -> Talk:
-        """Returns the conversation of a browser session; creates it if needed."""
-        name = session or ""
-        if name not in self._talks:
-            self._talks[name] = Talk(self._conversation, self._drafter, self._thread)
-        return self._talks[name]
-
-    def leave(self, session: str | None) -> None:
-        """Ends and forgets the conversation of a browser session."""
-        talk = self._talks.pop(session or "", None)
-        if talk is not None:
-            talk.stop()
-
-    def word(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def close(self) -> None:
-        for session in list(self._talks):
-            self.leave(session)
-        self._thread.shutdown(wait=True)
-
-
 class ChatPage:
     """The page's components and event handlers; `blocks` is for Gradio."""
 
-    def __init__(self, talks: Talks, title: str, defaults: Settings) -> None:
+    def __init__(self, talks: Talks, title: str, defaults: ReplySettings) -> None:
         self._talks = talks
         with gr.Blocks(title="hf_hsdraft", analytics_enabled=False, fill_width=True) as self.blocks:
             gr.HTML(f"<h1>hf_hsdraft</h1><p>{escape(title)}</p>{LEGEND}", elem_id="hs-title")
@@ -100,7 +58,7 @@ class ChatPage:
             gr.HTML(DEFINITIONS)
             self._wire(settings)
 
-    def _settings(self, defaults: Settings) -> list[Any]:
+    def _settings(self, defaults: ReplySettings) -> list[Any]:
         with gr.Row(elem_id="hs-switches"):
             draft = gr.Checkbox(defaults.draft, label="Draft", container=False, elem_id="hs-draft")
             compare = gr.Checkbox(
@@ -137,7 +95,7 @@ class ChatPage:
     ) -> AsyncIterator[Any]:
         talk = self._talks.of(request.session_hash)
         try:
-            talk.say(message, Settings(draft, compare, sample, temperature, max_new_tokens))
+            talk.say(message, ReplySettings(draft, compare, sample, temperature, max_new_tokens))
         except ValueError as error:
             gr.Warning(str(error))
             yield gr.skip()

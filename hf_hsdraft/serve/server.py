@@ -72,11 +72,8 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
     def drafting() -> JSONResponse:
         return JSONResponse(report(attachment))
 
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(ValueError, _refused)
-    app.add_exception_handler(TemplateError, _refused)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (HTTPException, RequestValidationError, ValueError, TemplateError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
@@ -92,18 +89,16 @@ class SaysVerification:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"x-verification", self._rule().encode())]
+                rule = (b"x-verification", _rule_of(self._attachment).encode())
+                message["headers"] = [*message.get("headers", []), rule]
             await send(message)
 
         await self.app(scope, receive, marked)
 
-    def _rule(self) -> str:
-        return "exact" if self._attachment is None else rule_of(self._attachment)
 
-
-def rule_of(attachment: Attachment) -> str:
+def _rule_of(attachment: Attachment | None) -> str:
     """Returns the verification rule of the next request: `exact`, or the name of a lossy rule and `lossy`."""
-    rule = getattr(attachment.drafter.generation_config, "verification", None)
+    rule = None if attachment is None else getattr(attachment.drafter.generation_config, "verification", None)
     return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
@@ -127,7 +122,7 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
     total, last = attachment.statistics, attachment.last
     return {
         "drafting": True,
-        "verification": rule_of(attachment),
+        "verification": _rule_of(attachment),
         "lossless": total.exact,
         "tau": total.tau if total.calls else None,
         **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
@@ -135,23 +130,14 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
     }
 
 
-def _error(status: int, message: str) -> JSONResponse:
+async def _answer_error(_: Request, error: Any) -> JSONResponse:
+    status, message = 500, f"{type(error).__name__}: {error}"
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        status, message = 422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    elif isinstance(error, ValueError | TemplateError):
+        status, message = 400, str(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status_code=status)
-
-
-async def _http_error(_: Request, error: Any) -> JSONResponse:
-    return _error(error.status_code, str(error.detail))
-
-
-async def _malformed(_: Request, error: Any) -> JSONResponse:
-    return _error(422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
-
-
-async def _refused(_: Request, error: Exception) -> JSONResponse:
-    return _error(400, str(error))
-
-
-async def _failed(_: Request, error: Exception) -> JSONResponse:
-    return _error(500, f"{type(error).__name__}: {error}")
+    document = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(document, status_code=status)

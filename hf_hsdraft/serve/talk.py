@@ -1,4 +1,4 @@
-"""The conversation of one browser session, decoded on the thread that all sessions share."""
+"""The conversations of browser sessions, decoded on one thread."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria
 
 from ..engine.loop import Observer, Round
-from .conversation import Answer, Conversation
-from .streamers import PieceStreamer
+from .chat import warm_up
+from .conversation import Answer, Conversation, PieceStreamer
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplySettings:
     """How a message is answered; `compare` adds a plain answer after a drafted one."""
 
     draft: bool = True
@@ -104,25 +103,21 @@ class Turn:
         return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(mine), len(other)))
 
 
-@dataclass
 class Talk:
     """The conversation of a browser session.
 
-    Args:
-        make: creates an empty conversation with the drafter or `None`.
-        thread: runs jobs sequentially.
+    `thread` runs the jobs of all sessions, one after the other.
+
+    Attributes:
         turns: all messages, failed ones included.
         shows_trees: whether the page shows the trees of the last rounds.
     """
 
-    make: Callable[[Any], Conversation]
-    drafter: Any
-    thread: Executor
-    turns: list[Turn] = field(default_factory=list)
-    shows_trees: bool = False
-
-    def __post_init__(self) -> None:
-        self._conversation, self._plain = self.make(self.drafter), self.make(None)
+    def __init__(self, target: Any, tokenizer: Any, drafter: Any, thread: Executor, system: str | None = None) -> None:
+        self.drafter, self._thread = drafter, thread
+        self.turns: list[Turn] = []
+        self.shows_trees = False
+        self._conversation, self._plain = (Conversation(target, tokenizer, each, system) for each in (drafter, None))
         self._stop = threading.Event()
         self._job: Future[None] | None = None
 
@@ -136,7 +131,7 @@ class Talk:
         """Whether a message waits for the answers of other sessions."""
         return self.busy and self._job is not None and not self._job.running()
 
-    def say(self, message: str, settings: Settings) -> None:
+    def say(self, message: str, settings: ReplySettings) -> None:
         """Starts to answer a message, as the last of `turns`.
 
         Raises a ValueError if the message is empty, a setting is wrong, or an answer is in progress.
@@ -151,7 +146,7 @@ class Talk:
             raise ValueError(f"the number of new tokens is {settings.max_new_tokens}: choose 1 or more")
         self._stop.clear()
         self.turns.append(Turn(message, settings.draft))
-        self._job = self.thread.submit(self._answer, self.turns[-1], settings)
+        self._job = self._thread.submit(self._answer, self.turns[-1], settings)
 
     def stop(self) -> None:
         """Ends the answer at its next token. The text so far stays in the conversation."""
@@ -168,7 +163,7 @@ class Talk:
         self._conversation.clear()
         self._plain.clear()
 
-    def _answer(self, turn: Turn, settings: Settings) -> None:
+    def _answer(self, turn: Turn, settings: ReplySettings) -> None:
         """Runs on the decoding thread."""
         compares = settings.draft and settings.compare
         seed = secrets.randbits(32)
@@ -187,7 +182,9 @@ class Talk:
             turn.error = f"decoding failed ({type(error).__name__}): {error}"
         turn.stopped = self._stop.is_set()
 
-    def _decode(self, conversation: Conversation, message: str, reply: Reply, settings: Settings, seed: int) -> None:
+    def _decode(
+        self, conversation: Conversation, message: str, reply: Reply, settings: ReplySettings, seed: int
+    ) -> None:
         stopping = [_Stopped(self._stop)]
         conversation.options = {**settings.options(), "stopping_criteria": stopping}
         torch.manual_seed(seed)  # the same draws for both answers
@@ -200,3 +197,39 @@ class _Stopped(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+class Talks:
+    """The conversations of all browser sessions with a target; raises a ValueError without a chat template."""
+
+    def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None) -> None:
+        self._target, self._tokenizer, self._drafter, self._system = target, tokenizer, drafter, system
+        self._thread = ThreadPoolExecutor(1, "decoding")
+        self._talks: dict[str, Talk] = {}
+        Conversation(target, tokenizer, drafter)  # refuses a target that cannot chat before there is a page
+
+    def warm_up(self) -> None:
+        """Decodes a few tokens with and without the drafter, so that no answer includes one-time costs."""
+        for drafter in (None, self._drafter):
+            self._thread.submit(warm_up, self._target, self._tokenizer, drafter).result()
+
+    def of(self, session: str | None) -> Talk:
+        """Returns the conversation of a browser session; creates it if needed."""
+        name = session or ""
+        if name not in self._talks:
+            self._talks[name] = Talk(self._target, self._tokenizer, self._drafter, self._thread, self._system)
+        return self._talks[name]
+
+    def leave(self, session: str | None) -> None:
+        """Ends and forgets the conversation of a browser session."""
+        talk = self._talks.pop(session or "", None)
+        if talk is not None:
+            talk.stop()
+
+    def word(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def close(self) -> None:
+        for session in list(self._talks):
+            self.leave(session)
+        self._thread.shutdown(wait=True)

@@ -96,13 +96,12 @@ def test_figures_are_medians_with_a_spread():
            ((0, a), (1, b))]  # fmt: skip
     row = summarise(own, plain)
     assert row.speed_up == 2.0 and row.speed_up_repeats == (0.5, 4.0)  # repeats: 2, 4, and 20 tokens in 4 s
-    assert row.tokens_per_second == 20.0
+    assert row.tokens_per_second == 20.0 and row.time_ratio == 0.5  # of 0.5, 0.25 and 2
     assert row.speed_up_prompts == pytest.approx((2.0, 2.0, 2.0))  # each prompt's median: 0.5 s
+    spread = summarise([call(q, 1 / (q + 1)) for q in range(3)], [call(q, 1.0) for q in range(3)]).speed_up_prompts
+    assert spread == pytest.approx((1.2, 2.0, 2.8))
     assert summarise(plain, plain).speed_up == 1.0 == summarise(plain, plain).tau
     assert row.decode_speed_up is row.first_token_ms is row.peak_memory_mb is None
-
-
-def test_speed_after_the_first_token_leaves_the_prompt_out():
     plain = [call(0, 10.0, tokens=11, first_seconds=5.0, first_tokens=1)]  # 2 tokens/s after the first
     own = [call(0, 6.0, tokens=11, first_seconds=5.0, first_tokens=3)]  # 8 tokens/s after the first three
     row = summarise(own, plain)
@@ -110,11 +109,7 @@ def test_speed_after_the_first_token_leaves_the_prompt_out():
     assert row.first_token_ms == 5000.0
 
 
-def test_time_is_counted_beside_plain_decoding_and_first_calls_apart(monkeypatch, target, inputs):
-    plain = [call(q, 1.0, repeat=r) for r in range(3) for q in range(2)]
-    own = [call(q, s, repeat=r) for r, pair in enumerate([(0.5, 1.0), (2.0, 2.0), (1.0, 1.0)])
-           for q, s in enumerate(pair)]  # fmt: skip
-    assert summarise(own, plain).time_ratio == 1.0 == summarise(plain, plain).time_ratio  # of 0.75, 2 and 1
+def test_first_calls_are_apart(monkeypatch, target, inputs):
     seconds = iter([9.0, 8.0, *[1.0] * 8])
     monkeypatch.setattr(run, "time_call", lambda *_: ([[5]], Run(1, next(seconds), 1)))
     measured = measure(target, [System("a")], inputs, Settings(4))
@@ -456,14 +451,10 @@ def test_variants_fit_drafters_of_any_depth(target, drafter):
 
 
 def test_prompts_about_documents_can_be_measured_with(tmp_path):
-    """Those of retrieval hold what they ask about, at changing places."""
     write_documents([str(tmp_path / "documents.jsonl")])
     _, prompts = read_jsonl(tmp_path / "documents.jsonl")
     assert [prompt.category for prompt in prompts[::6]] == ["summary", "question", "extraction", "retrieval"]
     assert len({prompt.key for prompt in prompts}) == len(prompts) == 24
     assert all(len(prompt.turns[0]) > 1500 for prompt in prompts)
-    asked = ("global", "in", "for", "augassign", "context-managers", "id-classes")
-    before = [
-        prompt.turns[0].partition(topics[name].strip())[0] for prompt, name in zip(prompts[18:], asked, strict=True)
-    ]
-    assert [text[-len("1:\n")] for text in before] == ["1", "3", "2"] * 2
+    before = prompts[18].turns[0].partition(topics["global"].strip())[0]
+    assert before == "Text 1:\n"  # what a prompt of retrieval asks about

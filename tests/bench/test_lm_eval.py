@@ -89,15 +89,14 @@ def texts_of(found: Evaluation) -> list[str]:
     return [text for resps in found.answers().values() for [text] in resps]
 
 
-@pytest.mark.parametrize("name", ["free", "stopped"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"batch_size": 1},
-        {"batch_size": 8},
-        {"batch_size": "auto", "max_batch_size": 4},
-        {"batch_size": 3, "apply_chat_template": True},
-        {"batch_size": 1, "gen_kwargs": "do_sample=True,temperature=0.9"},
+        ("free", {"batch_size": 1}),
+        ("stopped", {"batch_size": 8}),
+        ("stopped", {"batch_size": "auto", "max_batch_size": 4}),
+        ("free", {"batch_size": 3, "apply_chat_template": True}),
+        ("stopped", {"batch_size": 1, "gen_kwargs": "do_sample=True,temperature=0.9"}),
     ],
     ids=["one", "eight", "auto", "chat", "sampled"],
 )

@@ -27,7 +27,7 @@ from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.round_costs import MeasuredCosts
-from hf_hsdraft.serve import demo
+from hf_hsdraft.serve import chat
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
@@ -258,8 +258,8 @@ def test_a_demo_says_why_it_gained_more_than_tau(target, tokenizer, monkeypatch,
     for packed in (True, False):
         printed, times = io.StringIO(), iter([0.0, 100.0, 200.0, 201.0])
         drafter = CachebackDrafter(packed_weights=packed, tree_sizing="fixed")
-        monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=times.__next__))
-        demo.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
+        monkeypatch.setattr(chat, "time", SimpleNamespace(perf_counter=times.__next__))
+        chat.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
         said = printed.getvalue()
         assert ("rounds also multiply by packed weights" in said) == packed and "more than tau" in said
         assert ("something else slowed plain decoding down" in said) != packed and "same text      yes" in said

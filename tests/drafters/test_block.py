@@ -13,8 +13,8 @@ from oracles.exactness import FullExpansion
 from oracles.format_parity import randomise
 from session_helpers import news
 
-from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hf_hsdraft.core.attention import batched_attention
 from hf_hsdraft.drafters.base.decoder_layer import Attention, FeedForward, LayerSizes, rotary_of
-from hf_hsdraft.drafters.base.row_context import RowContext
+from hf_hsdraft.drafters.base.reading_session import RowContext
 
 ROPES = {
     "plain": {"rope_theta": 5000.0},

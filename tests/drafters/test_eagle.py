@@ -13,7 +13,7 @@ from session_helpers import news, padded
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.drafters.base.row_context import RowContext
+from hf_hsdraft.drafters.base.reading_session import RowContext
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.eagle import session as session_module
 

@@ -8,31 +8,52 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
-from family_helpers import PUBLISHED, assert_same_tree, drafts, make_block_drafter, make_eagle, make_lm, session_of
+from family_helpers import (
+    PUBLISHED,
+    assert_same_tree,
+    drafts,
+    drafts_much,
+    make_block_drafter,
+    make_eagle,
+    make_lm,
+    session_of,
+)
 from lm_helpers import drafted_call
 from oracles.exactness import chi_square
 from safetensors.torch import load_file, save_file
 from session_helpers import news, padded
+from test_specformer import make_specformer
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, attach
 from hf_hsdraft.cli._describe import cached_drafters
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.draft_memory import DraftMemory
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.formats import formats
 from hf_hsdraft.drafters.base.protocol import Call
+from hf_hsdraft.drafters.base.tree_session import DraftMemory
 from hf_hsdraft.engine.loop import Observer
 from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.training.families.trainable import as_trained
 
+
+def slotted(target, kind: str, **fields):
+    if "draft_vocab_ids" in fields:
+        fields["draft_vocab_size"] = len(fields["draft_vocab_ids"])
+    return drafts_much(make_specformer(target, kind, **fields))
+
+
 KINDS = {**PUBLISHED, "language model": make_lm}
-MAIN = ("block, vanilla", "block, selector", "eagle3", "peagle", "language model")
+SLOTTED = {f"specformer, {kind}": partial(slotted, kind=kind) for kind in ("default", "window", "frames")}
+READING = {**PUBLISHED, **SLOTTED}
+KINDS |= SLOTTED
+MAIN = ("block, vanilla", "block, selector", "eagle3", "peagle", "language model", *SLOTTED)
 PAIR = {"block": make_block_drafter, "eagle": make_eagle}
 EVERY = {
     **PAIR,
@@ -45,6 +66,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 published = pytest.mark.parametrize("kind", PUBLISHED)
+reading = pytest.mark.parametrize("kind", READING)  # the target's hidden states
 main = pytest.mark.parametrize("kind", MAIN)
 pair = pytest.mark.parametrize("family", PAIR)
 
@@ -121,9 +143,9 @@ def test_rejection_keeps_the_targets_distribution(kind, builder):
     assert chi_square(counts, exact) > 1e-4
 
 
-@published
+@reading
 def test_prompts_may_be_embeddings(target, kind):
-    drafter, inputs = PUBLISHED[kind](target), padded(3)
+    drafter, inputs = READING[kind](target), padded(3)
     call = {"inputs_embeds": target.get_input_embeddings()(inputs.pop("input_ids")).detach(), **inputs, **GREEDY}
     assert target.generate(**call, assistant_model=drafter).tolist() == target.generate(**call).tolist()
 
@@ -151,10 +173,10 @@ def test_a_chat_drafts_as_a_call_that_reads_it_all(target, kind):
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23], [30, 31, 32, 33, 34, 35, 36]]
 
 
-@published
+@reading
 def test_rows_of_a_batch_draft_as_they_do_alone(target, kind):
     """Of different lengths, read in different pieces, and with rows that have ended in between."""
-    drafter = PUBLISHED[kind](target)
+    drafter = READING[kind](target)
     together = session_of(drafter, target, rows=3)
     together.observe([news(drafter, target, text, 0, len(text) - 3, row) for row, text in enumerate(TEXTS)])
     drafts(together, {row: text[-3] for row, text in enumerate(TEXTS)})
@@ -169,11 +191,11 @@ def test_rows_of_a_batch_draft_as_they_do_alone(target, kind):
         assert_same_tree(tree, drafts(alone, {0: TEXTS[row][-1]})[0])
 
 
-@published
+@reading
 def test_drafts_depend_on_the_text_alone(target, kind, tuned):
     """Not on earlier drafts, nor on when the text came, though it waits for a draft for long."""
     tuned(most_pending=2)
-    drafter, text = PUBLISHED[kind](target), list(range(5, 25))
+    drafter, text = READING[kind](target), list(range(5, 25))
     whole, often, rarely = (session_of(drafter, target) for _ in range(3))
     whole.observe([news(drafter, target, text, 0, 19)])
     for start in range(0, 19):

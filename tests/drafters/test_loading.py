@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
-from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, HSDraftConfig, HSDrafter, register_drafter
+from hf_hsdraft.drafters.base.registry import FAMILIES
 from hf_hsdraft.hub import fetching
 
 
@@ -51,7 +54,6 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
     ("field", "value", "expected"),
     [
         ("num_draft_steps", 0, "from 1 to 64"),
-        ("num_draft_steps", 2.5, "an integer"),
         ("tree_size", 2, "at least as many nodes"),
         ("beam_width", 0, "from 1 to 4,096"),
         ("injector", "magic", "low_rank, path"),
@@ -60,7 +62,6 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
         ("target_tap_layers", [99], "between 0"),
         ("target_tap_layers", [], "ascending"),
         ("target_tap_layers", [True, 2], "ascending"),  # Python counts it among the numbers
-        ("tree_size", True, "an integer"),
         ("draft_vocab_size", VOCAB + 1, f"vocab_size={VOCAB}"),
         ("draft_vocab_ids", [1, 1, 2], "distinct"),
         ("draft_vocab_ids", [1, VOCAB], f"0 to {VOCAB - 1}"),
@@ -123,8 +124,6 @@ def test_calls_that_cannot_work_say_so_and_the_next_one_works(target, drafter, p
 
 def test_prompts_beyond_the_context_window(drafter):
     """Learned positions end there; rotary ones go on, as they do without a drafter."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=32, eos_token_id=None)
     target = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match="context window is 32"):
@@ -146,7 +145,7 @@ def test_prompts_beyond_the_context_window(drafter):
         ("num_assistant_tokens", 0, "an integer from 1 to 4"),
         ("num_assistant_tokens", 2.5, "an integer from 1 to 4"),
         ("tree_size", "8", "an integer"),
-        ("tree_size", 0, "an integer 1 or more"),
+        ("tree_size", 0, "an integer from 1 to 4,096"),
         ("reuse", "always", "none, ensemble, resample"),
         ("tree_builder", "best", "beam, gumbel, stochastic_beam, p_best"),
         ("verification", "exactly", "walk, rejection"),
@@ -221,57 +220,71 @@ def test_fields_that_libraries_set_break_no_call(target, drafter, prompt, tmp_pa
         delattr(drafter.generation_config, name)
 
 
-def test_auto_classes_know_the_drafter(folder):
-    from transformers import AutoModel
-
-    assert isinstance(AutoModel.from_pretrained(folder), HSDrafter)
-
-
-def test_missing_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors"):
-        HSDrafter.from_pretrained(folder)
-
-
-def test_truncated_weights(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged"):
-        HSDrafter.from_pretrained(folder)
+def test_auto_classes_load_any_family(folder, tmp_path):
+    drafter = AutoDrafter.from_pretrained(folder, tree_size=9)
+    assert type(drafter) is HSDrafter is type(AutoModel.from_pretrained(folder))
+    make_target().save_pretrained(tmp_path / "model")
+    model = AutoDrafter.from_pretrained(tmp_path / "model", tree_size=9)
+    assert type(model) is CausalLMDrafter
+    assert drafter.generation_config.tree_size == model.generation_config.tree_size == 9
+    with pytest.raises(TypeError, match="from_pretrained"):
+        AutoDrafter()
 
 
-def test_weights_that_are_no_numbers(folder):
-    weights = load_file(folder / "model.safetensors")
-    first = next(iter(weights))
-    weights[first].view(-1)[0] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("weights_digest", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        HSDrafter.from_pretrained(folder)
+def test_what_is_no_drafter_is_told(tmp_path):
+    make_target().base_model.save_pretrained(tmp_path)  # without its output layer
+    with pytest.raises(ValueError, match=r"is no drafter of a known format .*model_type=llama") as error:
+        AutoDrafter.from_pretrained(tmp_path)
+    assert "embed_tokens.weight" in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["hsdraft"]}))
+    with pytest.raises(ValueError, match="no drafter of a known format"):
+        AutoDrafter.from_pretrained(tmp_path)
 
 
-def test_incomplete_and_superfluous_weights(folder):
-    weights = folder / "model.safetensors"
+def test_a_name_belongs_to_one_family():
+    class Config(PreTrainedConfig):
+        model_type = "hsdraft"
+
+    before = dict(FAMILIES)
+    register_drafter("hsdraft", HSDraftConfig, HSDrafter)  # again, which changes nothing
+    with pytest.raises(ValueError, match="model_type='hsdraft' is taken by HSDrafter"):
+        register_drafter("hsdraft", Config, HSDrafter)
+    with pytest.raises(ValueError, match="expected 'other'"):
+        register_drafter("other", Config, HSDrafter)
+    assert before == FAMILIES
+
+
+def renamed(weights):
     tensors = load_file(weights)
     moved = tensors.pop("fuse.weight")
     save_file({**tensors, "other.weight": moved}, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"fuse\.weight") as error:
-        HSDrafter.from_pretrained(folder)
-    assert "other.weight" in str(error.value)
 
 
-def test_configuration_of_another_size(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
-    with pytest.raises((ValueError, RuntimeError), match="gate_proj"):
-        HSDrafter.from_pretrained(folder)
+@pytest.mark.parametrize(
+    ("damage", "kind", "messages"),
+    [
+        (Path.unlink, OSError, [r"model\.safetensors"]),
+        (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), ValueError, ["damaged"]),
+        (renamed, ValueError, [r"fuse\.weight", r"other\.weight"]),
+    ],
+    ids=["missing", "truncated", "incomplete and superfluous"],
+)
+def test_weights_that_cannot_be_used_are_told(folder, damage, kind, messages):
+    damage(folder / "model.safetensors")
+    for message in messages:
+        with pytest.raises(kind, match=message):
+            HSDrafter.from_pretrained(folder)
 
 
-def test_an_override_on_loading_is_checked(folder):
+def test_a_configuration_is_checked_on_loading(folder):
     with pytest.raises(ValueError, match="num_draft_steps=0"):
         HSDrafter.from_pretrained(folder, num_draft_steps=0)
+    edit(folder, num_draft_steps=0)
+    with pytest.raises(ValueError, match="num_draft_steps=0"):
+        HSDrafter.from_pretrained(folder)
+    edit(folder, num_draft_steps=4, intermediate_size=80)  # unlike the weights
+    with pytest.raises(ValueError, match="gate_proj"):
+        HSDrafter.from_pretrained(folder)
 
 
 def test_a_configuration_is_read_from_another_folder(target, folder, prompt, tmp_path):
@@ -344,13 +357,6 @@ def test_a_list_of_code_names_no_files_elsewhere(target, folder):
     make_drafter(target).save_pretrained(folder)
     assert outside.exists() and (folder / "notes.txt").exists() and HSDrafter.from_pretrained(folder)
     outside.unlink()
-
-
-def test_an_edited_configuration_is_checked_on_loading(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_draft_steps": 0}))
-    with pytest.raises(ValueError, match="num_draft_steps=0"):
-        HSDrafter.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("load", ["load_tokenizer", "load_config", "load_target", "target_folder"])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.hidden_state.expansion import Expansion
+from hf_hsdraft.drafters.hidden_state.draft_session import expansion_of
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.training.evaluate.parity import parity
 
@@ -54,7 +54,7 @@ def test_trees_score_pairs_by_their_definition(target, tuned, likely, texts):
     drafter = selecting(target)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     hidden, nodes = torch.randn(texts, 3, 32), torch.randint(2, VOCAB, (texts, 4))
-    expansion = Expansion.of(QuickWeights.of(drafter, weights.head), weights, hidden)
+    expansion = expansion_of(QuickWeights.of(drafter, weights.head), weights, hidden)
     scores = torch.zeros(texts, 4)
     values, columns, parents, _ = expansion.best(3, nodes, torch.zeros(texts, 4, 8), scores, 6)
     whole, _ = expansion(3, nodes, torch.zeros(texts, 4, 8))

@@ -43,7 +43,7 @@ from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.runtime import target_ability
 from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
-from hf_hsdraft.serve.streamers import DraftColourStreamer
+from hf_hsdraft.serve.chat import DraftColourStreamer
 from hf_hsdraft.verify.rejection import Rejection
 from hf_hsdraft.verify.verdict import OwnChoice
 

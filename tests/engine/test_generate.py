@@ -508,7 +508,7 @@ def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt
 
 def test_reuse_of_an_earlier_version_is_left_out_with_a_word(target, trained, prompt, monkeypatch):
     warned = []
-    monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.reuse.logger.warning_once", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.draft_session.logger.warning_once", warned.append)
     options(trained, reuse="skip")
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
     assert target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=trained).equal(plain)

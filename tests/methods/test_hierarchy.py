@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from family_helpers import near
 from rich.table import Table
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
@@ -51,15 +52,17 @@ from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans,
 from hf_hsdraft.training.evaluate.decoding_estimate import Device
 
 
-def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:
+def made(
+    middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, below: str = "words", **fields
+) -> Levels:
     """N-grams, a middle model of `seconds` a forward, and a target of one second; a token more costs a hundredth."""
     forwards = {"middle": Curve(((1, seconds), (2, 1.01 * seconds))), "target": Curve(((1, 1.0), (2, 1.01)))}
     acceptances = {
-        ("words", "middle"): Acceptance.even(words),
-        ("words", "target"): Acceptance.even(words),
+        (below, "middle"): Acceptance.even(words),
+        (below, "target"): Acceptance.even(words),
         ("middle", "target"): Acceptance.even(middle),
     }
-    first = {"words": Drafting(Curve(((1, 0.001),))), "middle": Drafting(Curve(((1, seconds), (2, 2 * seconds))))}
+    first = {below: Drafting(Curve(((1, 0.001),))), "middle": Drafting(Curve(((1, seconds), (2, 2 * seconds))))}
     return Levels(first, forwards, acceptances, "target", 1.0, rest, **fields)
 
 
@@ -94,27 +97,20 @@ def play(levels: Levels, names, tokens, rounds: int = 4000) -> tuple[float, floa
 
 @pytest.mark.parametrize(
     ("names", "tokens"),
-    [(("words",), (4,)), (("middle",), (6,)), (("words", "middle"), (3, 8)), (("words", "middle"), (1, 1))],
-)
+    [(("words",), (4,)), (("middle",), (6,)), (("words", "middle"), (3, 8)), (("words", "middle"), (1, 1)),
+     (("words", "small", "middle"), (2, 3, 9))],
+)  # fmt: skip
 def test_the_arithmetic_is_that_of_rounds_played_out(names, tokens):
     levels = made(0.85, rest=0.03)
+    for pair, share in {("small", "middle"): 0.8, ("words", "small"): 0.5, ("small", "target"): 0.7}.items():
+        levels.acceptances[pair] = Acceptance.even(share)
+    levels = replace(levels, forwards={**levels.forwards, "small": Curve(((1, 0.02),))})
+    assert {len(each.names) for each in cascades(levels)} == {2, 3}
     plan = decoding(levels, names, tokens)
     emitted, seconds = play(levels, names, tokens)
     assert plan.emitted == pytest.approx(emitted, rel=0.03)
     assert plan.seconds == pytest.approx(seconds, rel=0.03)
     assert plan.speed_up == pytest.approx(plan.emitted * 1.0 / plan.seconds)
-
-
-def test_three_levels_below_the_target_are_calculated_too():
-    levels = made(0.85)
-    acceptances = {**levels.acceptances, ("small", "middle"): Acceptance.even(0.8)}
-    acceptances |= {("words", "small"): Acceptance.even(0.5), ("small", "target"): Acceptance.even(0.7)}
-    forwards = {**levels.forwards, "small": Curve(((1, 0.02),))}
-    levels = Levels(levels.first, forwards, acceptances, "target", 1.0)
-    names, tokens = ("words", "small", "middle"), (2, 3, 9)
-    plan, (emitted, seconds) = decoding(levels, names, tokens), play(levels, names, tokens)
-    assert (plan.emitted, plan.seconds) == (pytest.approx(emitted, rel=0.03), pytest.approx(seconds, rel=0.03))
-    assert any(len(each.names) == 3 for each in cascades(levels))
 
 
 def test_known_cases():
@@ -175,26 +171,8 @@ def test_the_share_that_a_cascade_needs_is_where_it_begins_to_win():
 
 def test_every_figure_of_the_arithmetic_is_shown():
     plan = decoding(made(0.9, rest=0.05), ("words", "middle"), (3, 6))
-    text = " ".join(plan.lines)
-    for figure in (
-        f"{plan.emitted:.3f} tokens a round",
-        f"{1000 * plan.seconds:.4g} ms",
-        f"{plan.speed_up:.3f}",
-        "50 ms",
-    ):
-        assert figure in text
-
-
-def near(target, noise: float, layers: int | None = None):
-    """The target with noise on its weights, and with fewer layers."""
-    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * torch.randn(weight.shape, generator=generator)
-    if layers is not None:
-        model.model.layers = model.model.layers[:layers]
-        model.config.num_hidden_layers = layers
-    return model
+    figures = f"{plan.emitted:.3f} tokens a round", f"{1000 * plan.seconds:.4g} ms", f"{plan.speed_up:.3f}", "50 ms"
+    assert all(figure in " ".join(plan.lines) for figure in figures)
 
 
 @pytest.fixture(scope="module")
@@ -326,13 +304,18 @@ def test_few_rounds_are_said_to_be_few():
     assert "rough" not in "\n".join(Plans.of(replace(levels, rounds={"words for target": 20})).lines())
 
 
-def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
-    near(target, 0.001, layers=4).save_pretrained(tmp_path / "middle")
-    target.save_pretrained(tmp_path / "target")
-    for name in ("middle", "target"):
+@pytest.fixture
+def arguments(target, tokenizer, tmp_path) -> list[str]:
+    """Those of `hsdraft plan` for a target and a middle model that were saved."""
+    for name, model in (("middle", near(target, 0.001, layers=4)), ("target", target)):
+        model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "middle"), "--limit", "1"]
-    result = CliRunner().invoke(cli.app, ["plan", *arguments, "--max-new-tokens", "16", "--measure"])
+    names = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "middle")]
+    return ["plan", *names, "--limit", "1", "--max-new-tokens", "16"]
+
+
+def test_the_command_prints_its_arithmetic(arguments, tmp_path):
+    result = CliRunner().invoke(cli.app, [*arguments, "--measure"])
     assert result.exit_code == 0, result.output
     for words in ("forward of middle, ms by tokens", "speed-up: ", "recommended: ", "expected and measured"):
         assert words in result.output
@@ -340,29 +323,18 @@ def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
     assert str(tmp_path) not in result.output
     alone = CliRunner().invoke(cli.app, ["plan", "--target", str(tmp_path / "nothere")])
     assert alone.output.startswith("no --drafter is named: only n-grams are planned")
-    twice = CliRunner().invoke(cli.app, ["plan", *arguments, "--drafter", str(tmp_path / "middle")])
+    twice = CliRunner().invoke(cli.app, [*arguments, "--drafter", str(tmp_path / "middle")])
     assert "two drafters have one name" in str(twice.exception)
 
 
 @pytest.mark.parametrize("names", [("n-grams", "middle"), ("middle",)])
-def test_a_hierarchy_is_saved_and_a_single_drafter_is_not(target, tokenizer, tmp_path, monkeypatch, names):
-    near(target, 0.001, layers=4).save_pretrained(tmp_path / "middle")
-    target.save_pretrained(tmp_path / "target")
-    for name in ("middle", "target"):
-        tokenizer.save_pretrained(tmp_path / name)
-    levels = made(0.9)
-    levels = replace(
-        levels,
-        first={"n-grams": levels.first["words"], "middle": levels.first["middle"]},
-        acceptances={("n-grams" if below == "words" else below, above): each
-                     for (below, above), each in levels.acceptances.items()},
-    )  # fmt: skip
+def test_a_hierarchy_is_saved_and_a_single_drafter_is_not(arguments, tmp_path, monkeypatch, names):
+    levels = made(0.9, below="n-grams")
     plans = replace(Plans.of(levels), chosen=decoding(levels, names, (2, 4)[: len(names)]))
     monkeypatch.setattr(Plans, "of", lambda levels: plans)
     monkeypatch.setattr(Measuring, "levels", lambda self: levels)
     out = tmp_path / "out"
-    command = ["plan", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "middle"), "--limit", "1"]
-    command += ["--max-new-tokens", "16", "--out", str(out)]
+    command = [*arguments, "--out", str(out)]
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     assert out.exists() == (len(names) == 2) == ("saved: " in result.output and "not saved" not in result.output)

@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, make_drafter
-from exactness import main as run_exactness
 from oracles.exactness import check, settings
 from test_protocol import ListDrafter
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -268,32 +267,6 @@ def test_a_token_that_the_target_does_not_score_is_never_accepted(name):
             assert verdict.path == [2] and verdict.relaxed == (2,)
 
 
-def test_fly_on_a_chain_is_the_papers_rule():
-    """By arrays: a mismatch of the draft is kept if W places without one follow it within the draft."""
-    theta, window, kept, last = 0.3, 2, 0, 0
-    rule = a_rule("fly", {"fly_entropy": theta, "fly_window": window})
-    for seed in range(300):
-        table = Table(seed, sampled=False)
-        tree = table.tree(1)
-        draft = list(tree.tokens[1:])
-        prefixes = [tuple(draft[:place]) for place in range(len(draft) + 1)]
-        wanted = [table.own(prefix) for prefix in prefixes]
-        differs = [one != other for one, other in zip(draft, wanted, strict=False)]
-        length = len(draft)
-        for place in [place for place, different in enumerate(differs) if different]:
-            certain = entropy(table.p(prefixes[place])) / math.log(SIZE) < theta
-            forbidden = table.p(prefixes[place])[draft[place]] == 0
-            following = differs[place + 1 : place + 1 + window]
-            if certain or forbidden or len(following) < window or any(following):
-                length = place
-                last += len(following) < window and not certain
-                break
-            kept += 1
-        verdict = rule.judge(tree, table.nodes(tree))
-        assert tokens_of(tree, verdict) == (*draft[:length], wanted[length]), seed
-    assert kept > 10 and last > 10
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
@@ -506,15 +479,3 @@ def test_values_out_of_range_are_told(target, option, value):
     setattr(drafter.generation_config, option, value)
     with pytest.raises(ValueError, match=f"{option}=.* is invalid: expected"):
         DraftOptions.of(drafter)
-
-
-def test_the_command_that_tests_exactness_leaves_lossy_rules_out(monkeypatch):
-    tried = []
-    monkeypatch.setattr("oracles.exactness.check", lambda *s, samples: tried.append(s[0]) or stop())
-
-    def stop():
-        raise ValueError("enough")
-
-    with pytest.raises(ValueError, match="enough"):
-        run_exactness(["--samples", "1000", "--processors", "none"])
-    assert tried == ["walk"]

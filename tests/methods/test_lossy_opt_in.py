@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -82,10 +83,10 @@ def test_loading_warns_and_stays_exact_until_it_is_confirmed(target, folder, pla
     [warning] = [line for line in told if "verification='fly'" in line]
     assert "lossy" in warning and "pass the drafter itself" in warning
     assert warning.endswith("not the published ones: fly_entropy=0.0, not 0.3, fly_window=0, not 6")
-    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    output = decoded(target, drafter, ids)
     assert output.sequences.tolist() == text and output.exact
     drafter.generation_config.verification = "fly"
-    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    output = decoded(target, drafter, ids)
     assert output.sequences.tolist() != text and not output.exact
     assert output.statistics.relaxed_tokens > 0  # the other saved options are those of the folder
 
@@ -150,20 +151,22 @@ print(*texts, sep="|")
     assert [json.loads(text) for text in run.stdout.strip().splitlines()[-1].split("|")] == [plain[1]] * 2
 
 
+def decoded(target, drafter, ids, attached: bool = False):
+    """By a drafter that is attached, or given with the call."""
+    with attach(target, drafter) if attached else contextlib.nullcontext():
+        given = {} if attached else {"assistant_model": drafter}
+        return target.generate(ids, **NEW, **given, return_dict_in_generate=True)
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_the_options_of_a_target_cannot_ask_for_it(plain, told, attached):
     """They come with the target's own files, by its generation_config.json."""
     ids, text = plain
     target = make_target()
-    target.generation_config.verification = "fly"
-    target.generation_config.fly_entropy, target.generation_config.fly_window = 0.0, 0
+    target.generation_config.update(verification="fly", fly_entropy=0.0, fly_window=0)
     drafter = make_drafter(target)
     drafter.generation_config.tree_sizing = "fixed"
-    if attached:
-        with attach(target, drafter) as attachment:
-            assert target.generate(ids, **NEW).tolist() == text and attachment.statistics.exact
-        return
-    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    output = decoded(target, drafter, ids, attached)
     assert output.sequences.tolist() == text and output.exact
 
 
@@ -184,17 +187,12 @@ def test_the_options_of_a_target_cannot_loosen_the_rule_that_the_user_chose(plai
     drafter = make_drafter(target)
     config = drafter.generation_config
     config.verification, config.tree_sizing, config.fly_entropy = "fly", "fixed", 1.0
-    if attached:
-        with attach(target, drafter):
-            output = target.generate(ids, **NEW, return_dict_in_generate=True)
-    else:
-        output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    output = decoded(target, drafter, ids, attached)
     assert output.sequences.tolist() == text and output.statistics.relaxed_tokens == 0 and not output.exact
     wanted = f"fly_entropy={options.fly_entropy}"
     assert any(wanted in line and "drafter.generation_config.fly_entropy" in line for line in told)
     config.fly_entropy, config.fly_window = 0.0, 0
-    with attach(target, drafter):
-        assert target.generate(ids, **NEW).tolist() != text  # what the drafter says is used
+    assert decoded(target, drafter, ids, attached).sequences.tolist() != text  # what the drafter says is used
 
 
 def test_a_drafter_without_weights_stays_exact_too(tmp_path, told):
@@ -294,20 +292,16 @@ def test_a_classifier_is_for_a_target_of_its_layers_and_name(target, plain, tmp_
     Pivot(PivotClassifier.load(tmp_path / FILE)).check(32, 99)
 
 
-@pytest.mark.parametrize("field", ["width", "tap", "layers"])
-def test_numbers_of_a_classifier_that_are_none_are_told(tmp_path, field):
-    made = a_classifier()
-    head = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3", field: "x"}
-    save_file(made.state_dict(), tmp_path / FILE, metadata=head)
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged .*'x'.* expected a file that `hsdraft train-verifier`"):
-        PivotClassifier.load(tmp_path / FILE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_weights_of_a_classifier_in_another_dtype_are_told(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("head", "dtype", "told"),
+    [({field: "x"}, torch.float32, ".*'x'.*") for field in ("width", "tap", "layers")]
+    + [({}, dtype, rf".* is {dtype}, not torch.float32") for dtype in (torch.bfloat16, torch.float64, torch.int64)],
+)
+def test_wrong_numbers_or_weights_of_a_classifier_are_told(tmp_path, head, dtype, told):
     weights = {name: tensor.to(dtype) for name, tensor in a_classifier().state_dict().items()}
-    save_file(weights, tmp_path / FILE, metadata={"format": "hsdraft-pivot-1", "width": "5", "tap": "1"})
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged \(.* is {dtype}, not torch.float32\): expected a file"):
+    numbers = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3"}
+    save_file(weights, tmp_path / FILE, metadata=numbers | head)
+    with pytest.raises(ValueError, match=rf"{FILE} is damaged \({told}\): expected a file that `hsdraft train-ver"):
         PivotClassifier.load(tmp_path / FILE)
 
 

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
-from oracles.exactness import chi_square
 from oracles.format_parity import randomise
 from session_helpers import news, padded
-from test_specformer import PART, make_specformer
+from test_specformer import make_specformer
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
+from hf_hsdraft.methods.refinement import refiner_training
 from hf_hsdraft.methods.refinement.path_lm import (
     PathLM,
     PathLMSizes,
@@ -35,7 +33,7 @@ from hf_hsdraft.methods.refinement.path_lm import (
     save_refiner,
 )
 from hf_hsdraft.methods.refinement.refinement import Refiner
-from hf_hsdraft.methods.refinement.refiner_training import Examples, examples_of, perplexity, train_refiner
+from hf_hsdraft.methods.refinement.refiner_training import examples_of, perplexity, train_refiner
 from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -83,6 +81,11 @@ def borrowed(drafter, target):
     return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
 
 
+def drafts_exactly(drafter, target, prompt) -> bool:
+    call = {"max_new_tokens": 8, "do_sample": False}
+    return target.generate(prompt, **call, assistant_model=drafter).tolist() == target.generate(prompt, **call).tolist()
+
+
 def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
     """The model's logits after a text, written out: the newest token first, zeros before the beginning."""
     kept = []
@@ -106,7 +109,7 @@ def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("before", [[], [7], [3, 9, 4, 6, 8]])
 def test_the_model_is_its_formula_step_by_step(target, before):
     """Also where the text is shorter than what the model looks back."""
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     model = make_refiner()
     refiner = Refiner(model, SHARE, weights, rows=1)
     refiner.observe(0, before[:2])
@@ -171,7 +174,7 @@ def expansion_of(session, root: int) -> ParallelExpansion:
 @torch.no_grad()
 def test_the_product_for_some_columns_is_that_of_all(target):
     """Of two texts with columns of their own."""
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     refiner = Refiner(make_refiner(), SHARE, weights, rows=2)
     for row in range(2):
         refiner.observe(row, [3 + row, 9, 4])
@@ -187,7 +190,7 @@ def test_the_product_for_some_columns_is_that_of_all(target):
 def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path):
     """Below the first depth, where the refiner speaks; the likely columns are but a part here."""
     drafter, text = refined(KINDS[kind](target), tmp_path), list(range(5, 15))
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(drafter, target)
     likely = len(weights.vocab_ids) // 2
     tuned(likely_columns=likely)
     session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
@@ -204,22 +207,6 @@ def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path
     torch.testing.assert_close(values[0], wanted, atol=1e-5, rtol=1e-5)
     assert found[0].tolist() == within[places % likely].tolist()
     assert parents[0].tolist() == (places // likely).tolist() and torch.equal(kept, children)
-
-
-@torch.no_grad()
-def test_trees_of_likely_columns_are_those_of_all(target, tuned, tmp_path):
-    """Of two texts that differ: each has its own likely columns, and its own last tokens."""
-    drafter, texts = refined(make_specformer(target, "part"), tmp_path), [list(range(5, 15)), [40, 41, 42, 43]]
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    trees = []
-    for likely in (len(PART) // 2, 512):
-        tuned(likely_columns=likely)
-        session = SpecFormerSession(drafter, weights, DraftOptions.of(drafter), batch_size=2)
-        session.observe([news(drafter, target, text, 0, len(text) - 1, row) for row, text in enumerate(texts)])
-        trees.append(session.draft([Ask(row, text[-1], depth=3, size=6) for row, text in enumerate(texts)]))
-    assert len(trees[0]) == 2 and trees[0][0].tokens[1:] != trees[0][1].tokens[1:]
-    for narrow, whole in zip(*trees, strict=True):
-        assert narrow.tokens[1] == whole.tokens[1] and not narrow.fault(VOCAB)
 
 
 @pytest.mark.parametrize("kind", ["hidden-state", "part", "block"])
@@ -245,64 +232,6 @@ def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path, monke
     whole = decoded(more, max_new_tokens=7)
     assert continued.sequences.tolist() == whole.sequences.tolist()
     assert noted[1] == noted[2] and noted[1][0] == continued.sequences[0, : more.shape[1] + 1][-4:].tolist()
-
-
-# --- exact texts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("builder", ["beam", "p_best", "gumbel"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_texts_are_those_of_plain_decoding(kind, builder, target, prompt, tmp_path):
-    drafter = refined(KINDS[kind](target), tmp_path)
-    drafter.generation_config.tree_builder = builder
-    for inputs in ({"input_ids": prompt}, padded(3)):
-        call = {**inputs, "max_new_tokens": 20, "do_sample": False}
-        plain = target.generate(**call)
-        assert target.generate(**call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("reuse", ["ensemble", "resample"])
-def test_reuse_goes_with_it(reuse, target, prompt, tmp_path):
-    drafter = refined(make_drafter(target), tmp_path)
-    drafter.generation_config.reuse = reuse
-    call = {"max_new_tokens": 20, "do_sample": False}
-    plain = target.generate(prompt, **call)
-    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("kind", ["hidden-state", "specformer"])
-def test_texts_by_rejection_are_distributed_as_the_targets(kind, tmp_path):
-    """Drawn nodes are accepted by the refined distribution, so by any other the text would be biased."""
-    size, rows, calls = 6, 16, 60
-    target = make_target(vocab_size=size, pad_token_id=0, bos_token_id=1)
-    make = {"hidden-state": make_drafter, "specformer": make_specformer}[kind]
-    drafter = refined(make(target, draft_vocab_size=size), tmp_path, share=0.7)
-    drafter.generation_config.tree_builder, drafter.generation_config.verification = "gumbel", "rejection"
-    prompt = torch.tensor([[1, 4, 2]])
-    torch.manual_seed(0)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(calls):
-        output = target.generate(
-            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter
-        )
-        counts.update(tuple(text) for text in output[:, 3:].tolist())
-    with torch.no_grad():
-        texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
-        ids = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
-        logs = target(ids).logits[:, 2:5].double().log_softmax(-1)
-        exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
-    assert chi_square(counts, exact) > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["hidden-state", "block"])
-def test_seeds_give_the_texts_of_plain_decoding(kind, target, prompt, tmp_path):
-    """Refined drafts foresee the draws as others do."""
-    drafter, texts = refined(KINDS[kind](target), tmp_path), []
-    for assistant in (None, drafter):
-        torch.manual_seed(4)
-        call = {"max_new_tokens": 20, "do_sample": True, "top_k": 30, "temperature": 1.2}
-        texts.append(target.generate(prompt, assistant_model=assistant, **call).tolist())
-    assert texts[0] == texts[1]
 
 
 # --- options and files -----------------------------------------------------------------------------------------------
@@ -341,9 +270,7 @@ def test_without_a_refiner_it_is_said_what_to_do(drafter, target, prompt):
 def test_frames_are_not_refined(target):
     drafter = make_specformer(target, "frames")
     drafter.generation_config.refinement = 0.2
-    with pytest.raises(
-        ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*; set it"
-    ):
+    with pytest.raises(ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*set it"):
         DraftOptions.of(drafter)
 
 
@@ -356,8 +283,7 @@ def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
     before, after = (refiner_of(each, borrowed(each, target)).state_dict() for each in (drafter, again))
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name])
-    call = {"max_new_tokens": 8, "do_sample": False}
-    assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
+    assert drafts_exactly(again, target, prompt)
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -397,25 +323,20 @@ def test_another_vocabulary_or_damaged_files_are_refused(target, tmp_path):
     drafter = refined(make_drafter(target), tmp_path)
     with pytest.raises(ValueError, match="another draft vocabulary"):
         load_refiner(tmp_path, torch.arange(VOCAB) + 1)
-    document = json.loads((tmp_path / "refiner" / "config.json").read_text())
-    (tmp_path / "refiner" / "config.json").write_text(json.dumps({**document, "rank": 5}))
-    with pytest.raises(ValueError, match=r"does not match refiner/config.json \(down.weight, up.weight\)"):
-        load_refiner(tmp_path, drafter.draft_vocab_ids())
-    (tmp_path / "refiner" / "config.json").write_text(json.dumps({**document, "rank": "4"}))
-    with pytest.raises(ValueError, match="rank='4' is invalid"):
-        load_refiner(tmp_path, drafter.draft_vocab_ids())
-    (tmp_path / "refiner" / "config.json").write_text(json.dumps(document))
+    path = tmp_path / "refiner" / "config.json"
+    document = json.loads(path.read_text())
+    for rank, told in (
+        (5, r"does not match refiner/config.json \(down.weight, up.weight\)"),
+        ("4", "refiner/config.json: rank='4' is invalid"),
+        (0, "refiner/config.json: rank=0 is invalid"),
+    ):
+        path.write_text(json.dumps({**document, "rank": rank}))
+        with pytest.raises(ValueError, match=told):
+            load_refiner(tmp_path, drafter.draft_vocab_ids())
+    path.write_text(json.dumps(document))
     (tmp_path / "refiner" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(DamagedFile, match="damaged"):
         load_refiner(tmp_path, drafter.draft_vocab_ids())
-
-
-def test_sizes_out_of_range_name_their_file(target, tmp_path):
-    refined(make_drafter(target), tmp_path)
-    path = tmp_path / "refiner" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rank": 0}))
-    with pytest.raises(ValueError, match=r"refiner/config.json: rank=0 is invalid"):
-        load_refiner(tmp_path, torch.arange(VOCAB))
 
 
 def test_weights_of_another_refiner_are_refused(target, tmp_path):
@@ -441,9 +362,7 @@ def test_a_drafter_of_any_vocabulary_is_refined(target, prompt, tmp_path):
     drafter = refined(make_block(target, markov_rank=0), tmp_path)
     drafter.config = replace(drafter.config, vocab_size=None, draft_vocab_size=None)
     assert len(drafter.draft_vocab_ids()) == 0 and len(refiner_of(drafter, borrowed(drafter, target)).up.bias) == VOCAB
-    call = {"max_new_tokens": 8, "do_sample": False}
-    plain = target.generate(prompt, **call)
-    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+    assert drafts_exactly(drafter, target, prompt)
 
 
 def test_a_refiner_for_a_target_of_another_width_is_refused(target, prompt, tmp_path):
@@ -481,9 +400,7 @@ def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, toke
 )
 def test_a_changed_drafter_drafts_without_it(changed, target, prompt, tmp_path):
     drafter = changed(refined(make_drafter(target), tmp_path), target)
-    call = {"max_new_tokens": 8, "do_sample": False}
-    plain = target.generate(prompt, **call)
-    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+    assert drafts_exactly(drafter, target, prompt)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -514,7 +431,7 @@ def texts_of_a_rule(count: int, seed: int) -> list[TokenizedConversation]:
 
 
 def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     sizes = PathLMSizes(32, VOCAB)
     train, held_out = (
         examples_of(texts_of_a_rule(*each), weights.vocab_ids, sizes.length) for each in ((150, 1), (20, 2))
@@ -524,50 +441,53 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
     unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
     assert trained.perplexity_before == pytest.approx(unigram, rel=1e-3)
     assert trained.perplexity_after < 0.6 * trained.perplexity_before
-    naive_loss = []
-    for before, known, label in zip(held_out.before[:20], held_out.known[:20], held_out.labels[:20], strict=True):
-        logs = naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)
-        naive_loss.append(-float(logs[label]))
-    part = Examples(held_out.before[:20], held_out.known[:20], held_out.labels[:20])
-    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(sum(naive_loss) / 20), rel=1e-3)
+    part, naive_loss = held_out.part(slice(20)), 0.0
+    for before, known, label in zip(part.before, part.known, part.labels, strict=True):
+        naive_loss -= float(naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)[label])
+    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(naive_loss / 20), rel=1e-3)
 
 
 def test_a_seed_repeats_a_training(target):
-    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    weights = borrowed(make_drafter(target), target)
     examples = examples_of(texts_of_a_rule(10, 1), weights.vocab_ids, 3)
-    torch.manual_seed(5)
-    one = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
-    torch.manual_seed(6)
-    other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
+    one, other = (train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3) for _ in range(2))
     assert one.perplexity_after == other.perplexity_after and one.steps == other.steps > 0
 
 
-def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
-    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
-    (tmp_path / "chats.jsonl").write_text("no JSON")
-    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
-    done = CliRunner().invoke(app, arguments)
-    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
-
-
-def command(folder, *options: str):
+def command(folder, *options: str, chats: str | None = None):
     """Runs `train-refiner` for the drafter in a folder, on 40 chats."""
     rows = [
         {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
         for n in range(40)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "chats.jsonl").write_text(chats or "".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["train-refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
     return CliRunner().invoke(app, [*arguments, *options])
 
 
+def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
+    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
+    done = command(tmp_path, chats="no JSON")
+    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
+
+
+@pytest.fixture
+def loads(chatty, tokenizer, tmp_path, monkeypatch) -> list[torch.dtype]:
+    """A saved drafter, and the dtypes in which its target is loaded."""
+    dtypes: list[torch.dtype] = []
+
+    def load(name, dtype, device):
+        dtypes.append(dtype)
+        return chatty, tokenizer
+
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", load)
+    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
+    return dtypes
+
+
 @pytest.mark.parametrize("where", ["beside", "elsewhere"])
-def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
-    monkeypatch.setattr(
-        "hf_hsdraft.methods.refinement.refiner_training.train_refiner", lambda *args: pytest.fail("has trained")
-    )
-    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+def test_the_command_looks_first_whether_it_can_save(where, loads, tmp_path, monkeypatch):
+    monkeypatch.setattr(refiner_training, "train_refiner", lambda *args: pytest.fail("has trained"))
     out = tmp_path / ("drafter" if where == "beside" else "out")
     out.mkdir(exist_ok=True)
     (out / "refiner").write_text("in the way")
@@ -575,36 +495,21 @@ def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, t
     assert isinstance(done.exception, NotADirectoryError) and "refiner is a file" in str(done.exception)
 
 
-def test_the_command_saves_the_drafter_before_it_trains(chatty, tokenizer, tmp_path, monkeypatch):
-    """And loads the target in the drafter's dtype."""
-    dtypes, there = [], []
-
-    def load(name, dtype, device):
-        dtypes.append(dtype)
-        return chatty, tokenizer
+def test_the_command_saves_the_drafter_before_it_trains(loads, chatty, tokenizer, tmp_path, monkeypatch):
+    """The target is loaded in the drafter's dtype, and one that the drafter fits by its sizes only is warned of."""
+    there, warned = [], []
 
     def trains(*args):
         there.append(HSDrafter.from_pretrained(tmp_path / "out").dtype)
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", load)
-    monkeypatch.setattr("hf_hsdraft.methods.refinement.refiner_training.train_refiner", trains)
-    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
-    command(tmp_path, "--out", str(tmp_path / "out"))
-    assert dtypes == there == [torch.bfloat16]
-
-
-def test_the_command_warns_of_another_target(chatty, tokenizer, tmp_path, monkeypatch):
-    """As other commands do: of a target that the drafter fits by its sizes only."""
-    warned = []
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr(refiner_training, "train_refiner", trains)
     monkeypatch.setattr(HSDrafter, "warn_of_misfit", lambda self, *args, **kwargs: warned.append(args))
-    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
-    assert command(tmp_path).exit_code == 0 and warned == [(chatty, tokenizer)]
+    command(tmp_path, "--out", str(tmp_path / "out"))
+    assert loads == there == [torch.bfloat16] and warned == [(chatty, tokenizer)]
 
 
-def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
+def test_the_command_trains_and_saves(loads, chatty, tmp_path):
     make_drafter(chatty).save_pretrained(tmp_path / "drafter")
     done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")
     assert done.exit_code == 0, done.output
@@ -614,9 +519,7 @@ def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monke
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.refinement == 0.0
     loaded.generation_config.refinement = 0.3
-    ids = torch.tensor([[5, 6, 7]])
-    call = {"max_new_tokens": 12, "do_sample": False}
-    assert chatty.generate(ids, **call, assistant_model=loaded).tolist() == chatty.generate(ids, **call).tolist()
+    assert drafts_exactly(loaded, chatty, torch.tensor([[5, 6, 7]]))
     done = command(tmp_path)  # beside the weights
     assert done.exit_code == 0 and (tmp_path / "drafter" / "refiner" / "model.safetensors").is_file()
     done = command(tmp_path, "--held-out", "100")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import training_helpers
-from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
+from conftest import VOCAB
 from lm_helpers import tiny
-from oracles.exactness import chi_square
 from oracles.format_parity import randomise
 from oracles.tiny import VOCABULARY
 from session_helpers import padded
@@ -144,25 +142,6 @@ def test_rows_are_drafted_up_to_the_last_position(reuse):
     assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
 
 
-@torch.no_grad()
-def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
-    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
-    target, noted = early(target_of("llama")), []
-    taken = FirstLayers._taken
-
-    def noting(self):
-        read = taken(self)
-        noted.extend(
-            (len(path), self._depths[row].item()) for row, columns in enumerate(read.columns) for path in columns
-        )
-        return read
-
-    monkeypatch.setattr(FirstLayers, "_taken", noting)
-    both(target, make_self(target), padded(3), max_new_tokens=9)
-    assert noted and all(nodes <= depth for nodes, depth in noted), "a path of n nodes ends at depth n - 1"
-    assert len({depth for _, depth in noted}) > 1, "rows are drafted to different depths near the end"
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pictures_in_the_prompt(rows):
     target = early(with_images())
@@ -218,58 +197,6 @@ def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
     found, wanted = map(torch.stack, zip(*compared, strict=True))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert len(found) > 50
-
-
-@pytest.mark.parametrize("option", [{}, {"beam_width": 1}], ids=["trees", "chains"])
-@pytest.mark.parametrize("top_k", [0, 20], ids=["all", "top-k"])
-def test_sampled_texts_have_the_same_seed(option, top_k):
-    target = early(target_of("llama"))
-    drafter = make_self(target)
-    for name, value in option.items():
-        setattr(drafter.generation_config, name, value)
-    inputs, call = padded(1), {"max_new_tokens": NEW, "do_sample": True, "top_k": top_k}
-    torch.manual_seed(4)
-    plain = target.generate(**inputs, **call)
-    torch.manual_seed(4)
-    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-def test_rows_of_a_sampled_batch_have_seeds_of_their_own():
-    target = early(target_of("llama"))
-    inputs, call = padded(2), {"max_new_tokens": 16, "do_sample": True}
-    expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
-    drafter = make_self(target)
-    torch.manual_seed(9)
-    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == expected.tolist()
-
-
-def test_rows_that_end_leave():
-    target = early(target_of("llama"))
-    inputs = padded(3)
-    plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    end = int(plain[1, 17])
-    drafter = make_self(target)
-    call = {"max_new_tokens": 2 * NEW, "do_sample": False, "eos_token_id": end}
-    plain = target.generate(**inputs, **call)
-    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-def test_drawn_trees_are_verified_by_rejection():
-    """Texts of two tokens are distributed as the target's own."""
-    target = early(make_target(vocab_size=6, num_hidden_layers=LAYERS))
-    drafter = make_self(target, draft_vocab_size=6)
-    options = {"tree_builder": "gumbel", "verification": "rejection", "tree_size": 8, "beam_width": 3}
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    prompt, counts = torch.tensor([[1, 4, 2]]), Counter()
-    torch.manual_seed(0)
-    for _ in range(4):
-        call = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "assistant_model": drafter}
-        counts.update(map(tuple, target.generate(prompt.expand(150, -1), **call)[:, 3:5].tolist()))
-    with torch.no_grad():
-        texts = torch.tensor(list(itertools.product(range(6), repeat=2)))
-        logs = target(torch.cat([prompt.expand(36, -1), texts], dim=1)).logits[:, 2:4].double().log_softmax(-1)
-    assert chi_square(counts, logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(6, 6)) > 1e-4
 
 
 @pytest.mark.parametrize("where", ["drafting", "verifying"])
@@ -365,11 +292,6 @@ def test_what_cannot_be_taken_apart_is_refused():
         target.generate(**padded(1), max_new_tokens=4, assistant_model=make_self(target))
 
 
-def test_processes_that_run_the_same_forwards_are_refused():
-    with pytest.raises(ValueError, match="a target that is sharded over processes cannot draft"):
-        make_self(target_of("llama")).warn_of_misfit(target_of("llama"), None, all_processes=True)
-
-
 # --- training and files ----------------------------------------------------------------------------------------------
 
 
@@ -411,13 +333,18 @@ def test_training_and_drafting_agree_at_every_depth(shift, monkeypatch):
     assert shift or max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4
 
 
+def packed(target) -> tuple[torch.Tensor, Pack]:
+    """A text of 14 tokens, all of them an answer."""
+    ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
+    chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
+    return ids, Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+
+
 @torch.no_grad()
 def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     target = target_of("llama")
     drafter = make_self(target, right=False)
-    ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
-    chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
-    pack = Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+    ids, pack = packed(target)
     chains = Chains(torch.tensor([3, 6]), 2, torch.ones(2, dtype=torch.bool))
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     head = target.get_output_embeddings().weight
@@ -438,9 +365,7 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     """By default each prediction weighs by its depth: the loss is their sum by the number of them."""
     target = target_of("llama")
     drafter = make_self(target, right=False)
-    ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
-    chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
-    pack = Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+    ids, pack = packed(target)
     chains = Chains(torch.tensor([6, 1, 3, 5, 8]), 1, torch.ones(5, dtype=torch.bool))  # one of five is followed
     fields = {"output_dir": str(tmp_path), "use_cpu": True, "eval_strategy": "no", "load_best_model_at_end": False}
     fields |= {**TRAINABLE["self"].arguments, "cosine_weight": 0.0}
@@ -465,26 +390,22 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
 
 
-def planned(folder, **overrides):
+def planned(folder):
     sizes = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2}
-    return training_helpers.planned(folder, "self", **{"drafter": sizes, **overrides})
-
-
-def run(target, tokenizer, plan, **arguments):
-    return training_helpers.run(target, tokenizer, plan, **{**TRAINABLE["self"].arguments, **arguments})
+    return training_helpers.planned(folder, "self", drafter=sizes)
 
 
 @pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
     steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
-    run(chatty, tokenizer, planned(tmp_path), **steps)
+    training_helpers.run(chatty, tokenizer, planned(tmp_path), **TRAINABLE["self"].arguments, **steps)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is SelfDrafter and loaded.config.draft_layers == 2 and loaded.config.draft_vocab_size == 40
-    assert {"hub_entry.py", "plain_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"hub_entry.py", "travelling_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
     inputs, call = padded(1), {"max_new_tokens": 12, "do_sample": False}
     plain = chatty.generate(**inputs, **call)
     assert chatty.generate(**inputs, **call, assistant_model=loaded.float()).tolist() == plain.tolist()
@@ -497,43 +418,14 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
 
 
 def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
-        prepared(planned(tmp_path), {"data_policy": "mixed"}, "cpu")  # no target was needed
-    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
-        run(chatty, tokenizer, planned(tmp_path), data_policy="mixed")
+    for policy in ("mixed", "student"):
+        for begin in (  # no target is needed to see it
+            lambda policy: prepared(planned(tmp_path), {"data_policy": policy}, "cpu"),
+            lambda policy: training_helpers.run(chatty, tokenizer, planned(tmp_path), data_policy=policy),
+        ):
+            with pytest.raises(ValueError, match=f"data_policy='{policy}' is invalid with family='self'"):
+                begin(policy)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
-    whole = run(chatty, tokenizer, planned(tmp_path, out=str(tmp_path / "whole"), cache_taps=True))
-    steps = training_helpers.kill_at_step_three(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, planned(tmp_path, cache_taps=True))
-    resumed = run(chatty, tokenizer, planned(tmp_path, cache_taps=True))
-    assert steps[4:] == [2, 3]
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value)
-
-
-def test_commands_train_a_self_drafter(chatty, tokenizer, tmp_path):
-    for part in (chatty, tokenizer):
-        part.save_pretrained(tmp_path / "target")
-    target, out = str(tmp_path / "target"), str(tmp_path / "out")
-    arguments = ["--family", "self", "--draft-layers", "1", "--target", target, "--out", out, "--max-steps", "2"]
-    arguments += ["--eval-steps", "2", "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8))]
-    arguments += ["--eval-conversations", "2", "--eval-prompts", "1", "--max-new-tokens", "10"]
-    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    loaded = AutoDrafter.from_pretrained(out)
-    assert loaded.config.draft_layers == 1 and loaded.config.draft_vocab_size == VOCAB // 4
-    result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-
-
-def test_other_data_policies_are_refused(chatty, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="data_policy='student' is invalid with family='self'"):
-        run(chatty, tokenizer, planned(tmp_path), data_policy="student")
 
 
 def test_wrong_fields_are_named():

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_target
-from oracles.exactness import chi_square
+from conftest import VOCAB, make_target
 from oracles.format_parity import randomise
 from session_helpers import news, padded
 from torch.nn.functional import silu
@@ -169,147 +167,6 @@ def test_only_a_drafter_that_reads_tokens_knows_the_last_one(target):
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_texts_are_those_of_plain_decoding(kind, rows, target):
-    inputs, call = padded(rows), {"max_new_tokens": 20, "do_sample": False}
-    plain = target.generate(**inputs, **call)
-    output = target.generate(
-        **inputs, **call, assistant_model=make_specformer(target, kind), return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == plain.tolist()
-    assert sum(output.statistics.drafted_nodes) > 0
-
-
-@pytest.mark.parametrize("kind", ["default", "without tokens", "part", "frames"])
-@pytest.mark.parametrize("options", [{}, {"beam_width": 1}], ids=["trees", "chains"])
-def test_sampled_texts_have_the_same_seed(kind, options, target):
-    """By the walk; with top-k the draws are foreseen."""
-    inputs, call = padded(1), {"max_new_tokens": 20, "do_sample": True, "top_k": 20}
-    torch.manual_seed(4)
-    plain = target.generate(**inputs, **call)
-    drafter = make_specformer(target, kind)
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    torch.manual_seed(4)
-    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("kind", ["default", "frames"])
-def test_rows_of_a_sampled_batch_have_seeds_of_their_own(kind, target):
-    inputs, call = padded(3), {"max_new_tokens": 16, "do_sample": True}
-    expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
-    drafter = make_specformer(target, kind)
-    torch.manual_seed(9)
-    found = target.generate(**inputs, **call, assistant_model=drafter)
-    assert found.tolist() == expected.tolist()
-
-
-def texts_by_rejection(drafter, target, builder: str, rows: int = 200, calls: int = 6) -> tuple[float, int]:
-    """How well drawn texts of three tokens fit the target's own probabilities, and how many drafts were accepted."""
-    size = target.config.vocab_size
-    options = {"tree_builder": builder, "verification": "rejection", "tree_size": 12, "beam_width": 3}
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    prompt = torch.tensor([[1, 4, 2]])
-    torch.manual_seed(0)
-    counts: Counter[tuple[int, ...]] = Counter()
-    accepted = 0
-    for _ in range(calls):
-        output = target.generate(
-            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
-        accepted += sum(output.statistics.accepted_lengths)
-    with torch.no_grad():
-        texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
-        ids = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
-        logs = target(ids).logits[:, 2:5].double().log_softmax(-1)
-        exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
-    return chi_square(counts, exact), accepted
-
-
-@pytest.mark.parametrize("kind", ["default", "frames"])
-@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_texts_by_rejection_are_distributed_as_the_targets(kind, builder):
-    target = make_target(vocab_size=6, pad_token_id=0, bos_token_id=1)
-    fit, accepted = texts_by_rejection(make_specformer(target, kind, draft_vocab_size=6), target, builder)
-    assert accepted > 0 and fit > 1e-4
-
-
-def test_prompts_given_as_embeddings(target):
-    embeds = target.get_input_embeddings()(padded(1)["input_ids"]).detach()
-    call = {"inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
-    plain = target.generate(**call)
-    assert target.generate(**call, assistant_model=make_specformer(target)).tolist() == plain.tolist()
-
-
-def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
-    """The second call drafts as one call would that reads the whole text."""
-    drafter = make_specformer(target)
-    drafter.generation_config.ngram_length, drafter.generation_config.tree_sizing = 0, "fixed"
-    noted: list[list] = []
-    drafted = SpecFormerSession.drafted
-
-    def noting(self, asks, depth):
-        noted[-1].append((int(self.anchors([0])), drafted(self, asks, depth)))
-        return noted[-1][-1][1]
-
-    monkeypatch.setattr(SpecFormerSession, "drafted", noting)
-    ids = padded(1)["input_ids"]
-
-    def decoded(inputs, **call):
-        noted.append([])
-        return target.generate(inputs, do_sample=False, assistant_model=drafter, return_dict_in_generate=True, **call)
-
-    first = decoded(ids, max_new_tokens=7)
-    more = torch.cat([first.sequences, torch.tensor([[8, 9, 10]])], dim=1)
-    continued = decoded(more, max_new_tokens=7, past_key_values=first.past_key_values)
-    whole = decoded(more, max_new_tokens=7)
-    assert continued.sequences.tolist() == whole.sequences.tolist()
-    assert len(noted[1]) == len(noted[2]) > 0
-    for (one, hidden), (other, wanted) in zip(noted[1], noted[2], strict=True):
-        assert one == other and torch.allclose(hidden, wanted, atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["default", "window"])
-def test_texts_of_a_batch_are_drafted_as_each_alone(kind, target):
-    drafter = make_specformer(target, kind)
-    texts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30, 31, 32, 33, 34]]
-    together = session_of(drafter, target, rows=3)
-    together.observe([news(drafter, target, text, 0, len(text) - 1, row) for row, text in enumerate(texts)])
-    found = slots_after(together, *((row, texts[row][-1]) for row in (2, 0, 1)))
-    for place, row in enumerate((2, 0, 1)):
-        alone = session_of(drafter, target)
-        alone.observe([news(drafter, target, texts[row], 0, len(texts[row]) - 1)])
-        assert torch.allclose(slots_after(alone, (0, texts[row][-1]))[0], found[place], atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_text_that_waits_keeps_its_own_last_position(target):
-    drafter, texts = make_specformer(target), [[5, 6, 7, 8, 9, 10], [20, 21, 22]]
-    session = session_of(drafter, target, rows=2)
-    session.observe([news(drafter, target, text, 0, len(text) - 1, row) for row, text in enumerate(texts)])
-    [before] = slots_after(session, (1, 22))
-    both = slots_after(session, (0, 10), (1, 22))
-    assert torch.allclose(both[1], before, atol=1e-5)
-
-
-@torch.no_grad()
-def test_what_is_read_piece_by_piece_is_read_alike(target, tuned):
-    """Also where nothing was drafted for so long that it is read without a draft."""
-    tuned(most_pending=2)
-    drafter, text = make_specformer(target), list(range(5, 18))
-    whole, pieces = session_of(drafter, target), session_of(drafter, target)
-    whole.observe([news(drafter, target, text, 0, 12)])
-    for start, end in ((0, 3), (3, 4), (4, 6), (6, 7), (7, 12)):
-        pieces.observe([news(drafter, target, text, start, end)])
-    wanted, found = (slots_after(each, (0, text[-1])) for each in (whole, pieces))
-    assert torch.allclose(wanted, found, atol=1e-5)
-
-
 @torch.no_grad()
 def test_trees_follow_the_products_of_the_slots(target):
     """The best paths of all, by the probabilities of each depth."""
@@ -432,6 +289,6 @@ def test_with_its_repository_travels_what_hands_over_to_the_package(target, tmp_
         "AutoConfig": "hub_entry.SpecFormerConfig",
         "AutoModel": "hub_entry.SpecFormerDrafter",
     }
-    assert config["code_files"] == ["checks.py", "hub_entry.py", "plain_drafter.py", "travelling_drafter.py"]
+    assert config["code_files"] == ["checks.py", "hub_entry.py", "travelling_drafter.py"]
     remote = get_class_from_dynamic_module(config["auto_map"]["AutoModel"], tmp_path)
     assert remote is SpecFormerDrafter and type(remote.from_pretrained(tmp_path)) is SpecFormerDrafter

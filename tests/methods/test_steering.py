@@ -7,13 +7,13 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_target
+from conftest import VOCAB, make_target
 from lm_helpers import GREEDY, drafted_call, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
@@ -23,27 +23,6 @@ from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 @pytest.fixture(scope="module")
 def target():
     return layered_target()
-
-
-@pytest.mark.parametrize("make", [steered, lambda target: with_fixed(LayerSkipDrafter.for_target(target, [1, 3]))])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_texts_are_those_of_plain_decoding(target, make, rows):
-    drafter, inputs = make(target), padded(rows)
-    plain = target.generate(**inputs, **GREEDY)
-    for width in (1, 4):
-        drafter.generation_config.beam_width = width
-        output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
-        assert sum(output.statistics.accepted_lengths) > 0
-    sampling = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 24}
-    torch.manual_seed(7)
-    found = target.generate(**inputs, **sampling, assistant_model=drafter)
-    if rows == 1:
-        torch.manual_seed(7)
-        assert found.tolist() == target.generate(**inputs, **sampling).tolist()
-    else:
-        alone = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 7, **sampling)
-        assert found.tolist() == alone.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -96,32 +75,17 @@ def test_each_drafted_token_is_steered_by_the_last_verified_position(target):
 
     def logits(tokens: list[int], root: int) -> torch.Tensor:
         """After tokens whose root stands at a position: those behind it know no more than the root does."""
-        sources = [min(place, root) - 1 for place in range(len(tokens))]
-        deltas = torch.stack(
-            [
-                torch.zeros(3 * 64)
-                if source < 0
-                else steering.up.weight
-                @ torch.nn.functional.layer_norm(
-                    steering.fuse.weight @ taps[source], (32,), steering.norm.weight, steering.norm.bias
-                )
-                for source in sources
-            ]
-        )
-        blocks = []
+        norm = steering.norm.weight, steering.norm.bias
+        vectors = torch.nn.functional.layer_norm(taps @ steering.fuse.weight.T, (32,), *norm)
+        known = torch.cat([torch.zeros(1, 3 * 64), vectors @ steering.up.weight.T])  # nothing before the first token
+        deltas = known[[min(place, root) for place in range(len(tokens))]]
         for number, layer in enumerate(model.model.layers):
-            mlp = layer.mlp
 
-            def gated(x, mlp=mlp, delta=deltas[:, 64 * number : 64 * (number + 1)]):
+            def gated(x, mlp=layer.mlp, delta=deltas[:, 64 * number : 64 * (number + 1)]):
                 return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * (mlp.up_proj(x) + delta))
 
-            blocks.append((mlp, gated))
-        for mlp, gated in blocks:
-            mlp.forward = gated
-        found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-        for mlp, _ in blocks:
-            del mlp.forward
-        return found.log_softmax(-1)
+            layer.mlp.forward = gated
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
     drafts, output = drafted_call(target, drafter, inputs)
     position, accepted = inputs["input_ids"].shape[1], output.statistics.accepted_lengths

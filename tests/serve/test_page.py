@@ -22,12 +22,20 @@ from hf_hsdraft.cli._shared import bound_socket
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.serve.conversation import Conversation
-from hf_hsdraft.serve.page_html import conversation_html, figures_html, pieces_html, trees_html
-from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, Settings, Talk, Turn
-from hf_hsdraft.serve.tree_svg import accepted_path, boxes_of, label_of, round_svg
+from hf_hsdraft.serve.page_html import (
+    accepted_path,
+    boxes_of,
+    conversation_html,
+    figures_html,
+    label_of,
+    pieces_html,
+    round_svg,
+    trees_html,
+)
+from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, ReplySettings, Talk, Talks, Turn
 
 NEW = 24
-GREEDY = Settings(max_new_tokens=NEW)
+GREEDY = ReplySettings(max_new_tokens=NEW)
 ALERT = "<img src=x onerror=window.executed=1>"  # every third word of the target
 #        root - 5 - 7
 #             \ 6 - 8 - 9
@@ -50,7 +58,7 @@ def thread():
 @pytest.fixture
 def talk_of(tokenizer, thread):
     def talk_of(target, drafter):
-        return Talk(lambda drafter: Conversation(target, tokenizer, drafter), drafter, thread)
+        return Talk(target, tokenizer, drafter, thread)
 
     return talk_of
 
@@ -98,16 +106,16 @@ def test_plain_decoding_answers_from_the_same_cache(talk_of, sample):
     """Also where an earlier message was not compared, and in sampling with the same draws."""
     target = make_chatting()
     talk = talk_of(target, make_drafter(target))
-    settings = Settings(sample=sample, temperature=1.3, max_new_tokens=NEW)
+    settings = ReplySettings(sample=sample, temperature=1.3, max_new_tokens=NEW)
     for message, compare in (("w1 w2", False), ("w3", True), ("w4 w5", True)):
-        talk.say(message, Settings(**{**vars(settings), "compare": compare}))
+        talk.say(message, ReplySettings(**{**vars(settings), "compare": compare}))
         turn = ended(talk)
         assert (turn.plain is not None) == compare and turn.error == ""
         if compare:
             assert turn.difference is None and turn.reply.ids == turn.plain.ids
             assert turn.reply.answer.kept == turn.plain.answer.kept > 0
             assert turn.plain.answer.statistics is None and turn.reply.answer.statistics is not None
-    talk.say("w6", Settings(draft=False, max_new_tokens=NEW))
+    talk.say("w6", ReplySettings(draft=False, max_new_tokens=NEW))
     turn = ended(talk)
     assert turn.plain is None and turn.reply.answer.statistics is None and not any(d for _, d in turn.reply.pieces)
 
@@ -115,7 +123,7 @@ def test_plain_decoding_answers_from_the_same_cache(talk_of, sample):
 def test_a_stopped_answer_stays_and_the_talk_goes_on(talk_of, tokenizer):
     target = make_chatting(max_position_embeddings=4096)
     talk = talk_of(target, make_drafter(target))
-    talk.say("w1 w2 w3", Settings(max_new_tokens=2048))
+    talk.say("w1 w2 w3", ReplySettings(max_new_tokens=2048))
     with pytest.raises(ValueError, match="under way"):
         talk.say("w4", GREEDY)
     with pytest.raises(ValueError, match="under way"):
@@ -135,7 +143,7 @@ def test_a_stopped_answer_stays_and_the_talk_goes_on(talk_of, tokenizer):
 def test_a_message_waits_for_other_sessions_and_may_be_stopped_before(talk_of):
     target = make_chatting(max_position_embeddings=4096)
     first, second = talk_of(target, make_drafter(target)), talk_of(target, None)
-    first.say("w1", Settings(max_new_tokens=2048))
+    first.say("w1", ReplySettings(max_new_tokens=2048))
     second.say("w2", GREEDY)
     assert second.waits and "waits for its turn" in conversation_html(second.turns, second.busy, second.waits)
     second.stop()
@@ -158,8 +166,8 @@ def test_what_cannot_be_answered_is_told_and_forgotten(talk_of):
     assert ended(talk).error == "" and talk.turns[-1].difference is None
     for message, settings, words in (
         ("  ", GREEDY, "empty"),
-        ("w1", Settings(sample=True, temperature=0), "temperature"),
-        ("w1", Settings(max_new_tokens=0), "new tokens"),
+        ("w1", ReplySettings(sample=True, temperature=0), "temperature"),
+        ("w1", ReplySettings(max_new_tokens=0), "new tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             talk.say(message, settings)
@@ -240,7 +248,7 @@ def served(talks):
     from hf_hsdraft.serve.page import ChatPage, page_server
 
     listener = bound_socket("127.0.0.1", 0)
-    server = page_server(ChatPage(talks, "a tiny target", Settings(max_new_tokens=40)), listener)
+    server = page_server(ChatPage(talks, "a tiny target", ReplySettings(max_new_tokens=40)), listener)
     running = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     running.start()
     try:
@@ -254,8 +262,6 @@ def served(talks):
 @pytest.fixture(scope="module")
 def address(html_tokenizer):
     """A page whose drafter knows the answer to its first message, and whose target takes its time."""
-    from hf_hsdraft.serve.page import Talks
-
     torch.manual_seed(0)
     target = make_chatting(max_position_embeddings=4096)
     known = Conversation(target, html_tokenizer, None, do_sample=False, max_new_tokens=40)

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.hidden_state.expansion import Expansion
+from hf_hsdraft.drafters.hidden_state.draft_session import expansion_of
 from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.verify.foresight import Draws, Foresight, Race, _Numbers
@@ -230,7 +230,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
     draws = [Draws(torch.Generator().manual_seed(row), VOCAB) for row in range(rows)]
     race = Foresight(draws, [TopKLogitsWarper(8)], VOCAB).race(range(rows), 3, weights.vocab_ids)
     with torch.no_grad():
-        parts = Expansion.of(working, weights, hidden, race=race)
+        parts = expansion_of(working, weights, hidden, race=race)
         tokens, states = torch.randint(VOCAB, (rows, 1)), None
         scores = torch.zeros(rows, 1)
         for level in (1, 2, 3):

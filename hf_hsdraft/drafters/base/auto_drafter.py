@@ -13,7 +13,7 @@ from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from .draft_options import is_misspelt, nearest_option, option_names
 from .formats import Format, recognise
 from .loading_arguments import Placement, give_options, refuse_unknown
-from .registry import FAMILIES, Family
+from .registry import FAMILIES, Family, load_families
 
 
 class AutoDrafter:
@@ -49,8 +49,7 @@ class AutoDrafter:
 
 
 def _loaded(name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    from . import families  # noqa: F401  # which register themselves
-
+    load_families()
     hub = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if kwargs.get(argument) is not None}
     subfolder = kwargs.get("subfolder") or ""
     with loading(name, offline=bool(hub.get("local_files_only"))):

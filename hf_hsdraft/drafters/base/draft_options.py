@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import MOST_NODES, few, is_integer, is_number, printable, short
+from ...core.checks import MOST_NODES, Limit, choice, demand, few, integer, is_number, printable, short
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.round_costs import Costs
@@ -121,8 +121,7 @@ class DraftOptions:
                 return set_here
             return given
 
-        _check_sizes(option, drafter)
-        _check_rules(option, drafter)
+        _check(option, drafter)
         builder: str = option("tree_builder")
         draws, whole = TREE_BUILDERS[builder].draws, TREE_BUILDERS[builder].whole
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
@@ -146,40 +145,40 @@ class DraftOptions:
         return options
 
 
-def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
-    most_depth, least_length = drafter.num_draft_steps, drafter.least_ngram_length
-    sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
-    for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
-        value = option(name)
-        if not is_integer(value) or not 1 <= value <= most:
-            wanted = "1 or more" if name in sizes else f"from 1 to {most}, the greatest depth of this drafter"
-            wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
-            raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
-    length, threshold = map(option, ("ngram_length", "assistant_confidence_threshold"))
-    if not is_integer(length) or not least_length <= length <= MOST_LEADING:
-        least = "0 (no n-grams)" if least_length == 0 else f"{least_length}, the least of a {type(drafter).__name__},"
-        raise ValueError(f"ngram_length={length!r} is invalid: expected an integer from {least} to {MOST_LEADING}")
-    continuation = option("ngram_continuation")
-    if not is_integer(continuation) or not 0 <= continuation <= TUNING.ngram_depth:
-        raise ValueError(
-            f"ngram_continuation={continuation!r} is invalid: expected an integer from 0 (none) to {TUNING.ngram_depth}"
-        )
-    if continuation and not length:
-        raise ValueError(
-            f"ngram_continuation={continuation} is invalid with ngram_length=0: without n-grams nothing goes on; set "
-            "ngram_length to 1 or more, or ngram_continuation to 0"
-        )
-    if not is_number(threshold) or not 0.0 <= threshold < 1.0:
-        raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
+def _limits(drafter: Any) -> dict[str, Limit]:
+    most, least = drafter.num_draft_steps, drafter.least_ngram_length
+    shortest = "0 (no n-grams)" if least == 0 else f"{least}, the least of a {type(drafter).__name__},"
+    lengths, continuations = integer(MOST_LEADING, least), integer(TUNING.ngram_depth, 0)
+    rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
+    return {
+        "num_assistant_tokens": Limit(
+            integer(most).valid, f"{integer(most).wanted}, the greatest depth of this drafter"
+        ),
+        "tree_size": integer(MOST_NODES),
+        "beam_width": integer(MOST_NODES),
+        "ngram_length": Limit(lengths.valid, f"an integer from {shortest} to {MOST_LEADING}"),
+        "ngram_continuation": Limit(continuations.valid, f"an integer from 0 (none) to {continuations.most}"),
+        "assistant_confidence_threshold": Limit(
+            lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1"
+        ),
+        "tree_sizing": choice(*TREE_SIZINGS),
+        "tree_builder": choice(*TREE_BUILDERS),
+        "verification": Limit(choice(*VERIFIERS).valid, f"one of {rules}"),
+        "packed_weights": Limit(
+            lambda value: value is None or isinstance(value, bool), "True, False, or None for packing where it pays"
+        ),
+    }
 
 
-def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
-    rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
-    for name, allowed in rules.items():
-        if option(name) not in allowed:
-            known = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in allowed)
-            raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {known}")
-    builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
+def _check(option: Callable[[str], Any], drafter: Any) -> None:
+    for name, limit in _limits(drafter).items():
+        demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
+    if option("ngram_continuation") and not option("ngram_length"):
+        raise ValueError(
+            f"ngram_continuation={option('ngram_continuation')} is invalid with ngram_length=0: without n-grams there "
+            "is nothing to append; set ngram_length to 1 or more, or ngram_continuation to 0"
+        )
+    builder, verification = option("tree_builder"), option("verification")
     if VERIFIERS[verification].drawn_nodes and not TREE_BUILDERS[builder].draws:
         raise ValueError(
             f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
@@ -189,10 +188,6 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
         raise ValueError(
             f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which grows its trees by itself: "
             "expected tree_builder='beam', and with it verification='walk'"
-        )
-    if packed is not None and not isinstance(packed, bool):
-        raise ValueError(
-            f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
         )
 
 

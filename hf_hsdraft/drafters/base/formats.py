@@ -6,7 +6,6 @@ marks come before generic ones.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from ...core.checks import few, printable
 from ...core.methods import Registry
 from ...hub.checkpoint import Checkpoint
+from .registry import load_families
 
 # Fields on sizes and inputs of a drafter, in whichever table of config.json they are.
 _TOLD = (
@@ -80,7 +80,7 @@ def register_format(form: Format) -> None:
 
 def formats() -> list[Format]:
     """Returns all formats in matching order, after loading the methods that define some."""
-    importlib.import_module(".families", __package__)  # a late import: families import this module
+    load_families()
     return sorted(_formats.values(), key=lambda form: (form.rank, form.name))
 
 

@@ -1,12 +1,15 @@
-"""Reads layer fields of published drafters, which all formats name as transformers does."""
+"""Reads fields of layers, which all formats of published drafters name as transformers does, and vocabulary maps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.checks import short
+import torch
+
+from ...core.checks import printable, short
 from ...core.fields import REQUIRED, Fields
+from ...hub.checkpoint import Checkpoint
 from .decoder_layer import LayerSizes
 from .plain_config import most_of
 
@@ -101,3 +104,27 @@ def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ..
 
 def _are_kinds(kinds: Any, count: int) -> bool:
     return isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)
+
+
+def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+    """Returns `[V']`, int64, the token id of each row of the head: the row's number plus `d2t` `[V']`.
+
+    `t2d` `[vocab_size]`, if there, marks the drafted tokens. Raises a ValueError if maps are not integers or contradict
+    each other, or ids repeat or exceed the vocabulary.
+    """
+    name, maps = printable(checkpoint.name), dict(checkpoint.tensors(("d2t", "t2d")))
+    for title, tensor in maps.items():
+        if tensor.is_floating_point() or (title == "d2t" and tensor.dtype == torch.bool):
+            wanted = "integers" if title == "d2t" else "bool or integers"
+            raise ValueError(f"{title} of {name} has dtype {tensor.dtype}: expected {wanted}")
+    ids = torch.arange(len(maps["d2t"])) + maps["d2t"].long()
+    least, most, again = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+    if least < 0 or most >= vocab_size or again:
+        raise ValueError(
+            f"d2t of {name} leads to tokens {least} to {most}, {again} of them twice: expected 0 to {vocab_size - 1}, "
+            "each once, as the number of its row plus d2t"
+        )
+    marked = maps.get("t2d")
+    if marked is not None and not torch.equal(ids.sort().values, marked.nonzero().flatten()):
+        raise ValueError(f"d2t and t2d of {name} name different tokens: expected each drafted token once, in both")
+    return ids

@@ -5,7 +5,8 @@ Used in training of drafters that roll chains, and by a trunk's batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +14,57 @@ import torch
 
 from ...core.attention import attention_of_chains
 from ...core.tensors import Attend, shared_attention
-from .sight import SEEN_BY_ALL, Sight
+from ...core.tuning import TUNING
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What each row sees: earlier positions of its sequence and its own, within a window.
+
+    Columns are the cached positions, followed by the pairs of this forward.
+
+    Attributes:
+        rows: `[R]`, int64, column of each row's pair, the last one that it sees.
+        own, texts: `[R]` and `[P]`, sequence of each row and column.
+        at, places: `[R]` and `[P]`, position of each row and column.
+        window: visible positions including the row's; None for all.
+    """
+
+    rows: torch.Tensor
+    own: torch.Tensor
+    texts: torch.Tensor
+    at: torch.Tensor
+    places: torch.Tensor
+    window: int | None
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.rows) * len(self.texts) > TUNING.large_mask
+
+    def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """`[R, P]`, True where a row may look; with `columns` `[C]`, `[R, C]`."""
+        columns = torch.arange(len(self.texts), device=self.rows.device) if columns is None else columns
+        mask = (columns <= self.rows[:, None]) & (self.texts[columns] == self.own[:, None])
+        return mask if self.window is None else mask & (self.at[:, None] - self.places[columns] < self.window)
+
+    def of(self, rows: slice | torch.Tensor) -> Sight:
+        return replace(self, rows=self.rows[rows], own=self.own[rows], at=self.at[rows])
+
+    def ahead(self, steps: int) -> Sight:
+        """The sight of drafts `steps` positions after the rows: the same columns, with the window moved on."""
+        return replace(self, at=self.at + steps)
+
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yields rows `[r]`, the columns `[c]` that any of them sees, and the mask `[r, c]`; no row comes twice."""
+        for text in self.own.unique():
+            columns = (self.texts == text).nonzero().flatten()
+            for block in (self.own == text).nonzero().flatten().split(TUNING.mask_rows):
+                sight = self.of(block)
+                seen = columns[columns <= sight.rows.max()]
+                if sight.window is not None:
+                    seen = seen[sight.at.min() - sight.places[seen] < sight.window]
+                yield block, seen, sight.mask(seen)
+
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -22,8 +73,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 class DraftContext:
     """Keys and values of accepted positions, one pair per layer, each `[kv_heads, P, head_dim]`.
 
-    `document_ids` `[P]` is the sequence of each position; None if there is only one. `position_ids` `[P]` are kept for
-    trunks with a sliding window.
+    `document_ids` and `position_ids`, `[P]`, are the sequence and place of each position; None for a single sequence.
     """
 
     layers: list[KeyValues] = field(default_factory=list)
@@ -39,9 +89,10 @@ class DraftContext:
 
         The window counts the querying position, so the next position sees one fewer of the earlier ones.
         """
-        if window is None or self.document_ids is None or self.position_ids is None:
+        if window is None:
             return self
         documents = self.document_ids
+        assert documents is not None and self.position_ids is not None
         last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
         last = last.scatter_reduce(0, documents, self.position_ids, "amax")
         kept = (last[documents] - self.position_ids < window - 1).nonzero().flatten()
@@ -57,7 +108,8 @@ class PackedTexts:
     Attention can be recomputed, so gradient checkpointing gives the same result.
 
     Args:
-        position_ids, document_ids: `[T]`, of the pairs.
+        past: earlier positions of these sequences.
+        position_ids, document_ids: `[T]`, of the pairs; `document_ids` is None for a single sequence without a past.
         starts: `[S]`, the pairs at which chains start; None for the last one only.
         window: attended positions, including the position itself; None for all.
         steps: K.
@@ -72,17 +124,14 @@ class PackedTexts:
         window: int | None,
         steps: int,
     ) -> None:
-        known = None if document_ids is None else past.document_ids
-        held = position_ids.new_full((past.length,), SEEN_BY_ALL) if known is None else known
         own = torch.zeros_like(position_ids) if document_ids is None else document_ids
-        texts = torch.cat([held, own])
-        places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
-        # Without position ids, every position of the context counts as near.
-        self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
+        texts, places = own, position_ids
+        if past.document_ids is not None and past.position_ids is not None:
+            texts, places = torch.cat([past.document_ids, own]), torch.cat([past.position_ids, position_ids])
+        self._near = window is not None and len(texts) + steps > window
         rows = torch.arange(past.length, len(texts), device=position_ids.device)
         self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
-        self._past, self._documents = past, None if document_ids is None else texts
-        self._places = None if window is None else places
+        self._past = past
         self.starts = rows[-1:] - past.length if starts is None else starts
         self._chains = self._sight.of(self.starts)
         self._layers: dict[int, KeyValues] = {}
@@ -91,7 +140,7 @@ class PackedTexts:
     @property
     def context(self) -> DraftContext:
         layers = [self._layers[index] for index in range(len(self._layers))]
-        return DraftContext(layers, self._documents, self._places)
+        return DraftContext(layers, self._sight.texts, self._sight.places)
 
     def reading(self) -> Attend:
         return self._read

@@ -13,17 +13,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
+from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
+from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
 from .draft_options import MOST_NODES, DraftOptions
-from .draft_reads import Read
+
+
+@dataclass(frozen=True)
+class Read:
+    """Weights that a draft multiplies by.
+
+    Attributes:
+        part: name.
+        weights: number of weights.
+        times: reads per draft.
+        rows: rows multiplied per read.
+        borrowed: whether the weights are the target's and take no extra memory.
+    """
+
+    part: str
+    weights: int
+    times: int
+    rows: int
+    borrowed: bool = False
+
+
+def weights_of(*modules: nn.Module | None) -> int:
+    return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -187,7 +212,6 @@ class Drafter:
         num_draft_steps: greatest `num_assistant_tokens`.
         takes_tree_builders: whether sessions accept any `tree_builder`, including those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 if n-grams are optional.
-        why_not_refined: why a refiner cannot be used; empty if it can.
         own_options: options of this family; their values are in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
         why_not_exported: why there are no others.
@@ -198,7 +222,6 @@ class Drafter:
     num_draft_steps: int
     takes_tree_builders: bool = False
     least_ngram_length: int = 0
-    why_not_refined: str = "its depths are not drafted at once"
     own_options: Sequence[Option] = ()
     saved_as: Sequence[str] = ()
     why_not_exported: str = "no other program is known to read it"
@@ -256,3 +279,19 @@ class Drafter:
         """The rule that accepts its drafts; raises a ValueError if its trained files are missing beside the weights."""
         rule = VERIFIERS[options.verification].with_options(options.own)
         return rule.learned(getattr(self, "loaded_from", None))
+
+
+def check_sizes(wanted: Any, target: Any) -> None:
+    """Raises DraftingRefused if the target's sizes differ from those in the drafter's configuration `wanted`."""
+    config = text_config(target)
+    made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
+    for name, found, expected in (
+        ("vocab_size", config.vocab_size, wanted.vocab_size),
+        ("hidden_size", config.hidden_size, wanted.target_hidden_size),
+        ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
+    ):
+        if found != expected:
+            raise DraftingRefused(
+                f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
+                "target, or train one with `hsdraft train`."
+            )

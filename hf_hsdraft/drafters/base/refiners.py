@@ -83,14 +83,19 @@ def _shares(options: DraftOptions) -> dict[str, float]:
     return {name: share for name, share in shares.items() if share}
 
 
+def why_not_refined(drafter: Any) -> str:
+    """Returns why a drafter takes no refiner, as its `why_not_refined` says; empty if it takes one."""
+    return getattr(drafter, "why_not_refined", "its depths are not drafted at once")
+
+
 def check_refiners(drafter: Any, options: DraftOptions) -> None:
     """Raises a ValueError if the options ask for a refiner that this drafter lacks or cannot take.
 
     `Refiner.of` checks whether it fits the target.
     """
     for name, share in _shares(options).items():
-        if drafter.why_not_refined:
-            raise ValueError(f"{name}={share!r} is invalid for this drafter: {drafter.why_not_refined}; set it to 0")
+        if why := why_not_refined(drafter):
+            raise ValueError(f"{name}={share!r} is invalid for this drafter: {why}; set it to 0")
         REFINERS[name].check(drafter, share)
 
 

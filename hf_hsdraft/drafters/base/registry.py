@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,12 @@ class TokenizerOfTarget:
 
 
 FAMILIES: Registry[Family] = Registry("model_type")
+
+
+def load_families() -> None:
+    """Imports the core families, which register themselves; families of methods are loaded by name."""
+    for module in ("block", "eagle", "hidden_state.modeling_hsdraft", "language_model", "ngrams.cacheback"):
+        importlib.import_module(f"..{module}", __package__)
 
 
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import is_accelerate_available
+from transformers.utils import ModelOutput, is_accelerate_available
 
 from ...core.tensors import RMSNorm, device_of, is_unhooked
 
@@ -162,3 +162,17 @@ class StateNetwork(PreTrainedModel):
         """Collects the target's embedding and output rows; `with_head=False` leaves out the rows, which are copied."""
         head = output_head if self.lm_head is None and with_head else None
         return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """Output of a drafter's forward.
+
+    Attributes:
+        loss: result of the drafter's `loss_function`, if labels were given.
+        hidden_states: K tensors of drafted states, `[S, D]` and then `[num_rolled, D]`. Depth d predicts the token at
+            start + 2 + d.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None

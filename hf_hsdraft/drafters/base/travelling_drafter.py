@@ -43,11 +43,11 @@ class TravellingDrafter(PreTrainedModel):
     """Base of drafters that travel with their code.
 
     Attributes:
-        loaded_from: name and commit of its repository; None if it was not loaded.
+        loaded_from: name and subfolder of its repository, and how it is fetched; None if it was not loaded.
         has_network: whether its network's code is included.
     """
 
-    loaded_from: tuple[str, str | None] | None = None
+    loaded_from: tuple[str, str, dict[str, Any]] | None = None
     has_network: ClassVar[bool] = True
     adjust_generation_fn = GenerationMixin.adjust_generation_fn  # loads the drafting options
 
@@ -65,7 +65,9 @@ class TravellingDrafter(PreTrainedModel):
         """As in transformers, from safetensors only."""
         loaded = super().from_pretrained(name, *args, **{**kwargs, "use_safetensors": True})
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
-        drafter.loaded_from = os.fspath(name), getattr(drafter.config, "_commit_hash", None)
+        hub = {key: kwargs.get(key) for key in ("token", "cache_dir")}
+        hub["revision"] = getattr(drafter.config, "_commit_hash", None)
+        drafter.loaded_from = os.fspath(name), kwargs.get("subfolder") or "", hub
         return loaded
 
     def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
@@ -120,13 +122,14 @@ class TravellingDrafter(PreTrainedModel):
     def _add_files(self, folder: Path) -> None:
         """Copies the repository's other files, except documents about other weights."""
         assert self.loaded_from is not None
-        (name, commit), config = self.loaded_from, self.config
+        (name, subfolder, hub), config = self.loaded_from, self.config
         weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
         same = not self.has_network or weights == config.weights_digest
         if not os.path.isdir(name):
-            name = snapshot_download(name, revision=commit)
-        for path in (path for path in Path(name).rglob("*") if path.is_file()):
-            place = path.relative_to(name)
+            name = snapshot_download(name, **hub)
+        source = Path(name, subfolder)
+        for path in (path for path in source.rglob("*") if path.is_file()):
+            place = path.relative_to(source)
             if place.parts[0].startswith(".") or (folder / place).exists() or "__pycache__" in place.parts:
                 continue
             if same or path.suffix == ".py" or len(place.parts) > 1:
@@ -318,3 +321,16 @@ def _preparation(original: Any) -> Any:
         return config, others
 
     return _prepare_generation_config
+
+
+class PlainDrafter(TravellingDrafter):
+    """Decodes all calls plainly, and can be saved again."""
+
+    has_network = False
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"."]  # the weights of the network
+    _keys_to_ignore_on_load_missing: ClassVar[list[str]] = [r"."]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.place = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # a model has a device and a dtype
+        self.post_init()

@@ -15,8 +15,7 @@ from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
 from ...runtime.target_limits import text_config
 from ..base.draft_options import DraftOptions, default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Call
+from ..base.protocol import Call, Read, weights_of
 from ..base.published import speculators_document
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles

@@ -10,8 +10,8 @@ import torch
 from ...core.checks import printable
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ..base.formats import Format, with_fields
+from ..base.layer_fields import drafted_ids
 from ..base.loading_arguments import Placement, take_options
-from ..base.vocabulary_maps import drafted_ids
 from . import reading
 from .configuration import BlockConfig
 from .drafter import BlockDrafter

@@ -17,9 +17,8 @@ from torch import nn
 
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.drafter_output import DrafterOutput
 from ..base.published import AttendByLayer, PublishedNetwork
-from ..base.target_weights import TargetWeights, borrow
+from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .context import training_attention
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead

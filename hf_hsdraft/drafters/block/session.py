@@ -13,12 +13,10 @@ from ...core.attention import batched_attention
 from ...core.tensors import Transform
 from ...verify.foresight import Foresight
 from ..base.draft_options import DraftOptions
-from ..base.parallel_expansion import TokenBias
-from ..base.parallel_session import ParallelSession
 from ..base.protocol import Accepted, Ask
-from ..base.row_context import Slots
+from ..base.reading_session import Columns, ParallelSession, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import Columns
+from ..base.tree_session import TokenBias
 from .configuration import Sight
 from .context import farthest, own_mask
 from .heads import TokenHead

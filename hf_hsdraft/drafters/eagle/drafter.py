@@ -13,9 +13,8 @@ from transformers import GenerationConfig
 from ...core.checks import few
 from ...hub.checkpoint import Checkpoint
 from ..base.draft_options import default_options
-from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options
-from ..base.protocol import Call
+from ..base.protocol import Call, Read, weights_of
 from ..base.published import speculators_document
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.target_weights import TargetWeights, borrow

@@ -27,8 +27,7 @@ from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from ..base.formats import fields_told
-from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
-from ..base.vocabulary_maps import drafted_ids
+from ..base.layer_fields import MOST_LAYERS, drafted_ids, read_rope, read_sizes, read_windows
 from .configuration import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # in speculators

@@ -20,10 +20,9 @@ from torch import nn
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.published import AttendByLayer, PublishedNetwork
-from ..base.target_weights import TargetWeights
+from ..base.target_weights import DrafterOutput, TargetWeights
 from .configuration import EagleConfig
 
 

@@ -16,12 +16,11 @@ from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight, Race
 from ..base.draft_options import DraftOptions
-from ..base.parallel_expansion import ParallelExpansion
 from ..base.protocol import Accepted, Ask
 from ..base.published import AttendByLayer
-from ..base.row_context import RowContext, Slots
+from ..base.reading_session import Columns, ReadingSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import Columns, ReadingSession
+from ..base.tree_session import ParallelExpansion
 from .feedback_trial import FeedbackTrial, can_be_tried
 from .network import EagleNetwork
 

@@ -10,8 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..base.target_weights import TargetWeights
 from ..base.travelling_drafter import PlainDraws, TravellingDrafter
-from .injectors import Leftover, ensemble
-from .network import HSDraftNetwork, WorkingWeights
+from .network import HSDraftNetwork, Leftover, WorkingWeights, ensemble
 from .trunk import GrowingText, read, roll
 
 
@@ -44,7 +43,7 @@ class HSCandidateGenerator(CandidateGenerator):
         self._reuse, self._weight = getattr(options, "reuse", "none"), getattr(options, "reuse_weight", 0.4)
         self._working, self._max_length = WorkingWeights.of(drafter, weights.head), max_length
         room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=drafter.device, dtype=drafter.dtype)
-        self._text = GrowingText.empty(config.num_hidden_layers, room, config.sliding_window)
+        self._text = GrowingText(config.num_hidden_layers, room, config.sliding_window)
         self._started, self._root = False, -1
         self._drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
 

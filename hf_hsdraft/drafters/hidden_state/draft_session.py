@@ -1,28 +1,171 @@
-"""Session of a hidden-state drafter."""
+"""Session of a hidden-state drafter: reading, rolling, and the tokens' bias."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
+from ...core.checks import is_number
 from ...core.draft_tree import DraftTree, merge_trees
+from ...core.options import Option
+from ...core.tensors import Transform, on_device
 from ...core.tuning import TUNING
 from ...verify.foresight import Foresight
-from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
+from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import Accepted, Ask
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import TreeSession
-from .expansion import Expansion
-from .injectors import Leftover, ensemble
-from .network import HSDraftNetwork, WorkingWeights
-from .reuse import reuse_of
-from .roll_out import RollOut
+from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
+from .configuration_hsdraft import HSDraftConfig
+from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights, ensemble
 from .target_match import warn_of_poor_guesses
+from .trunk import Context, GrowingText, Rope, Trunk, read, roll
+
+logger = logging.get_logger(__name__)
+
+_GONE = "skip"  # may be saved in drafters of an earlier version
+REUSES = ("none", "ensemble", "resample")
+REUSE_OPTIONS = (
+    Option("reuse", "none", lambda value: value in (*REUSES, _GONE), f"one of {', '.join(REUSES)}"),
+    Option("reuse_weight", 0.4, lambda value: is_number(value) and value >= 0.0, "a number of 0 or more"),
+)
+
+
+def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
+    """Returns the form of reuse, and the weight of old logits relative to new ones."""
+    reuse, weight = options["reuse"], options["reuse_weight"]
+    if reuse == _GONE:
+        logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")
+        return "none", weight
+    return reuse, weight
+
+
+class RollOut:
+    """A trunk's state in one call; for a single sequence unless `rows` are passed."""
+
+    def __init__(self, trunk: Trunk, config: HSDraftConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._trunk, window = trunk, config.sliding_window
+        room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
+        sizes = {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
+        self._text = GrowingText(len(trunk.layers), room, window, **sizes)
+        self._batch, self._window = DraftContext(), window
+        # Number of positions that affect the output at the last one and the drafts after it.
+        self._reach = None if window is None else len(trunk.layers) * (window - 1) + 1
+
+    @property
+    def context(self) -> DraftContext:
+        """A copy of the context of a single sequence, as far back as it matters."""
+        text = self._text
+        held = slice(max(text.length - (self._reach or text.length), 0), text.length)
+        pairs = zip(text.keys, text.values, strict=True)
+        return DraftContext([(keys[:, held].clone(), values[:, held].clone()) for keys, values in pairs])
+
+    def resume(self, context: DraftContext) -> None:
+        text, sides = self._text, zip(*context.layers, strict=True)
+        text.keys, text.values = ([state.clone() for state in side] for side in sides)
+        text.length = context.length
+
+    def mark(self) -> tuple[int, DraftContext]:
+        """Returns the current end of the sequences, for `reset`."""
+        return self._text.length, self._batch
+
+    def reset(self, mark: tuple[int, DraftContext]) -> None:
+        """Drops positions read since `mark`, which must be fewer than a window holds."""
+        self._text.length, self._batch = mark
+
+    def __call__(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        num_draft_steps: int,
+        rows: Mapping[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
+
+        Args:
+            taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`], row by row.
+            rows: for a batch, the number of pairs of each row, in order.
+        """
+        x, ropes, context = self.read(taps, embeds, position_ids, num_draft_steps - 1, rows)
+        return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
+
+    def read(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        ahead: int = 0,
+        rows: Mapping[int, int] | None = None,
+    ) -> tuple[torch.Tensor, list[Rope], Context]:
+        """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
+        if rows is not None:
+            packed = self._packed(position_ids, ahead + 1, rows)
+            x, ropes = read(self._trunk, taps, embeds, position_ids, packed, ahead)
+            self._batch = packed.context.within(self._window)
+            return x, ropes, packed
+        if self._reach is not None and len(taps) >= self._reach:  # earlier positions no longer matter
+            taps, embeds, position_ids = (column[-self._reach :] for column in (taps, embeds, position_ids))
+            self._text.length = 0
+        self._text.extend(len(taps), ahead)
+        return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text
+
+    def _packed(self, position_ids: torch.Tensor, steps: int, rows: Mapping[int, int]) -> PackedTexts:
+        counts, device = torch.tensor(list(rows.values())), position_ids.device
+        documents = on_device([row for row, count in rows.items() for _ in range(count)], device)
+        starts = on_device((counts.cumsum(0) - 1).tolist(), device)
+        return PackedTexts(self._batch, position_ids, documents, starts, self._window, steps)
+
+
+@dataclass(frozen=True)
+class InjectedTokens(TokenBias):
+    """The bias that an injector computes from a path.
+
+    Attributes:
+        projected: `[B, depth, ...]`, `Injector.project` of the drafted states.
+        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
+            without the root's token, so it is injected at depth 1 too.
+    """
+
+    injector: Injector
+    weights: TargetWeights
+    projected: torch.Tensor
+    since: torch.Tensor | None = None
+
+    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.injector.advance(self.weights.embed(tokens), self.since if level == 1 else states)
+
+    def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
+        if level == 1 and self.since is None:
+            return None
+        return self.injector.code(self.projected[:, level - 1 : level], states)
+
+    def up(self, code: torch.Tensor) -> torch.Tensor:
+        return self.injector.up(code)
+
+    def among(self, columns: torch.Tensor) -> Transform | None:
+        of_outputs = getattr(self.injector.up, "of", None)
+        return None if of_outputs is None or len(columns) > 1 else of_outputs(columns[0])
+
+
+def expansion_of(
+    working: WorkingWeights,
+    weights: TargetWeights,
+    hidden: torch.Tensor,
+    logits: torch.Tensor | None = None,
+    since: torch.Tensor | None = None,
+    **further: Any,
+) -> ParallelExpansion:
+    """Expands drafted states `[B, depth, D]`; `logits` if they are not the head's, `since` as in `InjectedTokens`."""
+    injector, logits = working.injector, working.logits(hidden) if logits is None else logits
+    bias = InjectedTokens(injector, weights, injector.project(hidden), since)
+    return ParallelExpansion(logits, bias, reach=injector.reach(logits), **further)
+
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps h_i, embeddings of x_{i+1}, positions i
 
@@ -240,11 +383,18 @@ class HSDraftSession(TreeSession):
         logits: torch.Tensor | None,
         options: DraftOptions,
         since: torch.Tensor | None = None,
-    ) -> Expansion:
-        rows, temperature = [ask.row for ask in asks], options.draw_temperature
-        race = self.race(rows, hidden.shape[1])
-        refinement = None if self._refiner is None else self._refiner.refinement(rows)
-        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race, refinement)
+    ) -> ParallelExpansion:
+        rows = [ask.row for ask in asks]
+        return expansion_of(
+            self._working,
+            self.weights,
+            hidden,
+            logits,
+            since,
+            temperature=options.draw_temperature,
+            race=self.race(rows, hidden.shape[1]),
+            refinement=None if self._refiner is None else self._refiner.refinement(rows),
+        )
 
 
 def _joined(parts: Sequence[Pairs]) -> Pairs:

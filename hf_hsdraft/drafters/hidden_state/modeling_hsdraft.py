@@ -11,19 +11,16 @@ from transformers import GenerationConfig
 from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.protocol import Call, Drafter
+from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
-from ..base.target_sizes import check_sizes
+from ..base.registry import register_drafter
+from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
-from .draft_session import HSDraftSession
+from .draft_session import REUSE_OPTIONS, HSDraftSession, RollOut, reuse_of
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
-from .reuse import REUSE_OPTIONS, reuse_of
-from .roll_out import RollOut
 from .static_roll_out import static_roll_out
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
@@ -75,7 +72,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         position_ids: torch.Tensor,
         starts: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        context: DraftContext | None = None,
         num_draft_steps: int | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
@@ -87,22 +83,19 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
             embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
             position_ids: `[T]`, int64, position i of each pair, consecutive within a document.
             starts: `[S]`, int64, pairs at which chains start; None for the last one only.
-            document_ids: `[T]`, int64; attention stays within a document. None for a single document. A context without
-                document ids belongs to all.
-            context: from earlier calls; not changed.
+            document_ids: `[T]`, int64; attention stays within a document. None for a single document.
             num_draft_steps: K, the configuration's by default.
             num_rolled: roll only the first so many of `starts` beyond g_0; None for all.
             labels: for `loss_function(drafter, hidden_states, labels)`, computed here so that wrappers of the forward
                 (data parallel, sharded, mixed precision) cover all trained weights.
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
-        past = DraftContext() if context is None else context
-        texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
+        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.sliding_window, steps)
         trunk = self.trunk()
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
-        return DrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
+        return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -183,3 +176,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
 
 __all__ = ["HSDrafter"]
+
+
+register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)

@@ -1,10 +1,8 @@
-"""Parameters of a hidden-state drafter; `trunk` has the computation.
+"""Token information: a low-rank logit bias computed from the tokens of a path.
 
-There is no batch axis. Training packs documents into one row and rolls many chains at once. Decoding passes
-`WorkingWeights`, made of the same parameters, to the same trunk; the package may round these to 8 bits.
-`hsdraft check` compares training and decoding, apart from this rounding.
-
-Letters in the shapes: T pairs, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
+An injector's *state* summarises a path up to its last token. Rejected states can be reused ("Make Every Draft Count",
+resampling). After a accepted tokens and the bonus token, g_d with d > a still predicts the token at depth index
+d - a - 1 of the next round. It was drafted without the tokens accepted since, so the injector supplies them.
 """
 
 from __future__ import annotations
@@ -12,16 +10,181 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.tensors import Attend, RMSNorm, Transform, side_by_side
+from ...core.tensors import Attend, RMSNorm, Transform, best_of, biased, side_by_side
 from ..base.target_weights import StateNetwork
 from .configuration_hsdraft import HSDraftConfig
-from .injectors import INJECTORS, Injector
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequencies
+
+
+class Injector(nn.Module):
+    """Base of injectors; `up` maps a node's code `[..., rank]` to the logit bias `[..., V']`."""
+
+    up: Any
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """States `[N, ...]` after tokens with embeddings `[N, D]`; `states=None` starts a path."""
+        raise NotImplementedError
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What depends on drafted states `[..., D]` only; computed once for all nodes of a depth."""
+        raise NotImplementedError
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The bias before its last product, `[N, rank]`, for nodes in `states` `[N, ...]`."""
+        raise NotImplementedError
+
+    def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Where the bias changes draft logits `[..., V']`: bool of the same shape; None for everywhere."""
+        return None
+
+    def told(self, logits: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, V']` of drafted states `[N, D]` plus the bias of the paths in `states` `[N, ...]`."""
+        return biased(logits, self(hidden, states), self.reach(logits))
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
+        return self.up(self.code(self.project(hidden), states))
+
+
+class LowRankInjector(Injector):
+    """The bias W2 W1 e(parent) ("Make Every Draft Count", token injection)."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.down(self.norm(embeds))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+class PathInjector(Injector):
+    """A gated network on hidden state, parent token and the path from the root.
+
+    A small recurrent state reads the path; a gated layer combines it with the drafted state and the parent's embedding
+    into a rank-r bias, so a node costs as little as in `LowRankInjector`.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        size = config.injector_hidden_size
+        self.token_norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.token_proj = nn.Linear(config.target_hidden_size, size, bias=False)
+        self.update = nn.Linear(2 * size, 2 * size)
+        self.hidden_proj = nn.Linear(config.hidden_size, 4 * size, bias=False)
+        self.state_proj = nn.Linear(2 * size, 4 * size, bias=False)
+        self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        tokens = self.token_proj(self.token_norm(embeds))
+        size = tokens.shape[-1]
+        path = torch.zeros_like(tokens) if states is None else states[..., size:]
+        gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)
+        path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
+        return torch.cat([tokens, path], dim=-1)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_proj(hidden)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        gate, value = (projected + self.state_proj(states)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class SelectorInjector(LowRankInjector):
+    """Bias for the best candidates of a depth only, by pairs of tokens (DFlash2, candidate selector).
+
+    With A = W1 e(parent), candidate c gets the sum over the rank of A * (P g) * B[c], g the drafted state. DFlash2
+    looks A up in a table over the vocabulary and only allows candidates. Here A comes from the embedding, and other
+    tokens keep their logits, so divergences from the target stay finite.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__(config)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_proj = nn.Linear(config.hidden_size, config.injector_rank, bias=False)
+        self.top_k = min(config.injector_top_k, config.draft_vocab_size)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_proj(self.hidden_norm(hidden))
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return projected * states
+
+    def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
+        return best_of(logits, self.top_k)
+
+
+INJECTORS: dict[str, type[Injector]] = {
+    "low_rank": LowRankInjector,
+    "path": PathInjector,
+    "selector": SelectorInjector,
+}
+
+
+# Maps a token and the injector's state before it (None at the start of a path) to the state after it.
+Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Drafted states g_{a+1} .. g_{K-1} of one row, `[K', D]`, that still predict future positions.
+
+    `path` are the tokens accepted since they were drafted, beginning with their root.
+    """
+
+    hidden: torch.Tensor
+    path: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:
+        """What is left of states `[K, D]` drafted from `root`, after `accepted` tokens."""
+        if drafted is None or len(drafted) <= len(accepted) + 1:
+            return None
+        return cls(drafted[len(accepted) + 1 :], (root, *accepted))
+
+    def since(self, advance: Advance) -> torch.Tensor:
+        """The injector's state after the path, `[1, S]`."""
+        state = None
+        for token in self.path:
+            state = advance(token, state)
+        assert state is not None
+        return state
+
+
+def ensemble(
+    logits: torch.Tensor,
+    leftover: Leftover,
+    root: int,
+    weight: float,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    injector: Injector,
+    advance: Advance,
+) -> None:
+    """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position and weighted by `weight`.
+
+    The first new state has read the last accepted token `root`; the old one gets it from the injector. `head` maps
+    drafted states to logits.
+    """
+    hidden = leftover.hidden[: len(logits)]
+    old = head(hidden)
+    told = injector.told(old[:1], hidden[:1], advance(root, leftover.since(advance)))
+    old = torch.cat([told, old[1:]])
+    logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
 
 
 class HSDraftAttention(nn.Module):

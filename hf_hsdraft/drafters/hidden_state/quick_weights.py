@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import RMSNorm, is_unhooked
-from ...cpu.products import Product, are_rounded, are_weights, joined
-from .injectors import INJECTORS, Injector
-from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, WorkingWeights
+from ...cpu.products import NormedProduct, Product, are_rounded, are_weights, joined
+from .network import INJECTORS, HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, Injector, WorkingWeights
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,7 @@ def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], t
     norms = [*drafter.tap_norms, drafter.token_norm]
     if not are_weights([*norms, drafter.fuse]):
         return drafter.fuse_inputs
-    scale = torch.cat([norm.weight for norm in norms])
-    fuse, eps = Product((drafter.fuse.weight.float() * scale.float()).to(drafter.dtype)), drafter.token_norm.eps
-
-    def fuse_inputs(taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        parts = torch.cat([taps, embeds], dim=-1).view(len(taps), len(norms), -1)
-        return fuse(F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(1))
-
-    return fuse_inputs
+    return NormedProduct(norms, drafter.fuse)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from ...core.tuning import TUNING
 from ...gpu.fixed_shapes import StaticText, compiled, keep_in_place
 from ..base.packed_texts import DraftContext
 from .configuration_hsdraft import HSDraftConfig
+from .draft_session import RollOut
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights
-from .roll_out import RollOut
 from .trunk import Trunk, read, roll
 
 
@@ -84,9 +84,7 @@ class StaticRollOut(RollOut):
         num_draft_steps: int,
         rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        if num_draft_steps > self._steps:
-            raise ValueError(f"num_draft_steps={num_draft_steps} is invalid: expected {self._steps} at most")
-        assert rows is None
+        assert rows is None and num_draft_steps <= self._steps
         early = len(taps) - self._columns
         if early > 0:
             self.read(taps[:early], embeds[:early], position_ids[:early])

@@ -81,6 +81,9 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
     )
 
 
+_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
 def tokenizer_hash(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary, 16 hexadecimal digits."""
     known = _hashes.get(tokenizer)
@@ -101,10 +104,11 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
     if reference is None or not can_measure(target, len(reference["input_ids"])):
         unknown = "what that costs could not be measured"
         return f"{made_for}, whose tokenizer has other tokens than this one; {unknown}" if other_tokens else ""
-    recorded, match = _known.setdefault(target, weakref.WeakKeyDictionary()).get(drafter, (None, None))
-    if match is None or recorded != reference:
+    pair = _pair(target, drafter)
+    match = pair.match
+    if match is None or pair.reference != reference:
         match = measure_match(target, drafter, reference["input_ids"], reference["start"])
-        _known[target][drafter] = reference, match
+        pair.match, pair.reference = match, reference
     if match.drafted + TUNING.fit_slack >= TUNING.fit_enough * reference["drafted"]:
         return ""  # whatever the target's name
     cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
@@ -117,11 +121,22 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
 
 
 @dataclass
-class _Guesses:
-    """Number of drafts, and of drafts whose first guess was the next token."""
+class _Pair:
+    """What is known of a target and a drafter: drafts, those whose first guess was right, and the last match."""
 
     drafts: int = 0
     right: int = 0
+    match: TargetMatch | None = None
+    reference: Any = None  # of the match
+    warned: bool = False
+
+
+_Pairs = weakref.WeakKeyDictionary[HSDraftNetwork, _Pair]
+_pairs: weakref.WeakKeyDictionary[Any, _Pairs] = weakref.WeakKeyDictionary()
+
+
+def _pair(target: Any, drafter: HSDraftNetwork) -> _Pair:
+    return _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Pair())
 
 
 def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
@@ -131,9 +146,8 @@ def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
 
 
 def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, right: int) -> None:
-    """Adds the counts of a call, see `_Guesses`; warns once if another target explains poor drafts."""
-    reference = drafter.config.target_reference
-    seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
+    """Adds the counts of a call, see `_Pair`; warns once if another target explains poor drafts."""
+    reference, seen = drafter.config.target_reference, _pair(target, drafter)
     if reference is None or seen.drafts >= TUNING.fit_trusted:
         return
     seen.drafts, seen.right = seen.drafts + drafts, seen.right + right
@@ -143,23 +157,15 @@ def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, righ
 
 
 def warn_of_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> None:
-    warned = _warned.setdefault(target, weakref.WeakSet())
-    if drafter in warned:
+    """Logs `explain_mismatch`, once."""
+    pair = _pair(target, drafter)
+    if pair.warned:
         return
+    pair.warned = True
     try:
         problem = explain_mismatch(target, drafter, tokenizer)
     except Exception as error:  # never fail a call because of a warning
         logger.info(f"whether this drafter was made for this target could not be measured: {error}")
-        warned.add(drafter)
         return
-    warned.add(drafter)
     if problem:
         logger.warning(problem)
-
-
-_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDraftNetwork, Any]] = weakref.WeakKeyDictionary()
-_guesses: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDraftNetwork, _Guesses]] = (
-    weakref.WeakKeyDictionary()
-)
-_warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDraftNetwork]] = weakref.WeakKeyDictionary()

@@ -159,32 +159,23 @@ class GrowingText:
     """A single sequence in growing buffers; rolled positions follow those read, until more are read.
 
     Args:
-        keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
+        like: empty keys of a layer, `[kv_heads, 0, head_dim]`.
         window: attended positions including the position itself; None for all.
         spare: positions by which buffers grow, plus a quarter of the positions read.
         mask_rows: rows per mask.
 
     Attributes:
+        keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
         length: number of positions read.
     """
 
     starts = slice(-1, None)
 
     def __init__(
-        self,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-        window: int | None,
-        spare: int = 128,
-        mask_rows: int = 256,
+        self, layers: int, like: torch.Tensor, window: int | None, spare: int = 128, mask_rows: int = 256
     ) -> None:
-        self.keys, self.values, self._window = keys, values, window
+        self.keys, self.values, self._window = [like] * layers, [like] * layers, window
         self._spare, self._mask_rows, self.length = spare, mask_rows, 0
-
-    @classmethod
-    def empty(cls, layers: int, like: torch.Tensor, window: int | None, **sizes: int) -> GrowingText:
-        """Empty buffers for so many layers, each `like` an empty one `[kv_heads, 0, head_dim]`."""
-        return cls([like] * layers, [like] * layers, window, **sizes)
 
     def extend(self, count: int, ahead: int) -> None:
         """Makes room for reading `count` positions and rolling `ahead` steps."""

@@ -19,10 +19,9 @@ from ...hub.fetching import loading, taken_for_hub
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
-from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
 from ..base.plain_config import PlainConfig
-from ..base.protocol import Call, Drafter
+from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.travelling_config import ANY
 from .lm_ability import ability_of, shared_tokens, what_differs
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm

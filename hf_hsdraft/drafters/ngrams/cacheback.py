@@ -16,6 +16,7 @@ from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
+from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
@@ -126,3 +127,6 @@ def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTabl
     for text in texts:
         cache.extend([*text, -1])
     return cache.own
+
+
+register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)

@@ -32,7 +32,7 @@ from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
-from .levels import Settling, StateFeed, SupposingSession, model_of, reader_of, supposes
+from .levels import StateFeed, SupposingSession, model_of, reader_of, supposes
 
 _MOST = 64  # tokens that a level may pass up
 
@@ -232,11 +232,12 @@ class CascadeDrafter(nn.Module, Drafter):
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
         """The options of the first level, set to chains of its number of tokens.
 
-        `settled_options` keep their defaults, since up to `pending` of the tokens it drafts from can be taken back.
+        Its `settled_options` only work on text that stays. They keep their defaults, since up to `pending` of the
+        tokens that it drafts from can be taken back.
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
-        settled = first.settled_options if isinstance(first, Settling) else ()
+        settled = getattr(first, "settled_options", ())
         plain = {option.name: option.default for option in first.own_options if option.name in settled}
         return replace(
             own,

@@ -190,7 +190,7 @@ class CascadeSession(Session):
         for ask in asks:
             tokens = held[ask.row].tokens
             length = len(self._known(ask.row)) + len(tokens)
-            room = self._reader.room() - length
+            room = self._reader.room - length
             if room < 0:
                 held[ask.row].closed = True
                 continue

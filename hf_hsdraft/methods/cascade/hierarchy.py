@@ -73,10 +73,6 @@ class Handed:
     seconds: float
     words: str
 
-    @property
-    def mean(self) -> float:
-        return sum(length * share for length, share in self.lengths.items())
-
     def verifying(self, forward: Curve) -> float:
         return sum(share * forward(length + 1) for length, share in self.lengths.items())
 

@@ -49,34 +49,18 @@ def tell(config: Any, middle: Any, shares: str, device: Device, length: int, oth
     except ValueError:
         told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as 0.4,0.4,0.8"
         raise typer.BadParameter(told, param_hint="--shares") from None
-    for check, hint in (
-        (lambda: check_shares(found), "--shares"),
-        (lambda: check_vocabularies(config, middle), "--middle"),
-    ):
-        try:
-            check()
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=hint) from None
-    return [*estimate_cascade(estimated_levels(config, middle, found, device, length), other), SAME_TOKENS]
-
-
-def check_shares(shares: Sequence[float]) -> None:
-    """Raises a ValueError unless there are three shares in [0, 1): with 1, drafts would never end."""
-    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
-        raise ValueError(
-            f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
-            "target, of n-grams by the middle model, and of the middle model by the target"
-        )
-
-
-def check_vocabularies(config: Any, middle: Any) -> None:
-    """Raises a ValueError for vocabularies whose sizes differ by more than padding."""
     sizes = [each.get_text_config().vocab_size for each in (config, middle)]
     if abs(sizes[0] - sizes[1]) > _PADDING:
-        raise ValueError(
+        told = (
             f"the middle model has vocab_size={sizes[1]:,}, the target {sizes[0]:,}: expected a model with the "
             "target's tokenizer, whose size differs by padding at most"
         )
+        raise typer.BadParameter(told, param_hint="--middle")
+    try:
+        levels = estimated_levels(config, middle, found, device, length)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shares") from None
+    return [*estimate_cascade(levels, other), SAME_TOKENS]
 
 
 def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
@@ -86,9 +70,13 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
     the middle model by the target. `config` and `middle` are model configurations.
 
     Raises:
-        ValueError: there are not three shares in [0, 1).
+        ValueError: there are not three shares in [0, 1). With 1, drafts would never end.
     """
-    check_shares(shares)
+    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
+        raise ValueError(
+            f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
+            "target, of n-grams by the middle model, and of the middle model by the target"
+        )
     forwards = {name: forward_of(each, device, length) for name, each in ((MIDDLE, middle), (TARGET, config))}
     pairs = ((NGRAMS, TARGET), (NGRAMS, MIDDLE), (MIDDLE, TARGET))
     acceptances = {pair: Acceptance.even(share) for pair, share in zip(pairs, shares, strict=True)}

@@ -23,7 +23,8 @@ class LMReader:
         most_pending: greatest number of tokens of a text that may be taken back.
         taps: indices of hidden states to return too.
 
-    `vocab_size` is the number of tokens that the model knows, `kind` a hashable key of the time of its forwards.
+    `vocab_size` is the number of tokens that the model knows, `room` the number that it has positions for, `kind` a
+    hashable key of the time of its forwards.
     """
 
     def __init__(
@@ -36,11 +37,8 @@ class LMReader:
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
-        self._room = furthest_position(model)
+        self.room = furthest_position(model)
         self._model = model  # the texts do not keep it alive
-
-    def room(self) -> int:
-        return self._room
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Returns logits `[n, V]` after the last n tokens of each text, in one forward if the model can.
@@ -86,23 +84,6 @@ class LMReader:
 
 
 @runtime_checkable
-class Supposing(Protocol):
-    """A drafter whose sessions can take tokens back if `supposes`: [`HSDrafter`] needs a wide window for it."""
-
-    supposes: bool
-
-
-@runtime_checkable
-class Settling(Protocol):
-    """A drafter with `settled_options`: names in `own_options` that only work on text that is never taken back.
-
-    They keep their defaults where tokens can be taken back.
-    """
-
-    settled_options: Sequence[str]
-
-
-@runtime_checkable
 class SupposingSession(Protocol):
     kind: tuple[Any, ...]
 
@@ -120,19 +101,14 @@ class SupposingSession(Protocol):
         """
 
 
-@runtime_checkable
-class Verifying(Protocol):
-    @property
-    def verifying_model(self) -> Any: ...
-
-
 def supposes(drafter: Drafter) -> bool:
-    return isinstance(drafter, Supposing) and drafter.supposes
+    """Whether a drafter's sessions are `SupposingSession`s; an [`HSDrafter`] needs a wide window for that."""
+    return bool(getattr(drafter, "supposes", False))
 
 
 def model_of(drafter: Drafter) -> Any:
     """Returns the language model that a drafter verifies with, or None."""
-    return drafter.verifying_model if isinstance(drafter, Verifying) else None
+    return getattr(drafter, "verifying_model", None)
 
 
 def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int] = ()) -> LMReader:

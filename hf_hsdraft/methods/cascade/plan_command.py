@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console, say
 
 if TYPE_CHECKING:
     from .hierarchy import Plan
@@ -54,9 +54,9 @@ def plan(
     if out is not None:
         check_empty(out)
     if not drafter:
-        console.print("no --drafter is named: only n-grams are planned, and no hierarchy", highlight=False)
+        say("no --drafter is named: only n-grams are planned, and no hierarchy")
     if not prompts:
-        console.print(NOTE, highlight=False, soft_wrap=True)
+        say(NOTE)
     try:
         questions = read_questions(prompts or [], limit)
     except ValueError as error:
@@ -64,23 +64,20 @@ def plan(
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
     model, tokenizer = load_target(target, dtype.torch, device)
     inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])
-
-    def tell(words: str) -> None:
-        console.print(f"measuring: {words}", highlight=False, soft_wrap=True)
-
-    plans = Plans.of(Measuring(model, drafters, inputs, max_new_tokens, tell, tokenizer).levels())
+    measuring = Measuring(
+        model, drafters, inputs, max_new_tokens, lambda words: say(f"measuring: {words}"), tokenizer=tokenizer
+    )
+    plans = Plans.of(measuring.levels())
     for line in plans.lines():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
     found_faster = None
     if measure:
         compared = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
         console.print(compared.table)
-        console.print(compared.verdict, highlight=False, markup=False, soft_wrap=True)
+        say(compared.verdict)
         found_faster = compared.faster
     if out is not None:
-        console.print(
-            _saved(plans.chosen, drafters, found_faster, measure, out), highlight=False, markup=False, soft_wrap=True
-        )
+        say(_saved(plans.chosen, drafters, found_faster, measure, out))
 
 
 def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:

@@ -113,12 +113,8 @@ class LayerSkipDrafter(WeightlessDrafter):
         return drafter
 
     def document(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "skipped_layers": list(config.skipped_layers),
-            "num_hidden_layers": config.num_hidden_layers,
-            "target_name": config.target_name,
-        }
+        fields = {name: getattr(self.config, name) for name in self.shown_fields}
+        return {**fields, "skipped_layers": list(self.config.skipped_layers)}
 
     def default_generation_config(self) -> GenerationConfig:
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console, say
 
 app = typer.Typer()
 
@@ -45,10 +45,6 @@ def skip_layers(
         raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
     model, tokenizer = load_target(target, dtype.torch, device)
     check_target(model)
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-
     report = Reporter(say, console=console if console.is_terminal else None)
     inputs = encode_prompts(model, tokenizer, texts)
     best = search(model, written_texts(model, inputs, max_new_tokens, report), most, report)

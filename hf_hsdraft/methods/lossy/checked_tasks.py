@@ -7,6 +7,7 @@ number named, a label is the one named first. Words that a text must contain may
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -76,24 +77,17 @@ CHECKERS: dict[str, Callable[[Item, str], bool]] = {
     "all": _all,
 }
 
-_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Oscar", "Paula", "Simon")
-_CITIES = ("Paris", "London", "Madrid", "Rome", "Berlin", "Vienna", "Oslo", "Dublin", "Lisbon", "Athens", "Prague")
-_JOBS = ("nurse", "teacher", "farmer", "painter", "lawyer", "baker", "pilot", "singer", "driver", "doctor")
-_COLOURS = ("red", "green", "blue", "yellow", "white", "black", "brown", "grey")
-_ANIMALS = ("dog", "cat", "horse", "rabbit", "fox", "bear", "duck", "sheep", "cow", "mouse")
-_THINGS = ("table", "chair", "window", "lamp", "spoon", "bottle", "book", "hammer", "basket", "ladder")
-_FOODS = ("bread", "cheese", "soup", "rice", "apple", "potato", "butter", "honey")
-_PLACES = ("in the garden", "near the river", "on the hill", "behind the house", "at the market", "under the bridge")
-_DEEDS = ("sleeps", "runs", "waits", "plays", "eats", "sits")
-_GOOD = ("wonderful", "excellent", "delightful", "fantastic", "great", "lovely", "perfect", "brilliant")
-_BAD = ("terrible", "awful", "horrible", "disgusting", "dreadful", "boring", "useless", "disappointing")
-_JUDGED = ("film", "book", "meal", "hotel", "concert", "service", "phone", "holiday", "restaurant", "play")
+WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("task_words.json").read_text(encoding="utf-8"))
+
+
+def _word(rng: random.Random, kind: str) -> str:
+    return rng.choice(WORDS[kind])
 
 
 def _copying(rng: random.Random) -> Item:
     sentence = (
-        f"The {rng.choice(_COLOURS)} {rng.choice(_ANIMALS)} {rng.choice(_DEEDS)} {rng.choice(_PLACES)}, and "
-        f"{rng.choice(_NAMES)} has a {rng.choice(_COLOURS)} {rng.choice(_THINGS)}."
+        f"The {_word(rng, 'colours')} {_word(rng, 'animals')} {_word(rng, 'deeds')} {_word(rng, 'places')}, and "
+        f"{_word(rng, 'names')} has a {_word(rng, 'colours')} {_word(rng, 'things')}."
     )
     prompt = f"Repeat the following sentence exactly, word for word:\n\n{sentence}"
     return Item("copying", prompt, sentence, "contains")
@@ -108,7 +102,7 @@ def _addition(rng: random.Random) -> Item:
 
 def _sentiment(rng: random.Random) -> Item:
     good = rng.random() < 0.5
-    thing, words = rng.choice(_JUDGED), rng.sample(_GOOD if good else _BAD, 2)
+    thing, words = _word(rng, "judged"), rng.sample(WORDS["good"] if good else WORDS["bad"], 2)
     verdict = "I loved it" if good else "I hated it"
     prompt = (
         f"Review: The {thing} was {words[0]} and {words[1]}. {verdict}.\n\nIs this review positive or negative? Answer "
@@ -118,17 +112,22 @@ def _sentiment(rng: random.Random) -> Item:
 
 
 def _choosing(rng: random.Random) -> Item:
-    groups = {"an animal": _ANIMALS, "a colour": _COLOURS, "something to eat": _FOODS, "a city": _CITIES}
+    groups = {
+        "an animal": WORDS["animals"],
+        "a colour": WORDS["colours"],
+        "something to eat": WORDS["foods"],
+        "a city": WORDS["cities"],
+    }
     kind = rng.choice(list(groups))
     answer = rng.choice(groups[kind])
-    offered = [answer, *rng.sample(_THINGS, 2)]
+    offered = [answer, *rng.sample(WORDS["things"], 2)]
     rng.shuffle(offered)
     prompt = f"Which of these words is {kind}: {offered[0]}, {offered[1]} or {offered[2]}? Answer with that word only."
     return Item("choosing", prompt, answer, "label", tuple(offered))
 
 
 def _extraction(rng: random.Random) -> Item:
-    name, city, job = rng.choice(_NAMES), rng.choice(_CITIES), rng.choice(_JOBS)
+    name, city, job = _word(rng, "names"), _word(rng, "cities"), _word(rng, "jobs")
     age = rng.randint(21, 69)
     asked = rng.choice(("city", "job", "age"))
     question, answer = {
@@ -149,7 +148,7 @@ def _counting(rng: random.Random) -> Item:
 
 
 def _explaining(rng: random.Random) -> Item:
-    name, thing = rng.choice(_NAMES), rng.choice(_FOODS)
+    name, thing = _word(rng, "names"), _word(rng, "foods")
     one, other = rng.randint(2, 9), rng.randint(1, 9)
     prompt = (
         f"{name} has {one} pieces of {thing} and gets {other} more. How many pieces of {thing} does {name} have now? "
@@ -159,7 +158,7 @@ def _explaining(rng: random.Random) -> Item:
 
 
 def _writing(rng: random.Random) -> Item:
-    words = ", ".join((rng.choice(_NAMES), rng.choice(_ANIMALS), rng.choice(_THINGS)))
+    words = ", ".join((_word(rng, "names"), _word(rng, "animals"), _word(rng, "things")))
     prompt = f"Write a story of two or three sentences. All of these words have to be in it: {words}."
     return Item("writing", prompt, words, "all")
 

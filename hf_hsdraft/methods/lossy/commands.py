@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
+from ...cli._shared import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    TargetOption,
+    console,
+    drafter_of,
+    load_pair,
+    say,
+)
 
 if TYPE_CHECKING:
     from .checked_tasks import Item
@@ -64,7 +74,7 @@ def going_on_from(kept: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if kept is not None and kept.is_file():
-            console.print(f"stopped; the same command goes on from {kept}", highlight=False, soft_wrap=True)
+            say(f"stopped; the same command goes on from {kept}")
         raise
 
 
@@ -144,9 +154,10 @@ def _answer(
     from rich.progress import Progress
 
     from ...bench.calls import Settings
+    from ...training.files import write_json
     from .kept_answers import AnswerLog, answers_run
     from .quality import GREEDY, SAMPLED, measure_quality, systems_of
-    from .quality_figures import write_quality
+    from .quality_figures import as_document
 
     model, tokenizer, drafter = pair
     systems = systems_of(drafter, list(found.rules.values()), found.timed)
@@ -165,7 +176,7 @@ def _answer(
             how, known = Settings(new, temperature, seed), log.known.get(mode)
             found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
             if out is not None:
-                write_quality(found, out)
+                write_json(out, as_document(found))
 
 
 def _show(found: Quality, picture: Path | None) -> None:
@@ -176,7 +187,7 @@ def _show(found: Quality, picture: Path | None) -> None:
     for name, text in as_document(found)["definitions"].items():
         console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
     if picture is not None:
-        console.print(f"picture: {draw_quality(found, picture).name}", highlight=False, markup=False)
+        say(f"picture: {draw_quality(found, picture).name}")
 
 
 @app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
@@ -223,8 +234,8 @@ def train_verifier(
     classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
     save_beside(loaded, classifier, folder, model)
     for name, value in classifier.recipe.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"saved in {folder}; held-out figures: {figures}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{name}: {value}")
+    say(f"saved in {folder}; held-out figures: {figures}")
 
 
 def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
@@ -238,18 +249,14 @@ def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: L
 
     model, tokenizer, drafter = pair
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("decoding", total=len(asked))
         places: list[Place] = []
-        for item in asked:
+        for item in progress.track(asked, description="decoding"):
             places += pivot_training.collect(model, tokenizer, drafter, item, plan)
-            progress.advance(task)
-        task = progress.add_task("rolling out", total=len(places))
         found: list[tuple[Place, int]] = []
-        for place in places:
+        for place in progress.track(places, description="rolling out"):
             label = kept.of(place)
             if label is None:
                 label = pivot_training.label(model, tokenizer, place, plan)
                 kept.add(place, label)
             found.append((place, label))
-            progress.advance(task)
     return found

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ...core.checks import is_integer, is_number, printable
 from ...core.options import Option
 from ...hub.card_figures import table
+from ...training.files import write_complete
 from ...verify.registry import VERIFIERS
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
@@ -65,12 +66,11 @@ class PivotClassifier(nn.Module):
 
     def save(self, path: Path) -> None:
         """Writes weights and recipe into one file, atomically."""
-        partial = path.with_name(f".{path.name}.partial")
         numbers = {name: str(getattr(self, name)) for name in ("width", "tap", "layers")}
         lists = {"recipe": json.dumps(self.recipe), "questions": json.dumps(self.questions)}
         head = {"format": _FORMAT, **numbers, **lists}
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, partial, metadata=head)
-        partial.replace(path)
+        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        write_complete(path, lambda partial: save_file(weights, partial, metadata=head))
 
     @classmethod
     def load(cls, path: Path) -> PivotClassifier:

@@ -24,17 +24,14 @@ import typer
 
 from ...training.data.conversations import Prompt, read_rows
 from ...training.files import write_complete
+from .checked_tasks import WORDS
 
 _SHORTEST, _LONGEST = 60, 240  # characters of a text
 _SHORT = 40  # characters; a shorter sentence is not copied
 _END = re.compile(r"[a-z0-9)][.?!](?=\s|$)")
 _AMOUNT = re.compile(r"\$(\d+(?:,\d{3})*(?:\.\d+)?)")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-_IN_WORDS = re.compile(
-    r"\b(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|seventy|"
-    r"eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|twice|once|double)\b",
-    re.IGNORECASE,
-)
+_IN_WORDS = re.compile(rf"\b({'|'.join(WORDS['in numbers'])})\b", re.IGNORECASE)
 _JOINED = re.compile(r"[^\s\d.,($\"']\d|\d(?:[A-Za-z/:]|[-\u2013]\w)")  # -12, B12, 3rd, 1/2, 10:30, 2-3
 _WORD = re.compile(r"\b[a-z]{6,12}\b")
 

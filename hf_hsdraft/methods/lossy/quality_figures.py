@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ...bench.systems import PLAIN
-from ...training.files import write_json
 from ...verify.lossy_rule import Rule
 from .quality import EXACT, Answer, Quality, exact_name
 
@@ -55,18 +54,7 @@ class Figure:
         return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
 
 
-@dataclass(frozen=True)
-class QualityRow:
-    accuracy: Figure
-    kept: Figure
-    relaxed: Figure
-    same: Figure
-    log_probability: Figure
-    tokens: Figure
-    repetition: Figure
-    tau: Figure
-    speed_up: Figure
-    gain: Figure
+Row = dict[str, Figure]  # by the names in `DEFINITIONS`
 
 
 def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Tensor]) -> Figure:
@@ -90,10 +78,6 @@ def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Te
     return Figure(value, low, high)
 
 
-def _ratio(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return one / other
-
-
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
     tasks: dict[str, list[bool]] = {}
     for answer in answers:
@@ -106,7 +90,7 @@ def told_by(plain: Sequence[Answer]) -> set[str]:
     return {task for task, accuracy in accuracies(plain).items() if accuracy >= LEAST_ACCURACY}
 
 
-def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answer]) -> QualityRow:
+def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answer]) -> Row:
     """Returns the figures of one system, compared with plain decoding and exact drafting of the same questions."""
     telling = told_by(plain)
     counted = [float(answer.task in telling) for answer in plain]
@@ -121,24 +105,26 @@ def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answe
         columns = (of("tokens"), of("seconds"), of("tokens", other), of("seconds", other))
         return bootstrap(columns, lambda a, b, c, d: (a / b) / (c / d))
 
-    return QualityRow(
-        accuracy=bootstrap((right, counted), _ratio),
-        kept=bootstrap((right, plain_right), _ratio),
-        relaxed=bootstrap((of("relaxed"), of("tokens")), _ratio),
-        same=bootstrap((of("same"), [1.0] * len(own)), _ratio),
-        log_probability=bootstrap(
-            (of("log_probability"), of("tokens"), of("log_probability", plain), of("tokens", plain)),
-            lambda a, b, c, d: a / b - c / d,
-        ),
-        tokens=bootstrap((of("tokens"), [1.0] * len(own)), _ratio),
-        repetition=bootstrap((of("repeated"), of("ngrams")), _ratio),
-        tau=bootstrap((of("tokens"), of("forwards")), _ratio),
-        speed_up=speed(plain),
-        gain=speed(exact),
-    )
+    one = [1.0] * len(own)
+    ratios = {
+        "accuracy": (right, counted),
+        "kept": (right, plain_right),
+        "relaxed": (of("relaxed"), of("tokens")),
+        "same": (of("same"), one),
+        "tokens": (of("tokens"), one),
+        "repetition": (of("repeated"), of("ngrams")),
+        "tau": (of("tokens"), of("forwards")),
+    }
+    told = of("log_probability"), of("tokens"), of("log_probability", plain), of("tokens", plain)
+    return {
+        **{name: bootstrap(columns, torch.divide) for name, columns in ratios.items()},
+        "log_probability": bootstrap(told, lambda a, b, c, d: a / b - c / d),
+        "speed_up": speed(plain),
+        "gain": speed(exact),
+    }
 
 
-def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) -> dict[str, QualityRow]:
+def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) -> dict[str, Row]:
     """Returns the figures of each system. Each rule is compared with exact drafting of the same drafts."""
     exact = {name: answers[exact_name(rules[name]) if name in rules else EXACT] for name in answers}
     return {name: row_of(own, answers[PLAIN], exact[name]) for name, own in answers.items()}
@@ -146,7 +132,7 @@ def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) 
 
 def shown_figures(quality: Quality) -> list[str]:
     """Returns the names of the meaningful figures: speeds only where the machine was quiet."""
-    return [name for name in QualityRow.__dataclass_fields__ if quality.timed or name not in SPEEDS]
+    return [name for name in DEFINITIONS if name != "interval" and (quality.timed or name not in SPEEDS)]
 
 
 def as_document(quality: Quality) -> dict[str, Any]:
@@ -159,7 +145,7 @@ def as_document(quality: Quality) -> dict[str, Any]:
         "rules": {name: {**asdict(rule), "published": rule.is_published} for name, rule in quality.rules.items()},
         "figures": {
             mode: {
-                name: {each: getattr(row, each).as_json() for each in shown}
+                name: {each: row[each].as_json() for each in shown}
                 for name, row in rows_of(answers, quality.rules).items()
             }
             for mode, answers in quality.answers.items()
@@ -177,10 +163,6 @@ def as_document(quality: Quality) -> dict[str, Any]:
     }
 
 
-def write_quality(quality: Quality, path: Path) -> None:
-    write_json(path, as_document(quality))
-
-
 def _label(name: str, rules: Mapping[str, Rule]) -> str:
     return name if name not in rules else f"{name} (lossy{', as published' if rules[name].is_published else ''})"
 
@@ -193,7 +175,7 @@ def tables_of(quality: Quality) -> list[Table]:
         for names in (_PRICE, [name for name in shown if name not in _PRICE]):
             table = Table(Column(mode, overflow="fold"), *(Column(name, overflow="fold") for name in names))
             for name, row in rows.items():
-                table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in names))
+                table.add_row(escape(_label(name, quality.rules)), *(str(row[each]) for each in names))
             tables.append(table)
         telling = told_by(answers[PLAIN])
         by_task = Table(Column(f"{mode}: accuracy by task", overflow="fold"), *map(escape, accuracies(answers[PLAIN])))
@@ -229,10 +211,8 @@ def draw_quality(quality: Quality, path: Path) -> Path:
             others = {name: value for name, value in rule.options.items() if name != rule.threshold}
             lines.setdefault(Rule(rule.name, others).text, []).append(rule)
         for index, (text, rules) in enumerate(lines.items()):
-            points = [
-                (getattr(rows[rule.text], across).value, rule) for rule in sorted(rules, key=lambda rule: rule.value)
-            ]
-            xs, ys = [x for x, _ in points], [getattr(rows[rule.text], what).value for _, rule in points]
+            points = [(rows[rule.text][across].value, rule) for rule in sorted(rules, key=lambda rule: rule.value)]
+            xs, ys = [x for x, _ in points], [rows[rule.text][what].value for _, rule in points]
             colour = COLOURS[index % len(COLOURS)]
             for x, y, (_, rule) in zip(xs, ys, points, strict=True) if len(points) > 1 else ():
                 axes.annotate(
@@ -243,7 +223,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
             axes.plot([xs[p] for p in published], [ys[p] for p in published], "o", markersize=10,
                       markerfacecolor="none", color=colour)  # fmt: skip
         exact = rows[EXACT]
-        axes.plot([getattr(exact, across).value], [getattr(exact, what).value], "s", markersize=14, color=GREY,
+        axes.plot([exact[across].value], [exact[what].value], "s", markersize=14, color=GREY,
                   markerfacecolor="none", label=EXACT)  # fmt: skip
         axes.plot([], [], "o", markersize=10, markerfacecolor="none", color=GREY, label="as published")
         axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")

@@ -199,15 +199,11 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
         raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner anew", path) from error
     with torch.device("meta"):
         model = PathLM(sizes)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if wrong := sorted(name for name in shapes.keys() | state.keys() if shapes.get(name) != _shape(state, name)):
+    wanted, found = ({name: each.shape for name, each in known.items()} for known in (model.state_dict(), state))
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
         raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner anew")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
-
-
-def _shape(state: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
-    return state[name].shape if name in state else None
 
 
 def _digest(vocab_ids: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit, console, drafter_of
+from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit, drafter_of, say
 
 app = typer.Typer()
 
@@ -34,6 +34,7 @@ def train_refiner(
 
     The drafter's option `refinement` sets its weight; it is 0 until you set it.
     """
+    from ...drafters.base.refiners import why_not_refined
     from ...generate.by_name import load_drafter
     from ...runtime.target_loading import load_target
     from ...training.data.conversations import read_answered, tokenize_conversation
@@ -45,8 +46,8 @@ def train_refiner(
     if out is None and not Path(name).is_dir():
         raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
     loaded = load_drafter(name, None, device)
-    if loaded.why_not_refined:
-        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {loaded.why_not_refined}")
+    if why := why_not_refined(loaded):
+        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {why}")
     folder = Path(name) if out is None else out
     if out is None:
         check_place(folder)
@@ -62,21 +63,19 @@ def train_refiner(
     judges = examples_of(tokenized[::held_out], weights.vocab_ids, sizes.length)
     learned = [chat for index, chat in enumerate(tokenized) if index % held_out]
     examples = examples_of(learned, weights.vocab_ids, sizes.length)
-    console.print(f"{len(examples):,} tokens to learn from, {len(judges):,} held out", highlight=False)
+    say(f"{len(examples):,} tokens to learn from, {len(judges):,} held out")
 
     def report(done: int, steps: int, loss: float) -> None:
         if done % 500 == 0 or done == steps:
-            console.print(f"step {done:,} of {steps:,}: loss {loss:.3f}", highlight=False)
+            say(f"step {done:,} of {steps:,}: loss {loss:.3f}")
 
     if out is not None:  # before the work: the folder may not be writable
         loaded.save_pretrained(out)
         check_place(out)
     trained = run(examples, judges, sizes, weights, epochs, seed, report)
     save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
-    console.print(
+    say(
         f"held-out perplexity {trained.perplexity_before:.1f} before, {trained.perplexity_after:.1f} after, "
         f"{trained.seconds:.0f} seconds; saved in {folder}. Refine by "
-        "drafter.generation_config.refinement = 0.2, for instance",
-        highlight=False,
-        soft_wrap=True,
+        "drafter.generation_config.refinement = 0.2, for instance"
     )

@@ -12,8 +12,7 @@ from torch import nn
 
 from ...core.tensors import RMSNorm
 from ...drafters.base.decoder_layer import FeedForward
-from ...drafters.base.drafter_output import DrafterOutput
-from ...drafters.base.target_weights import StateNetwork
+from ...drafters.base.target_weights import DrafterOutput, StateNetwork
 from .configuration_self import SelfDraftConfig
 
 

@@ -21,7 +21,7 @@ def why_not_split(target: Any) -> str:
     if target.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     try:
-        path = _path_to_layers(target)
+        path = decoder_list(target)[0].split(".")
     except ValueError as error:
         return str(error)
     module = target
@@ -46,7 +46,8 @@ class LayerSplit:
 
     def __init__(self, target: Any, count: int) -> None:
         self._target, self._count = target, count
-        self._path, self._layers = _path_to_layers(target), list(decoder_list(target)[1])
+        name, layers = decoder_list(target)
+        self._path, self._layers = name.split("."), list(layers)
         self._others: int | None = None  # see `_Reached`
         first = [*self._layers[: count - 1], _Last(self._layers[count - 1])]
         self._first = _with_layers(target, self._path, first)
@@ -130,10 +131,6 @@ class _Known(_Passed):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["_read"]()
         return super().forward(self.__dict__["_states"].to(hidden_states.device))
-
-
-def _path_to_layers(target: Any) -> list[str]:
-    return decoder_list(target)[0].split(".")
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:

@@ -10,10 +10,8 @@ from transformers import GenerationConfig
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import Call, Drafter
+from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork

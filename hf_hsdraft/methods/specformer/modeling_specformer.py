@@ -8,11 +8,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import Call, Drafter
+from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
@@ -44,7 +42,7 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
         return self.config.num_draft_steps
 
     @property
-    def why_not_refined(self) -> str:  # type: ignore[override]
+    def why_not_refined(self) -> str:
         return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
 
     def default_generation_config(self) -> GenerationConfig:

@@ -14,9 +14,8 @@ from torch import nn
 from ...core.attention import batched_attention
 from ...core.tensors import RMSNorm, is_unhooked
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
-from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
-from ...drafters.base.target_weights import StateNetwork, TargetWeights
+from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 

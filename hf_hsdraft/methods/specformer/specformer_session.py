@@ -10,12 +10,10 @@ import torch
 from ...core.attention import batched_attention
 from ...core.tensors import on_device
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.parallel_expansion import TokenBias
-from ...drafters.base.parallel_session import ParallelSession
 from ...drafters.base.protocol import Accepted, Ask
-from ...drafters.base.row_context import Slots
+from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import Columns
+from ...drafters.base.tree_session import TokenBias
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from .collapsed_frames import CollapsedFrames

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.formats import Format, register_format
-from ...drafters.base.protocol import Accepted, Call
+from ...drafters.base.protocol import Accepted, Call, Read, weights_of
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_files import describe, why_no_causal_lm, why_not_by_config
@@ -28,6 +27,7 @@ from ...drafters.language_model.lm_texts import LMTexts
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config
+from ...training.files import write_complete
 from .steering import Steering, SteeringSizes
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
@@ -156,28 +156,25 @@ class SteeredLMDrafter(CausalLMDrafter):
         if self.steering is None:
             raise ValueError(_NO_STEERING)
         super().save_pretrained(save_directory, **kwargs)
-        path = Path(save_directory) / STEERING
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         tensors = {name: tensor.contiguous() for name, tensor in self.steering.state_dict().items()}
-        save_file(tensors, partial, metadata={_SIZES: json.dumps(vars(self.steering.sizes))})
-        partial.replace(path)
+        sizes = {_SIZES: json.dumps(vars(self.steering.sizes))}
+        write_complete(Path(save_directory) / STEERING, lambda partial: save_file(tensors, partial, metadata=sizes))
 
     def check(self, target: Any) -> None:
         if self.steering is None:
             raise DraftingRefused(_NO_STEERING)
         super().check(target)
         config, sizes = text_config(target), self.steering.sizes
-        for name, found, right, wanted in (
-            ("hidden_size", config.hidden_size, config.hidden_size == sizes.target_hidden_size, "hidden_size="),
-            ("num_hidden_layers", decoder_layers(config), sizes.taps[-1] <= decoder_layers(config), "hidden states "),
-        ):
-            if not right:
-                what = sizes.target_hidden_size if name == "hidden_size" else list(sizes.taps)
-                raise DraftingRefused(
-                    f"the target has {name}={found}, this drafter's steering reads {wanted}{what}: it was trained for "
-                    "another target. Use the language model alone, by CausalLMDrafter.from_pretrained, or train a "
-                    "steering for this target."
-                )
+        width, layers = config.hidden_size, decoder_layers(config)
+        if width == sizes.target_hidden_size and sizes.taps[-1] <= layers:
+            return
+        has, reads = f"num_hidden_layers={layers}", f"hidden states {list(sizes.taps)}"
+        if width != sizes.target_hidden_size:
+            has, reads = f"hidden_size={width}", f"hidden_size={sizes.target_hidden_size}"
+        raise DraftingRefused(
+            f"the target has {has}, this drafter's steering reads {reads}: it was trained for another target. Use the "
+            "language model alone, by CausalLMDrafter.from_pretrained, or train a steering for this target."
+        )
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)

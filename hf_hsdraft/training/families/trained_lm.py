@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.drafter_output import DrafterOutput
-from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.target_weights import DrafterOutput, TargetWeights
 from ...drafters.base.travelling_config import any_special_tokens
 from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig

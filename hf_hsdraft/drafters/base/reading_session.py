@@ -1,17 +1,23 @@
-"""Keys and values of accepted positions per row, in growing buffers.
-
-Drafted positions are written after a row's accepted ones, and overwritten by the next accepted positions.
-"""
+"""Sessions of drafters that keep keys and values of accepted positions, and the buffers that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Foresight
+from .decoder_layer import LayerSizes
+from .draft_options import DraftOptions
+from .protocol import Accepted, Ask
+from .refiners import refiner_of
+from .target_weights import TargetWeights
+from .tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
 
 _NOWHERE = 2**62  # position of an empty slot, beyond any query
 
@@ -134,3 +140,116 @@ class RowContext:
             for keys, values in self._layers
         ]
         return other
+
+
+Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
+
+
+@dataclass
+class _Row:
+    """State of one row: pending inputs, and `[1]`, int64, the position of the last accepted token."""
+
+    pending: list[Columns] = field(default_factory=list)
+    anchor: torch.Tensor | None = None
+
+
+class ReadingSession(TreeSession):
+    """Queues accepted positions, and reads them in one forward for the batch before the next draft.
+
+    Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
+    number of layers that attend to accepted positions, `sizes` theirs.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        weights: TargetWeights,
+        options: DraftOptions,
+        rows: int,
+        layers: int,
+        sizes: LayerSizes,
+        foresight: Foresight | None = None,
+    ) -> None:
+        super().__init__(options, weights.vocab_ids, foresight)
+        self.drafter, self.weights = drafter, weights
+        heads, width = sizes.num_key_value_heads, sizes.head_dim
+        self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._rows = [_Row() for _ in range(rows)]
+        self._refiner = refiner_of(drafter, options, weights, rows)
+
+    def columns(self, news: Accepted) -> Columns:
+        """Returns the inputs to queue, on the drafter's device."""
+        raise NotImplementedError
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        """Stores keys and values of queued inputs in `slots`; `counts` are each row's positions, row by row."""
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            row, columns = self._rows[each.row], self.columns(each)
+            row.pending.append(columns)
+            row.anchor = columns[-1][-1:] + 1
+            if self._refiner is not None:
+                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
+            if len(row.pending) > TUNING.most_pending:  # no draft for a long time
+                self.read_pending([each.row])
+
+    def read_pending(self, rows: Sequence[int]) -> None:
+        rows = [row for row in rows if self._rows[row].pending]
+        if not rows:
+            return
+        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
+        parts = [part for row in rows for part in self._rows[row].pending]
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        self.read(self._context.reserve(counts, columns[-1]), counts, columns)
+        for row in rows:
+            self._rows[row].pending.clear()
+
+    def anchors(self, rows: Sequence[int]) -> torch.Tensor:
+        """Returns the positions `[B, 1]` of the last accepted tokens."""
+        found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
+        assert len(found) == len(rows), "a text is observed before it is drafted for"
+        return torch.stack(found)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))).difference(rows):
+            self._rows[row] = _Row()
+            self._context.forget(row)
+
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._rows) > 1:
+            return None
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
+            self._context = memory.context.copy_of(0)
+            self._rows[0].pending.extend(memory.pending)
+
+
+class ParallelSession(ReadingSession):
+    """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
+
+    Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
+    logits. Arguments as in `ReadingSession`.
+    """
+
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""
+        raise NotImplementedError
+
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        """Returns the logits `[B, depth, V']` of slots `[B, slots, D]`, and the bias of the path's tokens."""
+        raise NotImplementedError
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
+
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+        """As `expansion`, from given slots `[B, slots, D]`."""
+        logits, bias = self.predicted(hidden, depth)
+        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        refinement = None if self._refiner is None else self._refiner.refinement(rows)
+        return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)

@@ -1,0 +1,367 @@
+"""N-grams of the text: what they propose, how they continue a drafter's path, and a drafter of n-grams alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForSeq2SeqLM, BartConfig
+
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
+from hf_hsdraft.methods.lossy.relaxed import FLy
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
+from hf_hsdraft.verify.verdict import Nodes
+
+TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
+LENGTHS = st.integers(1, 4)
+
+
+def followers(text, leader):
+    """The tokens that followed a leader, the latest first."""
+    size = len(leader)
+    found = [text[end] for end in range(size, len(text)) if tuple(text[end - size : end]) == leader]
+    return list(dict.fromkeys(reversed(found)))[: TUNING.ngram_followers]
+
+
+def counts(text, length):
+    """For each leader length how often it was asked and which rank was right, token by token over the text."""
+    reached, right = dict.fromkeys(range(1, length + 1), 0), {}
+    for end in range(1, len(text)):
+        for size in range(min(length, end), 0, -1):
+            known = followers(text[:end], tuple(text[end - size : end]))
+            if not known:
+                continue
+            reached[size] += 1
+            if text[end] in known:
+                right[size, known.index(text[end])] = right.get((size, known.index(text[end])), 0) + 1
+                break
+    return reached, right
+
+
+def next_tokens(text, length, path, drafted=False):
+    """Probabilities of the tokens after a path, longer leaders first and shorter ones for what those miss."""
+    reached, right = counts(text, length)
+    found, left = {}, 1.0
+    for size in range(min(length, len(path)), 0, -1):
+        known = followers(text, tuple(path[-size:]))
+        if not known:
+            continue
+        first = TUNING.ngram_right[min(size, len(TUNING.ngram_right)) - 1]
+        shares = []
+        for rank, token in enumerate(known):
+            assumed = first if rank == 0 else (1 - first) * TUNING.ngram_earlier ** (rank + 1)
+            prior = TUNING.ngram_prior
+            shares.append((right.get((size, rank), 0) + prior * assumed) / (reached[size] + prior))
+            found.setdefault(token, left * shares[-1])
+        left *= max(1 - sum(shares), 0.0)
+        if left < TUNING.ngram_least:
+            break
+    if drafted:  # what came before was right, then
+        found = {token: probability**TUNING.ngram_beyond for token, probability in found.items()}
+        found = {token: value / max(sum(found.values()), 1.0) for token, value in found.items()}
+        assert sum(found.values()) < 1.0 + 1e-9
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, LENGTHS, st.integers(1, 12), st.integers(1, 5))
+def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, depth):
+    cache = NgramCache(length)
+    cache.extend(text[: len(text) // 2])
+    cache.extend(text[len(text) // 2 :])
+    tree = cache.draft(tree_size, depth)
+    assert tree.tokens[0] == text[-1] and len(tree) <= tree_size + 1 and max(tree.depths) <= depth
+    seen = {}
+    for node in range(1, len(tree)):
+        path = tuple(tree.tokens[each] for each in tree.path(node))
+        expected, known = 0.0, list(text[-length:])
+        for place, token in enumerate(path):
+            expected += math.log(next_tokens(text, length, known, drafted=place > 0)[token])
+            known.append(token)
+        assert tree.scores[node] == pytest.approx(expected)
+        seen[path] = tree.scores[node]
+    # All paths there are, by brute force: none that was left out is more probable than one that is there.
+    every, ends = {}, [((), 0.0)]
+    for _ in range(depth):
+        longer = []
+        for path, score in ends:
+            for token, probability in next_tokens(text, length, [*text[-length:], *path], drafted=bool(path)).items():
+                if score + math.log(probability) >= math.log(TUNING.ngram_least):
+                    longer.append(((*path, token), score + math.log(probability)))
+        every |= dict(longer)
+        ends = longer if len(longer) < 300 else []
+        if not ends:
+            break
+    if len(tree) == tree_size + 1:
+        left_out = [score for path, score in every.items() if path not in seen]
+        assert max(left_out, default=-math.inf) <= min(seen.values()) + 1e-9
+    elif ends or not every:
+        assert set(seen) == set(every)
+
+
+def test_a_chain_follows_the_first_choice_and_a_threshold_cuts():
+    cache = NgramCache(2)
+    cache.extend([1, 2, 3, 4] * 10)
+    chain = cache.draft(6, 6, width=1)
+    assert chain.tokens == (4, 1, 2, 3, 4, 1, 2) and chain.parents == (-1, 0, 1, 2, 3, 4, 5)
+    kept = cache.draft(6, 6, width=1, threshold=math.exp(chain.scores[3]) - 1e-9)
+    assert kept.tokens == chain.tokens[:4]
+
+
+def test_what_was_not_used_for_longest_is_forgotten(tuned):
+    tuned(ngram_leaders=3)
+    cache = NgramCache(1)
+    cache.extend([1, 2, 3, 4, 1, 2, 5, 6])  # leaders 1 2 3 4, then 1 and 2 again, then 5
+    [table] = cache._tables
+    assert set(table.followers) == {(1,), (2,), (5,)}
+
+
+# Node 2 is the most probable of the root's children, node 3 is its only child.
+TREE = DraftTree((9, 4, 1, 2, 5), (-1, 0, 0, 2, 1), (0, 1, 1, 2, 2), (0.0, -1.0, -0.5, -2.0, -3.0))
+
+
+def session_of(target, text: list[int], **options) -> NgramSession:
+    drafter = make_drafter(target)
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
+    session = NgramSession(Call(target, 1, DraftOptions.of(drafter)))
+    session.observe([Accepted.of_tokens(0, text)])
+    return session
+
+
+def test_a_path_goes_on_as_a_chain_of_ngrams_would():
+    cache = NgramCache(2)
+    cache.extend([1, 2, 3, 4] * 10)
+    chain = cache.draft(6, 6, width=1)
+    following = cache.follow([1, 2], 4)
+    assert [token for token, _ in following] == [3, 4, 1, 2] == list(chain.tokens[3:])
+    steps = [chain.scores[node] - chain.scores[node - 1] for node in range(3, 7)]
+    assert [math.log(probability) for _, probability in following] == pytest.approx(steps)
+    assert cache.follow([1, 7], 4) == [] and len(cache.follow([1], 2)) == 2
+
+
+def test_the_most_probable_path_goes_on_and_least_probable_nodes_give_way(target):
+    session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
+    longer = session.continued(TREE, Ask(0, 9, depth=9, size=16))
+    assert longer.fault() == "" and longer.tokens == (*TREE.tokens, 3, 4, 9)
+    assert [longer.tokens[node] for node in longer.path(len(longer) - 1)] == [1, 2, 3, 4, 9]
+    full = session.continued(TREE, Ask(0, 9, depth=9, size=6))
+    assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 9)  # without the node of token 5
+    assert session.continued(TREE, Ask(0, 9, depth=3, size=16)).depths[-1] == 3
+    one = session.continued(TREE, Ask(0, 9, depth=3, size=4))
+    assert one.tokens == (9, 4, 1, 2, 3), "for one further node one gives way, not as many as could have come"
+    least = session.continued(TREE, Ask(0, 9, depth=9, size=2))
+    assert least.fault() == "" and least.tokens == (9, 1, 2), "the path gives way with its end"
+    for tree, root in ((DraftTree.root(9), 9), (TREE, 8)):  # nothing is to be drafted; n-grams of another text
+        assert session.continued(tree, Ask(0, root, depth=9, size=16)) is tree
+
+
+REPEATING = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
+FREE = {"node_cost": 0.0, "depth_cost": 0.0}
+CHAIN, FIXED = {"beam_width": 1}, {"tree_sizing": "fixed"}
+CONTINUED = {"ngram_length": 1, "ngram_continuation": 6}
+KINDS = {
+    "alone": (None, FREE),
+    "alone, chains": (None, FREE | CHAIN),
+    "alone, fixed sizes": (None, FIXED),
+    "alone, measured costs": (None, {}),
+    "in front": (0, {"ngram_length": 3}),
+    "in front of chains": (0, {"ngram_length": 3} | CHAIN),
+    "continuing": (1, CONTINUED),
+    "continuing chains": (1, CONTINUED | CHAIN),
+    "continuing, fixed sizes": (1, CONTINUED | FIXED),
+    "continuing chains of fixed sizes": (1, CONTINUED | FIXED | CHAIN),
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
+    """Prompts that repeat, so that n-grams are drafted and, at sampling, rejected."""
+    continues, options = KINDS[kind]
+    grown, continued = [], NgramSession.continued
+    if continues is None:
+        drafter = CachebackDrafter(**options)
+    else:
+        drafter = make_drafter(target)
+        vars(drafter.generation_config).update(options)
+
+    def noted(self, tree, ask):
+        longer = continued(self, tree, ask)
+        grown.append(max(longer.depths) - max(tree.depths))
+        assert len(longer) - 1 <= ask.size
+        return longer
+
+    monkeypatch.setattr(NgramSession, "continued", noted)
+    mask = (REPEATING > 0).long()
+    for rows in (slice(0, 1), slice(0, 2)):
+        call = {"attention_mask": mask[rows], "max_new_tokens": 24, "do_sample": do_sample}
+        outputs = []
+        for assistant in (None, drafter):
+            torch.manual_seed(0)
+            outputs.append(target.generate(REPEATING[rows], **call, assistant_model=assistant))
+        expected = outputs[0]
+        if do_sample and rows.stop > 1:
+            del call["attention_mask"]
+            expected = each_with_its_seed(target, REPEATING, mask, seed=0, **call)
+        assert outputs[1].tolist() == expected.tolist()
+    assert not continues or max(grown) > 0
+
+
+def test_a_text_that_repeats_itself_takes_fewer_forwards(prompt):
+    target = make_target(initializer_range=0.02)  # its text soon goes in circles
+    call = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(prompt, **call)
+    found = {}
+    for length in (None, 0, 3):
+        drafter = CachebackDrafter(**FREE) if length is None else make_drafter(target)
+        if length is not None:
+            drafter.generation_config.ngram_length = length
+        output = target.generate(prompt, **call, assistant_model=drafter)
+        assert output.sequences.tolist() == plain.sequences.tolist()
+        assert output.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+        found[length] = output.statistics
+    assert found[3].target_forwards < 0.7 * found[0].target_forwards
+    assert found[None].target_forwards < 40 and found[None].tau > 2
+
+
+def test_a_text_that_repeats_itself_is_accepted_beyond_the_drafters_depth(monkeypatch):
+    target, prompt = make_target(initializer_range=0.02), torch.tensor([[5, 6, 7, 8]])  # its text soon goes in circles
+    plain = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    drafter, longest = make_drafter(target), {}
+    options = drafter.generation_config
+    options.tree_sizing, options.num_assistant_tokens = "fixed", 1
+    draft = NgramSession.draft  # whose trees are deep by themselves; here only their first tokens are drafted
+    monkeypatch.setattr(NgramSession, "draft", lambda self, asks: draft(self, [replace(ask, depth=1) for ask in asks]))
+    for options.ngram_continuation in (0, 8):
+        output = target.generate(
+            prompt, max_new_tokens=60, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert output.sequences.tolist() == plain.tolist()
+        longest[options.ngram_continuation] = max(output.statistics.accepted_lengths)
+    assert longest[0] <= 1 < longest[8]
+
+
+def test_a_window_beyond_the_drafters_depth_is_filled(target):
+    """FLy forgives a mismatch only if the whole window after it was drafted."""
+    session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
+    chain = DraftTree((9, 1, 2), (-1, 0, 1), (0, 1, 2), (0.0, -0.5, -1.0))
+    longer = session.continued(chain, Ask(0, 9, depth=9, size=16))
+    rule = FLy().with_options({"fly_entropy": 0.3, "fly_window": 3, "fly_most_probable": 0})
+    lengths = []
+    for tree in (chain, longer):
+        logits = torch.zeros(len(tree), 12)
+        for node in range(len(tree)):  # the target chooses what follows, but another token at first
+            logits[node, 7 if node == 0 else (*tree.tokens, 6)[node + 1]] = 0.1
+        nodes = Nodes(logits, lambda node, tokens, scores=logits: scores[node : node + 1], lambda *_: False)
+        lengths.append(len(rule.judge(tree, nodes).path))
+    assert lengths == [0, 5]
+
+
+def test_lengths_are_checked(target, prompt):
+    drafter = make_drafter(target)
+    options = drafter.generation_config
+    assert DraftOptions.of(drafter).ngram_continuation == 0
+    for name, wrong in (("ngram_length", (-1, 17, 2.5)), ("ngram_continuation", (-1, 25, 2.5))):
+        known = getattr(options, name)
+        for value in wrong:
+            setattr(options, name, value)
+            with pytest.raises(ValueError, match=name):
+                target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
+        setattr(options, name, known)
+    options.ngram_continuation, options.ngram_length = 4, 0
+    with pytest.raises(ValueError, match="without n-grams there is nothing to append"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
+
+
+def test_padding_and_ids_that_are_no_tokens_are_not_drafted(target):
+    """Placeholders stand beside `inputs_embeds`; nothing of them may reach the target's embedding."""
+    ids = torch.tensor([[VOCAB + 5, VOCAB + 5, 7, VOCAB + 5, VOCAB + 5, 7, VOCAB + 5, VOCAB + 5, 7]])
+    embeds = target.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
+    call = {"inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(ids, **call)
+    assert target.generate(ids, **call, assistant_model=CachebackDrafter(**FREE)).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_room_for_a_tree_is_no_error(rows):
+    """So close to the last position nothing is drafted, n-grams neither, however much the prompt repeats."""
+    target = make_target(max_position_embeddings=64, rope_parameters=None)
+    ids = torch.tensor([[5, 6, 7, 5, 8, 7, 5, 6, 9]]).repeat(rows, 7)[:, :62]
+    plain = target.generate(ids, max_new_tokens=2, do_sample=False)
+    for drafter in (CachebackDrafter(**FREE), make_drafter(target)):
+        assert (
+            target.generate(ids, max_new_tokens=2, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+        )
+
+
+def test_other_texts_help_where_the_running_one_knows_nothing(target, prompt):
+    plain = target.generate(prompt, max_new_tokens=30, do_sample=False)
+    known = CachebackDrafter(texts=[plain[0].tolist()], **FREE)
+    call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    forwards = {}
+    for name, drafter in {"alone": CachebackDrafter(**FREE), "known": known}.items():
+        output = target.generate(prompt, **call, assistant_model=drafter)
+        assert output.sequences.tolist() == plain.tolist()
+        forwards[name] = output.statistics.target_forwards
+    assert forwards["known"] < 0.7 * forwards["alone"]
+    before = [dict(table.followers) for table in known.frozen]
+    target.generate(REPEATING[1:], **call, assistant_model=known)
+    assert [dict(table.followers) for table in known.frozen] == before
+
+
+def test_no_ngram_reaches_from_one_text_into_the_next():
+    drafter = CachebackDrafter(texts=[[1, 2], [3, 4]], ngram_length=1)
+    assert set(drafter.frozen[0].followers) == {(1,), (3,)}
+
+
+def test_encoder_decoders_too():
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, eos_token_id=None, forced_eos_token_id=None,
+    )  # fmt: skip
+    target = AutoModelForSeq2SeqLM.from_config(config).eval()
+    plain = target.generate(REPEATING[1:], max_new_tokens=30, do_sample=False)
+    output = target.generate(
+        REPEATING[1:],
+        max_new_tokens=30,
+        do_sample=False,
+        assistant_model=CachebackDrafter(**FREE),
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == plain.tolist() and output.statistics.tau > 1
+
+
+def test_wrong_arguments_are_refused_before_any_work(target, prompt):
+    for length in (0, True):
+        with pytest.raises(ValueError, match=f"ngram_length={length}"):
+            CachebackDrafter(ngram_length=length)
+    for unknown in ({"tree_sise": 3}, {"temperature": 0.3}, {"tree_builder": "gumbel"}):
+        with pytest.raises(ValueError, match=next(iter(unknown))):
+            CachebackDrafter(**unknown)
+    with pytest.raises(ValueError, match=f"token {VOCAB}"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(texts=[[1, VOCAB, 2]]))
+    with pytest.raises(ValueError, match="tree_size"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(tree_size=0))
+    with pytest.raises(ValueError, match="num_assistant_tokens=True"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(num_assistant_tokens=True))
+
+
+def test_without_ngrams_there_is_nothing_to_draft_by(target, prompt, monkeypatch):
+    drafter = CachebackDrafter()
+    drafter.generation_config.ngram_length = 0
+    monkeypatch.setattr(TargetRuntime, "prefill", None)  # refused before any work
+    with pytest.raises(ValueError, match=r"ngram_length=0 is invalid: expected an integer from 1,.*CachebackDrafter"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
