@@ -1,8 +1,7 @@
 """A stand-in for targets of float32 whose products round what they multiply, as bitsandbytes 4 bit does on CPUs.
 
-A product of several rows is bitwise that of each row, so no operator of the library shows anything. But what other
-operators round otherwise for several tokens (attention and norms in float32, by 1e-7) moves some inputs over an edge of
-the coarser grid, and that step is what the logits show.
+A product of several rows is bitwise that of each row. But attention and norms in float32 round differently for several
+tokens, by 1e-7. That moves some inputs over an edge of the coarser grid, and logits change by a step.
 """
 
 from __future__ import annotations
@@ -35,16 +34,3 @@ def rounded_target(bits: int = 12, layers: int = 12):
                 if isinstance(linear, torch.nn.Linear):
                     setattr(part, name, RoundingLinear(linear, bits))
     return target
-
-
-@torch.no_grad()
-def own_distance(target, ids: torch.Tensor, start: int, columns: int) -> float:
-    """The greatest distance of logits of tokens read at once from those one by one, relative to their spread."""
-    read = []
-    for size in (1, columns):
-        outputs = target(ids[:, :start], use_cache=True)
-        kept = {name: outputs[name] for name in ("past_key_values", "cache") if outputs.get(name) is not None}
-        parts = ids[:, start : start + columns].split(size, dim=1)
-        read.append(torch.cat([target(part, use_cache=True, **kept).logits[0] for part in parts]))
-    one, many = read
-    return float(((many - one).norm(dim=-1) / (one - one.mean(-1, keepdim=True)).norm(dim=-1)).max())

@@ -120,13 +120,16 @@ def rounds_inputs(model: nn.Module) -> bool:
     return any(map(_rounds, foreign_modules(model)))
 
 
-@torch.no_grad()
 def _rounds(module: nn.Module) -> bool:
-    width = getattr(module, "in_features", None) or getattr(module, "infeatures", None)
-    if not isinstance(width, int):
-        return False
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+    widths = {getattr(module, "in_features", None) or getattr(module, "infeatures", None)} - {None}
+    widths = widths or {size for tensor in tensors if tensor.dim() == 2 for size in tensor.shape}
+    return any(_rounds_inputs_of(module, width, device) for width in widths if isinstance(width, int))
+
+
+@torch.no_grad()
+def _rounds_inputs_of(module: nn.Module, width: int, device: torch.device) -> bool:
     waves = torch.arange(1, width + 1, device=device, dtype=torch.float32)[None, None]
     x = (waves * 12.9898).sin() + (waves * 78.233).cos()
     step = _STEP * x * (waves * 2.399963).sin().sign()
