@@ -388,6 +388,7 @@ def test_switches_and_methods_of_files(target, family, tmp_path):
     """Harmless switches of layers are passed over, unknown ones refused; methods may be missing but not wrong."""
     PAIR[family](target).save_pretrained(tmp_path)
     layers, proposals = (document_of(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
+    assert (layers["mlp_bias"], layers["tie_word_embeddings"]) == (False, False)  # readers have different defaults
     harmless = {"use_cache": True, "return_dict": True, "is_decoder": False, "tie_word_embeddings": False}
     for methods in (None, []):
         change(tmp_path, transformer_layer_config={**layers, **harmless},
