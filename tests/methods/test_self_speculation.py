@@ -142,6 +142,22 @@ def test_rows_are_drafted_up_to_the_last_position(reuse):
     assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
 
 
+@torch.no_grad()
+def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
+    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
+    target, noted, taken = early(target_of("llama")), [], FirstLayers._taken
+
+    def noting(self):
+        read, depths = taken(self), self._depths.tolist()
+        noted.extend((len(path), depths[row]) for row, columns in enumerate(read.columns) for path in columns)
+        return read
+
+    monkeypatch.setattr(FirstLayers, "_taken", noting)
+    both(target, make_self(target), padded(3), max_new_tokens=9)
+    assert noted and all(nodes <= depth for nodes, depth in noted), "a path of n nodes ends at depth n - 1"
+    assert len({depth for _, depth in noted}) > 1, "rows are drafted to different depths near the end"
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pictures_in_the_prompt(rows):
     target = early(with_images())
