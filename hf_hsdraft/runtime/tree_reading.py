@@ -19,8 +19,6 @@ from .cache_slots import move_slots
 from .target_forwards import TargetCall
 from .target_limits import text_config, why_no_trees
 
-MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
-
 _WIDTHS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _NO_ATTENTION = ("moe", "mlp")  # layer types that never see a mask
 

@@ -1,1 +1,1 @@
-"""Builders that grow draft trees, and their attention masks."""
+"""Builders that grow draft trees."""

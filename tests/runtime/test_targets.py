@@ -27,6 +27,7 @@ from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.runtime import target_ability, target_limits, target_probe
+from hf_hsdraft.runtime.misreading import rounds_inputs
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
 LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -358,6 +359,29 @@ def test_one_layer_of_another_library_that_rounds_its_inputs_is_found(kind, refu
     else:
         agree(target)
         check(target, "tree")
+
+
+class Gate(torch.nn.Module):
+    """Weighs experts, with no product alone that could be tested."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x):
+        return (x @ self.weight.T).softmax(dim=-1)
+
+
+class Places(Gate):
+    """Returns the same for all inputs."""
+
+    def forward(self, x):
+        return self.weight[: x.shape[1]]
+
+
+@pytest.mark.parametrize("kind", [Gate, Places])
+def test_a_layer_of_another_library_that_is_no_product_is_not_taken_for_one_that_rounds(kind):
+    assert not rounds_inputs(torch.nn.Sequential(kind()))
 
 
 @pytest.mark.slow

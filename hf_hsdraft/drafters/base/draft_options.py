@@ -143,7 +143,6 @@ def _limits(drafter: Any) -> dict[str, Limit]:
     most, least = drafter.num_draft_steps, drafter.least_ngram_length
     shortest = "0 (no n-grams)" if least == 0 else f"{least}, the least of a {type(drafter).__name__},"
     lengths, continuations = integer(MOST_LEADING, least), integer(TUNING.ngram_depth, 0)
-    rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
     return {
         "num_assistant_tokens": Limit(
             integer(most).valid, f"{integer(most).wanted}, the greatest depth of this drafter"
@@ -157,7 +156,6 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         ),
         "tree_sizing": choice(*TREE_SIZINGS),
         "tree_builder": choice(*TREE_BUILDERS),
-        "verification": Limit(choice(*VERIFIERS).valid, f"one of {rules}"),
         "packed_weights": Limit(
             lambda value: value is None or isinstance(value, bool), "True, False, or None for packing where it pays"
         ),
@@ -167,6 +165,10 @@ def _limits(drafter: Any) -> dict[str, Limit]:
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
     for name, limit in _limits(drafter).items():
         demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
+    if not choice(*VERIFIERS).valid(option("verification")):
+        # Only here: whether a rule is lossy is known once its method is loaded.
+        rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
+        demand(False, "verification", option("verification"), f"expected one of {rules}")
     if option("ngram_continuation") and not option("ngram_length"):
         raise ValueError(
             f"ngram_continuation={option('ngram_continuation')} is invalid with ngram_length=0: without n-grams there "

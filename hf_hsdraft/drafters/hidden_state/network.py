@@ -1,8 +1,15 @@
-"""Token information: a low-rank logit bias computed from the tokens of a path.
+"""Parameters of a hidden-state drafter, and its token information; `trunk` has the computation.
 
-An injector's *state* summarises a path up to its last token. Rejected states can be reused ("Make Every Draft Count",
-resampling). After a accepted tokens and the bonus token, g_d with d > a still predicts the token at depth index
-d - a - 1 of the next round. It was drafted without the tokens accepted since, so the injector supplies them.
+There is no batch axis. Training packs documents into one row and rolls many chains at once. Decoding passes
+`WorkingWeights`, made of the same parameters, to the same trunk; the package may round these to 8 bits.
+`hsdraft check` compares training and decoding, apart from this rounding.
+
+Token information is a low-rank logit bias computed from the tokens of a path. An injector's *state* summarises a path
+up to its last token. Rejected states can be reused ("Make Every Draft Count", resampling). After a accepted tokens and
+the bonus token, g_d with d > a still predicts the token at depth index d - a - 1 of the next round. It was drafted
+without the tokens accepted since, so the injector supplies them.
+
+Letters in the shapes: T pairs, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
 
 from __future__ import annotations
