@@ -116,12 +116,15 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
     return name
 
 
-def numbers(text: str | None, option: str, like: str, kind: Callable[[str], _Number] = int) -> list[_Number]:
-    """Returns the numbers of a comma-separated list; raises a BadParameter for anything else."""
+def numbers(text: str, option: str, like: str, kind: Callable[[str], _Number] = int) -> list[_Number]:
+    """Returns the numbers of a comma-separated list; a BadParameter for anything else or none."""
     try:
-        return [kind(part) for part in (text or "").split(",") if part.strip()]
+        found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(f"expected numbers such as {like}, found {text!r}", param_hint=option) from None
+        found = []
+    if not found:
+        raise typer.BadParameter(f"expected numbers such as {like}, found {text!r}", param_hint=option)
+    return found
 
 
 def prompt_texts(file: Path | None) -> list[str]:

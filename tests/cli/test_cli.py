@@ -131,3 +131,17 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_loaded(device, sai
     for name in takers:
         outcome = CliRunner().invoke(cli.app, [name, "--device", device])
         assert outcome.exit_code == 2 and said in outcome.output, name
+
+
+@pytest.mark.parametrize("given", ["", " , ", "1,x"])
+@pytest.mark.parametrize(
+    ("options", "like"),
+    [
+        (["concurrent", "--calls"], "1,2,4"),
+        (["first-calls", "--lengths"], "1,2,4"),
+        (["prune", "--out", "small", "--layers"], "0,1,15"),
+    ],
+)
+def test_a_list_without_numbers_is_refused_before_anything_is_loaded(options, like, given):
+    outcome = CliRunner().invoke(cli.app, [*options, given])
+    assert outcome.exit_code == 2 and f"expected numbers such as {like}, found {given!r}" in outcome.output
