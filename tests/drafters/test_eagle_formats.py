@@ -300,6 +300,19 @@ SAVED = {
 }
 
 
+def test_a_new_drafter_is_loaded_by_speculators(tmp_path):
+    """As training begins with it and saves it, in the sizes of its target."""
+    target = eagle_target()
+    drafter = EagleDrafter(EagleConfig.for_target(target, num_draft_steps=4, draft_vocab_ids=DRAFTED)).eval()
+    drafter.reset_parameters(std=0.3)
+    drafter.save_pretrained(tmp_path)
+    model = loaded_by_speculators(tmp_path)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    reference = Reference("new", model.save_pretrained, lambda *path: unrolled(model, *path), drafter.taps)
+    assert parity_of("new", drafter, target, reference).difference < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", SAVED)
 def test_what_is_saved_is_loaded_by_speculators_and_by_us(tmp_path, variant):

@@ -15,6 +15,7 @@ import torch
 from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from family_helpers import (
     PUBLISHED,
+    STEPS,
     assert_same_tree,
     drafts,
     drafts_much,
@@ -36,7 +37,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.formats import formats
-from hf_hsdraft.drafters.base.protocol import Call
+from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.base.tree_session import DraftMemory
 from hf_hsdraft.engine.loop import Observer
 from hf_hsdraft.hub.checkpoint import Checkpoint
@@ -175,11 +176,12 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23], [30, 31, 32,
 
 @reading
 def test_rows_of_a_batch_draft_as_they_do_alone(target, kind):
-    """Of different lengths, read in different pieces, and with rows that have ended in between."""
+    """Of different lengths, read in different pieces, and with rows that wait or have ended in between."""
     drafter = READING[kind](target)
     together = session_of(drafter, target, rows=3)
     together.observe([news(drafter, target, text, 0, len(text) - 3, row) for row, text in enumerate(TEXTS)])
-    drafts(together, {row: text[-3] for row, text in enumerate(TEXTS)})
+    for rows in ((1,), (0, 1, 2)):
+        drafts(together, {row: TEXTS[row][-3] for row in rows})
     together.keep([0, 2])
     together.observe(
         [news(drafter, target, TEXTS[row], len(TEXTS[row]) - 3, len(TEXTS[row]) - 1, row) for row in (2, 0)]
@@ -189,6 +191,24 @@ def test_rows_of_a_batch_draft_as_they_do_alone(target, kind):
         alone = session_of(drafter, target)
         alone.observe([news(drafter, target, TEXTS[row], 0, len(TEXTS[row]) - 1)])
         assert_same_tree(tree, drafts(alone, {0: TEXTS[row][-1]})[0])
+
+
+@reading
+@torch.no_grad()
+def test_each_node_of_a_tree_goes_on_from_its_own_path(target, kind):
+    drafter, text, heard = READING[kind](target), TEXTS[0], []
+    session = session_of(drafter, target)
+    session.on_expansion = lambda rows, expansion: heard.append(expansion)
+    session.observe([news(drafter, target, text, 0, len(text) - 1)])
+    [tree] = session.draft([Ask(0, text[-1], STEPS, 240, 4)])
+    columns = drafter.draft_vocab_ids().tolist() or range(VOCAB)
+    assert max(tree.depths) > 2 and len(set(tree.parents)) > max(tree.depths)
+    for node in sorted(range(1, len(tree)), key=tree.depths.__getitem__)[::-10]:  # the deepest and some others
+        path, expected, states = [tree.tokens[each] for each in tree.path(node)], 0.0, None
+        for level, (token, child) in enumerate(itertools.pairwise([text[-1], *path]), 1):
+            log_probs, states = heard[0](level, torch.tensor([[token]]), states)
+            expected += float(log_probs[0, 0, columns.index(child)])
+        assert tree.scores[node] == pytest.approx(expected, abs=1e-4)
 
 
 @reading
@@ -388,6 +408,7 @@ def test_switches_and_methods_of_files(target, family, tmp_path):
     """Harmless switches of layers are passed over, unknown ones refused; methods may be missing but not wrong."""
     PAIR[family](target).save_pretrained(tmp_path)
     layers, proposals = (document_of(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
+    assert (layers["mlp_bias"], layers["tie_word_embeddings"]) == (False, False)  # readers have different defaults
     harmless = {"use_cache": True, "return_dict": True, "is_decoder": False, "tie_word_embeddings": False}
     for methods in (None, []):
         change(tmp_path, transformer_layer_config={**layers, **harmless},

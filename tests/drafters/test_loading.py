@@ -54,6 +54,8 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
     ("field", "value", "expected"),
     [
         ("num_draft_steps", 0, "from 1 to 64"),
+        ("num_draft_steps", 2.5, "an integer"),
+        ("tree_size", True, "an integer"),
         ("tree_size", 2, "at least as many nodes"),
         ("beam_width", 0, "from 1 to 4,096"),
         ("injector", "magic", "low_rank, path"),

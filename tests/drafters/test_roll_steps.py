@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import VOCAB, make_drafter
 from session_helpers import drafted_by
 from test_pipeline import decodes_as_plain, plan, run
+from training_helpers import kill_at_step_three
 
 from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
@@ -265,12 +266,16 @@ def test_new_layers_learn(target):
     assert larger.layers[0].down_proj.weight.grad.abs().max() > 0
 
 
-def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_path):
-    """The recipe of PRISM; a smaller drafter than the one to start from is refused."""
+def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_path, monkeypatch):
+    """The recipe of PRISM, killed and resumed; a smaller drafter than the one to start from is refused."""
     first = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "one")))
     assert first.config.num_step_modules == 1
     sizes = {"num_step_modules": 2, "num_hidden_layers": 2}
-    second = run(chatty, tokenizer, plan(tmp_path, init_from=str(tmp_path / "one"), drafter=sizes))
+    planned, steps = plan(tmp_path, init_from=str(tmp_path / "one"), drafter=sizes), kill_at_step_three(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, planned)
+    second = run(chatty, tokenizer, planned)
+    assert steps == [0, 1, 2, 3, 2, 3]
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.config.num_step_modules == second.config.num_step_modules == 2
     assert loaded.config.num_hidden_layers == 2 and loaded.config.num_roll_layers == 1

@@ -135,14 +135,25 @@ def states_of(drafter, *args, **kwargs) -> torch.Tensor:
         return torch.stack(drafter(*args, **kwargs).hidden_states)
 
 
-def test_decoding_sees_what_training_sees(windowed):
+def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
+    taps, embeds, positions = inputs(windowed, 30)
+    reach = windowed.config.num_hidden_layers * (WINDOW - 1) + 1
+    expected, kept, fewer = (
+        states_of(windowed, taps[-count:], embeds[-count:], positions[-count:]) for count in (30, reach, reach - 1)
+    )
+    torch.testing.assert_close(kept, expected, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(fewer, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [3, 9, 40])
+def test_decoding_sees_what_training_sees(windowed, prompt):
     """The roll-out of each round against one forward over the whole text."""
     taps, embeds, positions = inputs(windowed, 60)
     config = windowed.config
     embedding, head = torch.nn.Embedding(VOCAB, config.target_hidden_size), torch.nn.Linear(config.hidden_size, VOCAB)
     weights = windowed.borrow(embedding, head)
     roll_out = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)
-    read, end = 0, 40
+    read, end = 0, prompt
     with torch.no_grad():
         for accepted in (1, 4, 2, 3, 1, 5):
             part = slice(read, end)

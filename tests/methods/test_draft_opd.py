@@ -137,7 +137,7 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
-@pytest.mark.parametrize("rejected_drafts", [0, 1, 3])
+@pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])

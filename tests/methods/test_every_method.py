@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,10 +18,12 @@ from test_refinement import refined
 from test_self_speculation import make_self
 from test_specformer import KINDS as SLOTS
 from test_specformer import make_specformer
+from training_helpers import kill_at_step_three, planned, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, LayerSkipDrafter
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.families.trainable import TRAINABLE
 
 
 def skipping(target):
@@ -157,3 +160,19 @@ def test_the_commands_train_and_check_a_drafter(family, chatty, tokenizer, tmp_p
     assert config.to_dict().items() >= {**wanted, "draft_vocab_size": VOCAB // 4}.items()
     result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.train
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_killed_run_resumes_where_it_was(family, chatty, tokenizer, tmp_path, monkeypatch):
+    sizes = {**TRAINED[family][1], "num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6}
+    arguments = {**TRAINABLE[family].arguments, **({"objective": "ctc"} if sizes.pop("ctc", False) else {})}
+    killed = planned(tmp_path, family, drafter=sizes, cache_taps=True)
+    whole = run(chatty, tokenizer, replace(killed, out=str(tmp_path / "whole")), **arguments)
+    steps = kill_at_step_three(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, killed, **arguments)
+    resumed = run(chatty, tokenizer, killed, **arguments)
+    assert steps[4:] == [2, 3]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)

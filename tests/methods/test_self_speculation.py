@@ -142,6 +142,22 @@ def test_rows_are_drafted_up_to_the_last_position(reuse):
     assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
 
 
+@torch.no_grad()
+def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
+    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
+    target, noted, taken = early(target_of("llama")), [], FirstLayers._taken
+
+    def noting(self):
+        read = taken(self)
+        noted.append((self._depths.tolist(), [max(map(len, columns), default=0) for columns in read.columns]))
+        return read
+
+    monkeypatch.setattr(FirstLayers, "_taken", noting)
+    both(target, make_self(target, right=False), padded(3), max_new_tokens=12)
+    assert any(len(set(depths)) > 1 for depths, _ in noted), "rows are drafted to different depths near the end"
+    assert all(depths == longest for depths, longest in noted), "a path of n nodes ends at depth n - 1"
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pictures_in_the_prompt(rows):
     target = early(with_images())

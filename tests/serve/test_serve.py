@@ -282,11 +282,17 @@ def test_fields_that_ask_for_nothing_are_taken(endless):
     ("route", "field"),
     [
         ("completions", {"n": 2}),
+        ("completions", {"best_of": 2}),
         ("completions", {"echo": True}),
         ("completions", {"logprobs": 0}),
+        ("completions", {"suffix": " w9"}),
+        ("completions", {"presence_penalty": 1}),
         ("responses", {"previous_response_id": "resp_1"}),
         ("responses", {"text": {"format": {"type": "json_object"}}}),
         ("responses", {"background": True}),
+        ("responses", {"truncation": "auto"}),
+        ("responses", {"include": ["message.output_text.logprobs"]}),
+        ("responses", {"reasoning": {"effort": "low"}}),
     ],
 )
 def test_other_routes_refuse_what_they_would_ignore(endless, route, field):

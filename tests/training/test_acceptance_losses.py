@@ -160,7 +160,7 @@ def gradients(loss: torch.Tensor, drafter) -> dict[str, torch.Tensor]:
 
 
 @kinds
-@pytest.mark.parametrize("streams", ["d-pace", "both"])
+@pytest.mark.parametrize("streams", ["d-pace", "rejected", "both"])
 def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams):
     """Each prediction by itself, in float64: D-PACE's weights, and rejected drafts at some places; with gradients."""
     drafter, pack, chains, labels = some_chains(target, kind)

@@ -31,7 +31,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
-from hf_hsdraft.training.loop.run_folder import only_run, steps_done
+from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import TrainingDiverged
 from hf_hsdraft.training.loss import loss as loss_module
 
@@ -569,8 +569,15 @@ def test_targets_with_scaled_logits_are_not_taught_wrongly(tokenizer, tmp_path):
 
 
 def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path, finished):
-    with only_run(finished), pytest.raises(RuntimeError, match="another run is at work"):
-        run(chatty, tokenizer, plan(tmp_path))
+    def told(line: str) -> None:
+        if line.startswith("drafter of"):  # in the middle of it
+            with pytest.raises(RuntimeError, match="another run is at work"):
+                run(chatty, tokenizer, plan(tmp_path))
+            seen.append(line)
+
+    seen: list[str] = []
+    run(chatty, tokenizer, plan(tmp_path), told, max_steps=6)
+    assert seen
 
 
 @pytest.fixture

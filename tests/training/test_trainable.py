@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.block import context as block_context
 from hf_hsdraft.drafters.block.configuration import Sight
 from hf_hsdraft.hub import pushing
 from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
@@ -182,11 +183,13 @@ def test_gradients_are_those_of_the_loss(target, kind):
 
 
 @kinds
-def test_neither_other_texts_nor_their_chains_change_a_loss(target, kind):
+def test_neither_other_texts_nor_their_chains_change_a_loss(target, kind, monkeypatch):
+    """Nor how many blocks are computed at once."""
     drafter = fresh(target, kind)
     alone = packed(target, drafter, 20, 26)
     parts = []
-    for length, starts in ((20, [7, 11]), (46, [7, 11]), (46, [7, 11, 30, 33])):
+    for length, starts, blocks in ((20, [7, 11], 64), (46, [7, 11], 64), (46, [7, 11, 30, 33], 1)):
+        monkeypatch.setattr(block_context, "_BLOCKS_AT_ONCE", blocks)
         pack = replace(alone, **{name: value[:length] for name, value in vars(alone).items()})
         labels = true_labels(pack, Chains(torch.tensor(starts), len(starts), torch.ones(len(starts)) > 0), 3)
         labels = replace(labels, valid=labels.valid & (torch.tensor(starts) < 20)[:, None], count=torch.full((3,), 2))

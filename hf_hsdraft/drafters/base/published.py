@@ -136,6 +136,7 @@ def speculators_document(
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_hidden_layers,
         **{name: getattr(sizes, name) for name in _LAYER_FIELDS},
+        "mlp_bias": False,
         "tie_word_embeddings": False,
         **(sliding if windows else {}),
         **{name: value for name, value in config.rope.items() if value is not None},
