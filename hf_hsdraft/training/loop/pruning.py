@@ -59,7 +59,8 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
 
 def check_empty(folder: Path) -> None:
     """Raises a FileExistsError if a folder that is to be written holds something already."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    unfinished = ".saving-"  # `complete_folder` in a process that was killed
+    if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(unfinished) for p in folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
 
 
