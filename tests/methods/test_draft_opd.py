@@ -22,6 +22,7 @@ from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
 from hf_hsdraft.training.families.trainable import family_of
+from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import hard_labels
 
@@ -178,6 +179,11 @@ def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, reject
 
 
 OPD = {"data_policy": "draft-opd", "rejected_drafts": 2}
+
+
+def test_trackers_record_the_options_of_the_policy(tmp_path):
+    recorded = training_arguments(tmp_path, OPD, "cpu").to_sanitized_dict()
+    assert OPD.items() <= recorded.items() and "method_options" not in recorded
 
 
 @pytest.mark.parametrize(

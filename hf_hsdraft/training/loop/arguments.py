@@ -139,6 +139,10 @@ class DrafterTrainingArguments(TrainingArguments):
         self.remove_unused_columns = False
         super().__post_init__()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all arguments, those of methods included, as trackers record them."""
+        return {**super().to_dict(), **self.method_options}
+
     def weights_of_depths(self, steps: int) -> list[float]:
         """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""
         if self.depth_weighting == "d-pace":
