@@ -189,7 +189,7 @@ class TargetRuntime(TargetCall):
 
     def apart(self) -> Self:
         trial = super().apart()
-        trial._ahead = None  # reading ahead belongs to the call itself
+        trial._ahead = trial._outputs = None  # these belong to the call itself
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
