@@ -336,6 +336,7 @@ def saved(chatty, tokenizer, tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     prompts, report = write_prompts(saved / "prompts.jsonl", 5), saved / "report.json"
     arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "4"]
@@ -425,6 +426,7 @@ def test_calls_at_once_are_measured_together(target, inputs):
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 
 
+@pytest.mark.process
 def test_first_calls_are_made_in_processes_of_their_own(saved):
     arguments = ["first-calls", "--target", str(saved / "target"), "--drafter", str(saved / "drafter")]
     arguments += ["--lengths", "2", "--repeats", "1", "--prompt", "w1 w2"]

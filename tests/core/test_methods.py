@@ -116,6 +116,7 @@ with pytest.raises(ValueError, match="verification='fly' is invalid: expected on
 """
 
 
+@pytest.mark.process
 def test_the_core_works_with_the_folder_away(tmp_path):
     source = Path(methods.__file__).parent.parent
     shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("methods", "__pycache__"))
@@ -146,6 +147,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.process
 def test_a_method_is_loaded_when_an_option_names_it_or_transformers_asks_for_it(tmp_path):
     """Without code from the folder: importing the package is enough, as it was before there were methods."""
     target = make_target()

@@ -266,6 +266,7 @@ def test_new_layers_learn(target):
     assert larger.layers[0].down_proj.weight.grad.abs().max() > 0
 
 
+@pytest.mark.train
 def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_path, monkeypatch):
     """The recipe of PRISM, killed and resumed; a smaller drafter than the one to start from is refused."""
     first = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "one")))

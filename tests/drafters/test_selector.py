@@ -105,6 +105,7 @@ def test_there_are_no_more_candidates_than_tokens(target):
         selecting(target, 0)
 
 
+@pytest.mark.train
 def test_it_is_trained(chatty, tokenizer, tmp_path):
     sizes = SIZES | {"injector": "selector", "injector_top_k": 4}
     run(chatty, tokenizer, plan(tmp_path, drafter=sizes), max_steps=40, eval_steps=40, learning_rate=2e-2)

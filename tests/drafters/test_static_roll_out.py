@@ -105,6 +105,7 @@ def test_generate_compiles_it_once(prompt, graphs, settings):
     assert len(graphs.shapes) == before
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_roll_out_that_grows(prompt, graphs):
     """With a text that more layers read than roll on, and steps that have parameters each."""
     target = make_target()
@@ -116,6 +117,7 @@ def test_drafts_are_those_of_the_roll_out_that_grows(prompt, graphs):
     assert compiled.statistics.drafted_nodes == grown.statistics.drafted_nodes
 
 
+@pytest.mark.slow
 def test_an_adapted_drafter_is_not_compiled_for_every_call(prompt, graphs, target):
     """Its weights may change without a trace, so they are joined anew for each call."""
     from peft import LoraConfig, inject_adapter_in_model

@@ -191,6 +191,7 @@ SIZES = {"num_draft_steps": 4, "draft_vocab_size": 40, "tree_size": 6}
 STEPWISE = {"max_steps": 60, "eval_steps": 60, "learning_rate": 2e-2}
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("arguments", [{}, {"bf16": True, "activation_checkpointing": True, "ctc_labels": 3}])
 def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, arguments):
     planned = plan(tmp_path, "specformer", drafter=SIZES)
@@ -204,6 +205,7 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, arguments):
     assert decodes_as_plain(chatty, loaded)
 
 
+@pytest.mark.train
 def test_a_run_goes_on_with_its_own_objective_only(chatty, tokenizer, tmp_path):
     planned, steps = plan(tmp_path, "specformer", drafter=SIZES), {"max_steps": 2, "eval_steps": 2}
     run(chatty, tokenizer, planned, objective="ctc", **steps)

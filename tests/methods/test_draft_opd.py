@@ -186,6 +186,7 @@ def test_trackers_record_the_options_of_the_policy(tmp_path):
     assert OPD.items() <= recorded.items() and "method_options" not in recorded
 
 
+@pytest.mark.train
 @pytest.mark.parametrize(
     ("family", "arguments"),
     [
@@ -206,6 +207,7 @@ def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, fami
     assert decodes_as_plain(chatty, drafter)
 
 
+@pytest.mark.train
 def test_a_killed_run_resumes_where_it_was_and_an_adapter_is_trained(chatty, tokenizer, tmp_path, monkeypatch):
     whole = run(chatty, tokenizer, planned(tmp_path, "hidden-state", "whole"), **OPD)
     steps = kill_at_step_three(monkeypatch)

@@ -145,6 +145,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("family", TRAINED)
 def test_the_commands_train_and_check_a_drafter(family, chatty, tokenizer, tmp_path):
     given, wanted = TRAINED[family]

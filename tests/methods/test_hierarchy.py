@@ -216,6 +216,7 @@ def quick_middle(monkeypatch, middle, target):
     monkeypatch.setattr(Measuring, "_plain", lambda self: plain(self) and 0.03)
 
 
+@pytest.mark.slow
 def test_what_is_measured_becomes_plans_that_decode_exactly(target, monkeypatch):
     middle = near(target, 0.001)
     drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(middle)}
@@ -249,6 +250,7 @@ def test_what_is_measured_becomes_plans_that_decode_exactly(target, monkeypatch)
     assert system_of(plan, drafters).options["tree_sizing"] == "fixed", "it is measured as it was calculated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"hidden_size": 16}])
 def test_a_drafter_of_a_middle_model_is_planned_below_it(target, other, monkeypatch):
     """The middle model has fewer layers or another width than the target, so the drafter fits only that model."""
@@ -314,6 +316,7 @@ def arguments(target, tokenizer, tmp_path) -> list[str]:
     return ["plan", *names, "--limit", "1", "--max-new-tokens", "16"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_arithmetic(arguments, tmp_path):
     result = CliRunner().invoke(cli.app, [*arguments, "--measure"])
     assert result.exit_code == 0, result.output

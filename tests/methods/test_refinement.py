@@ -372,6 +372,7 @@ def test_a_refiner_for_a_target_of_another_width_is_refused(target, prompt, tmp_
         target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
 
 
+@pytest.mark.train
 @pytest.mark.parametrize("kind", ["part", "block"])
 def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, tokenizer, tmp_path):
     """Its evaluations draft too, by the options that came with the drafter."""
@@ -495,6 +496,7 @@ def test_the_command_looks_first_whether_it_can_save(where, loads, tmp_path, mon
     assert isinstance(done.exception, NotADirectoryError) and "refiner is a file" in str(done.exception)
 
 
+@pytest.mark.train
 def test_the_command_saves_the_drafter_before_it_trains(loads, chatty, tokenizer, tmp_path, monkeypatch):
     """The target is loaded in the drafter's dtype, and one that the drafter fits by its sizes only is warned of."""
     there, warned = [], []
@@ -509,6 +511,7 @@ def test_the_command_saves_the_drafter_before_it_trains(loads, chatty, tokenizer
     assert loads == there == [torch.bfloat16] and warned == [(chatty, tokenizer)]
 
 
+@pytest.mark.train
 def test_the_command_trains_and_saves(loads, chatty, tmp_path):
     make_drafter(chatty).save_pretrained(tmp_path / "drafter")
     done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")

@@ -100,6 +100,7 @@ def command(tokenizer, tmp_path):
     return ["train-verifier", *pair, "--tasks", "counting", "--items", "8", "--max-new-tokens", "12"]
 
 
+@pytest.mark.train
 def test_a_run_that_was_stopped_goes_on_and_writes_beside_the_drafter(command, tmp_path, monkeypatch):
     labelled = []
 
