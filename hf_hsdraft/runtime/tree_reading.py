@@ -30,6 +30,7 @@ class AttentionKind:
     name: str  # transformers' name of the layer type
     width: int  # positions of a window or a chunk; 0 for full attention
     layer: int  # index of the first layer of this kind with its own cache
+    attention: str = "sdpa"  # transformers' name of the implementation
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor) -> torch.Tensor | None:
         """Returns `[B, n, m]`, True where a query is near enough to see a key; `None` where distance does not matter.
@@ -66,7 +67,7 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
         if name not in kinds and layer < len(has_cache) and has_cache[layer]:
             layer_config = config.per_layer_config[layer]
             width = getattr(layer_config, _WIDTHS[name], 0) if _WIDTHS[name] else 0
-            kinds[name] = AttentionKind(name, width or 0, layer)
+            kinds[name] = AttentionKind(name, width or 0, layer, config._attn_implementation)
     return list(kinds.values())
 
 
@@ -225,12 +226,12 @@ def _masks(call: TargetCall, batch: TreeBatch, columns: int, kept: torch.Tensor,
     slots, size = call.slots, batch.tokens.shape[1]
     before = slots.length - (size - columns)  # slots of the texts
     beyond = 0 if slots.static is None else slots.left - size  # empty slots behind the nodes
-    attention, masks = text_config(call.target)._attn_implementation, {}
+    masks: dict[str, Any] = {}
     for kind in kinds:
         layer = slots.layers[kind.layer]
         kv_length = layer.get_mask_sizes(columns)[0] - beyond
         seen = tree_mask(batch, kind, call.rows.attended, kept, before, kv_length)[:, size - columns :]
-        masks[kind.name] = as_attention_takes_it(F.pad(seen, (0, beyond)), attention, layer.keys.dtype)
+        masks[kind.name] = as_attention_takes_it(F.pad(seen, (0, beyond)), kind.attention, layer.keys.dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

@@ -294,6 +294,7 @@ answer([
 
 
 @pytest.mark.slow
+@pytest.mark.install
 def test_without_the_package_in_a_fresh_environment(bench, pushed, tmp_path_factory):
     """Nothing but torch and transformers is installed there."""
     folder = tmp_path_factory.mktemp("fresh")

@@ -227,7 +227,11 @@ def test_the_command_tells_what_is_missing(monkeypatch):
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt-get install chromium")
+_no_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: apt-get install chromium")
+
+
+def in_browser(test):
+    return pytest.mark.browser(_no_browser(test))
 
 
 @pytest.fixture(scope="module")
