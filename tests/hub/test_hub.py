@@ -32,7 +32,7 @@ EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     f"{name}.py"
     for name in (
-        "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "injectors", "network",
+        "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "network",
         "target_weights", "tensors", "travelling_config", "travelling_drafter", "trunk",
     )
 }  # fmt: skip
