@@ -66,7 +66,8 @@ class Bench:
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        path = {"PYTHONPATH": str(Path(hf_hsdraft.__file__).parents[1])}
+        paths = [str(Path(hf_hsdraft.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # of another transformers
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._forks = {package: Forks(folder, package, **path, **self._environment) for package in (False, True)}
 
     def child(self, code: str, home: str = "home", token: str = "", package: bool = True, **env: str):
