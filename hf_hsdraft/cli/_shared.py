@@ -57,7 +57,9 @@ DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=Fa
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
 PromptsOption = Annotated[
     list[Path] | None,
-    typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
+    typer.Option(
+        "--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 that come with the package."
+    ),
 ]
 PromptFileOption = Annotated[
     Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")

@@ -139,7 +139,7 @@ def list_cached() -> None:
         console.print("no drafters in the cache")
 
 
-@app.command(short_help="Enter measurements, and write the card anew.")
+@app.command(short_help="Enter measurements, and rewrite the card.")
 def card(
     folder: DrafterFolderArgument,
     bench: Annotated[

@@ -179,7 +179,7 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
     try:
         sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner anew") from error
+        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner again") from error
     if document.get("vocabulary") != _digest(vocab_ids):
         raise ValueError(
             f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
@@ -190,18 +190,18 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
         raise OSError(f"{folder} has no {WEIGHTS}: expected it beside {CONFIG}")
     if document.get("weights_digest", digest := sha256(path)) != digest:
         raise DamagedFile(
-            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner anew",
+            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner again",
             path,
         )
     try:
         state = load_file(path)
     except SafetensorError as error:
-        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner anew", path) from error
+        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner again", path) from error
     with torch.device("meta"):
         model = PathLM(sizes)
     wanted, found = ({name: each.shape for name, each in known.items()} for known in (model.state_dict(), state))
     if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner anew")
+        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner again")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -23,7 +23,7 @@ LAYER_REUSE = Option(
     True,
     lambda value: isinstance(value, bool),
     "True or False",
-    "Whether verification goes on from what the first layers have read of a draft, or reads it anew.",
+    "Whether verification continues from what the first layers have read of a draft, or reads it again.",
 )
 
 
