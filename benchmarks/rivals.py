@@ -30,19 +30,19 @@ _COLUMNS = ("system", "tokens/s", "of plain's", "with first", "first token, ms",
 # Variant and dtype of transformers' systems by their names, plain ones first: the first that runs is what "of plain's"
 # and "as plain" refer to.
 OWN = {
-    "plain, bfloat16": ("plain", "bfloat16"),
-    "plain, float32": ("plain", "float32"),
-    "packed weights, bfloat16": ("packed", "bfloat16"),
-    "compiled, static cache, bfloat16": ("compiled", "bfloat16"),
-    "frozen, compiled, static cache, bfloat16": ("frozen", "bfloat16"),
-    "drafted, bfloat16": ("drafted", "bfloat16"),
-    "drafted, float32": ("drafted", "float32"),
-    "lookup (transformers), bfloat16": ("lookup", "bfloat16"),
+    "plain bfloat16": ("plain", "bfloat16"),
+    "plain float32": ("plain", "float32"),
+    "packed bfloat16": ("packed", "bfloat16"),
+    "compiled bfloat16, static cache": ("compiled", "bfloat16"),
+    "frozen and compiled bfloat16, static cache": ("frozen", "bfloat16"),
+    "drafted bfloat16": ("drafted", "bfloat16"),
+    "drafted float32": ("drafted", "float32"),
+    "lookup bfloat16 (transformers)": ("lookup", "bfloat16"),
 }
 RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
-    "OpenVINO GenAI, 4-bit weights": ("openvino", {}),
-    "llama.cpp, 4-bit weights": ("llama", {"repack": True}),
-    "llama.cpp, 4-bit weights, layout of the file": ("llama", {"repack": False}),  # runs where AMX kernels crash
+    "OpenVINO GenAI": ("openvino", {}),
+    "llama.cpp": ("llama", {"repack": True}),
+    "llama.cpp (layout of the file)": ("llama", {"repack": False}),  # runs where AMX kernels crash
 }
 
 
