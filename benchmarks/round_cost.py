@@ -292,7 +292,13 @@ def random(given: Any, layers: int) -> dict[str, Cost]:
     shape = replace(TINY if given.tiny else Shape(), num_hidden_layers=layers)
     config = LlamaConfig(**asdict(shape), eos_token_id=None, pad_token_id=0)
     torch.manual_seed(0)
-    target = let_count(AutoModelForCausalLM.from_config(config, dtype=dtype_of(given)).eval())
+    with torch.device("meta"):  # the weights are drawn once, by `let_count`
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype_of(given)).eval()
+    target = target.to_empty(device="cpu")
+    with torch.no_grad():
+        for norm in (each for each in target.parameters() if each.dim() == 1):
+            norm.fill_(1.0)
+    let_count(target)
     ids = torch.randint(1, shape.vocab_size, (1, 64))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return costs_of(target, inputs, random_drafter(target), given)
