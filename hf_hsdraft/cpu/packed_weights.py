@@ -1,7 +1,7 @@
 """On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
 
 PyTorch takes 1.5 to 2 times as long to multiply a few rows by a weight as it lies in memory as by such a copy. It is
-the same product, summed in another order.
+the same product, summed in another order. The copy of a weight that the user quantised holds it as it was quantised.
 
 A copy does not follow writes to its weight. So it is made within a call, and freed with the last call that uses it.
 Within a call it is skipped as soon as its weight is replaced, or written to in a way that its version counts.
@@ -26,7 +26,9 @@ from torch.nn.modules import module as _of_all_modules
 
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
+from .gguf_blocks import copy_of_blocks
 from .private_operators import can_pack, packed_copy, packed_product
+from .small_weights import KERNEL, SmallCopy, quantised_parts, small_copy
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -62,6 +64,8 @@ def _are_products_torchs_own() -> bool:
 
 def has_kernel(weight: torch.Tensor) -> bool:
     """Whether a kernel here multiplies by a packed copy of `weight`."""
+    if quantised_parts(weight) is not None:
+        return KERNEL.operators() is not None
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
         return False
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -80,12 +84,11 @@ class PackedWeight:
     """
 
     def __init__(self, weight: torch.Tensor, shared: bool = False) -> None:
-        self._weight = weight.detach()
-        self._copy: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
+        self._weight, self._quantised = weight, quantised_parts(weight) is not None
+        self._copy: torch.Tensor | SmallCopy | None = None
+        self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, threading.Lock()
-        self._place = weight.data_ptr()
-        self._version = None if weight.is_inference() else weight._version
+        self._stamps = self._stamps_of(weight)
         self.size = weight.numel() * weight.element_size()  # of the copy, in bytes
 
     @property
@@ -95,13 +98,15 @@ class PackedWeight:
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight` is unchanged, as far as its version tells: `.data` may be written to."""
-        return weight.data_ptr() == self._place and (self._version is None or weight._version == self._version)
+        return self._stamps_of(weight) == self._stamps
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the copy still matches `weight`, compared by value to detect writes to `.data`."""
         if self._failed or not self.is_of(weight):
             return False
-        return self._copy is None or (self._sums is not None and torch.equal(self._sums, _sums(weight)))
+        if self._copy is None:
+            return True
+        return self._sums is not None and all(map(torch.equal, self._sums, map(_sums, self._parts(weight))))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
@@ -110,26 +115,51 @@ class PackedWeight:
             return F.linear(x, self._weight, bias)
         if self._copy is None:
             self._make()
-            if self._copy is None:
-                return F.linear(x, self._weight, bias)
-        return packed_product(x, self._copy, bias)
+        if self._copy is None or (isinstance(self._copy, SmallCopy) and x[..., 0].numel() > TUNING.small_rows):
+            return F.linear(x, self._weight, bias)
+        return product(x, self._copy, bias)
+
+    def _parts(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors that hold a weight: torchao's are wrapped."""
+        return (quantised_parts(weight) or ()) if self._quantised else (weight,)
+
+    def _stamps_of(self, weight: torch.Tensor) -> list[tuple[int, int | None]]:
+        return [(part.data_ptr(), None if part.is_inference() else part._version) for part in self._parts(weight)]
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode
             if self._copy is not None or self._failed:  # made by another thread
                 return
             try:
-                self._sums = _sums(self._weight) if self._shared else None
-                self._copy = packed_copy(self._weight, TUNING.packed_rows)
+                self._sums = list(map(_sums, self._parts(self._weight))) if self._shared else None
+                self._copy = _copy_of(self._weight)
             except RuntimeError:  # out of memory
-                self._failed = True
+                pass
+            self._failed = self._copy is None
+
+
+def _copy_of(weight: torch.Tensor) -> torch.Tensor | SmallCopy | None:
+    """What `product` multiplies by; `None` for a weight whose products no kernel computes."""
+    if quantised_parts(weight) is not None:
+        return small_copy(weight)
+    return copy_of_blocks(weight) or packed_copy(weight.detach(), TUNING.packed_rows)
+
+
+def product(x: torch.Tensor, copy: torch.Tensor | SmallCopy, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + b of `[..., in]`, by a copy of W."""
+    return copy(x, bias) if isinstance(copy, SmallCopy) else packed_product(x, copy, bias)
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
     """`[out, parts]`, int64: checksums of a weight's bits, to detect writes."""
+    weight = weight.detach().view(len(weight), -1)
     row = weight.shape[1] * weight.element_size()
     if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
-        return weight.detach().view({2: torch.int16, 4: torch.int32}[weight.element_size()]).sum(1, dtype=torch.int64)
+        return (
+            weight.detach()
+            .view({1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()])
+            .sum(1, dtype=torch.int64)
+        )
     words = weight.detach().view(torch.int64)
     return words.view(len(words), 4 if words.shape[1] % 4 == 0 else 1, -1).sum(-1)
 
@@ -143,7 +173,7 @@ def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a plain product: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module):
         return False
-    if type(module.weight) is not nn.Parameter:
+    if type(module.weight) is not nn.Parameter and quantised_parts(module.weight) is None:
         return False
     shape = module.out_features, module.in_features
     return has_kernel(module.weight) and module.weight.dtype == dtype and tuple(module.weight.shape) == shape
