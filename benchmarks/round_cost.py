@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SHAPE, PARTS = "8b", ("draft", "verify", "rest")
 _STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
-_LAYERS, _ROUNDS = (2, 3), 14
+_LAYERS, _ROUNDS = (2, 3), 10
 
 
 @dataclass(frozen=True)
