@@ -100,9 +100,9 @@ def transformers(config: dict[str, Any]) -> Decode:
     disable_progress_bar()
     torch.set_num_threads(config["threads"])
     dtype, variant = getattr(torch, config["dtype"]), config["variant"]
-    target, _ = load_target(config["gguf"], dtype)
+    target = in_int8(config["gguf"], dtype) if variant.startswith("int8") else load_target(config["gguf"], dtype)[0]
     call: dict[str, Any] = {"do_sample": False}
-    if variant == "drafted":
+    if variant.endswith("drafted"):
         call["assistant_model"] = AutoDrafter.from_pretrained(config["drafter"], dtype=dtype)
     elif variant == "lookup":
         call["prompt_lookup_num_tokens"] = 10
@@ -137,6 +137,18 @@ def transformers(config: dict[str, Any]) -> Decode:
             decode(*order)
 
     return decode_packed
+
+
+def in_int8(gguf: str, dtype: Any) -> Any:
+    """Returns the target with 8-bit weights by torchao, activations as they are."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    from hf_hsdraft.runtime.target_loading import target_folder
+
+    quantised = TorchAoConfig(quant_type=Int8WeightOnlyConfig())
+    folder = target_folder(gguf, dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantised).eval()
 
 
 def answer(decode: Decode, order: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 
 Ours and transformers' run in this Python, OpenVINO GenAI (`pip install openvino-genai`) and llama.cpp (`pip install
 llama-cpp-python`, which compiles it for this machine) in the Pythons of environments of their own; one that is missing
-is a row that says so. Each system decodes in its process, greedily, prompt by prompt in turns, after a text that warms
-it up; only one computes at a time. The prompts are the same token ids for all.
+is a row that says so, as are targets in int8 without torchao. Each system decodes in its process, greedily, prompt by
+prompt in turns, after a text that warms it up; only one computes at a time. The prompts are the same token ids for all.
 
 "tokens/s" is without the first token, the median of the prompts; "with first" has all tokens and seconds together.
 "as plain" is how many tokens agree with plain decoding's in float32, or in bfloat16 without it, before the texts first
@@ -38,6 +38,8 @@ OWN = {
     "drafted bfloat16": ("drafted", "bfloat16"),
     "drafted float32": ("drafted", "float32"),
     "lookup bfloat16 (transformers)": ("lookup", "bfloat16"),
+    "int8 plain bfloat16 (torchao)": ("int8", "bfloat16"),
+    "int8 drafted bfloat16 (torchao)": ("int8 drafted", "bfloat16"),
 }
 RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
     "OpenVINO GenAI": ("openvino", {}),

@@ -26,9 +26,8 @@ from torch.nn.modules import module as _of_all_modules
 
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
-from .gguf_blocks import copy_of_blocks
-from .private_operators import can_pack, packed_copy, packed_product
-from .small_weights import KERNEL, SmallCopy, quantised_parts, small_copy
+from .small_weights import quantised_parts
+from .weight_copies import Copy, copy_of, has_kernel, is_worth_it, product, stamps_of, sums_of
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -62,19 +61,6 @@ def _are_products_torchs_own() -> bool:
     return own and not hasattr(_FORWARD, "__wrapped__") and isinstance(F.linear, types.BuiltinFunctionType)
 
 
-def has_kernel(weight: torch.Tensor) -> bool:
-    """Whether a kernel here multiplies by a packed copy of `weight`."""
-    if quantised_parts(weight) is not None:
-        return KERNEL.operators() is not None
-    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
-        return False
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    return can_pack(weight.dtype)
-
-
 class PackedWeight:
     """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
@@ -84,12 +70,12 @@ class PackedWeight:
     """
 
     def __init__(self, weight: torch.Tensor, shared: bool = False) -> None:
-        self._weight, self._quantised = weight, quantised_parts(weight) is not None
-        self._copy: torch.Tensor | SmallCopy | None = None
+        self._weight = weight
+        self._copy: Copy | None = None
         self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, threading.Lock()
-        self._stamps = self._stamps_of(weight)
-        self.size = weight.numel() * weight.element_size()  # of the copy, in bytes
+        self._stamps = stamps_of([weight])
+        self.size = weight.numel() * weight.element_size()  # of the copy, in bytes, or more
 
     @property
     def made(self) -> bool:
@@ -98,7 +84,7 @@ class PackedWeight:
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight` is unchanged, as far as its version tells: `.data` may be written to."""
-        return self._stamps_of(weight) == self._stamps
+        return stamps_of([weight]) == self._stamps
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the copy still matches `weight`, compared by value to detect writes to `.data`."""
@@ -106,62 +92,27 @@ class PackedWeight:
             return False
         if self._copy is None:
             return True
-        return self._sums is not None and all(map(torch.equal, self._sums, map(_sums, self._parts(weight))))
+        return self._sums is not None and all(map(torch.equal, self._sums, sums_of([weight])))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
         usual = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype == x.dtype)
-        if self._failed or not usual or x.numel() == 0:
-            return F.linear(x, self._weight, bias)
-        if self._copy is None:
+        if usual and x.numel() and not self.made:
             self._make()
-        if self._copy is None or (isinstance(self._copy, SmallCopy) and x[..., 0].numel() > TUNING.small_rows):
-            return F.linear(x, self._weight, bias)
-        return product(x, self._copy, bias)
-
-    def _parts(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The tensors that hold a weight: torchao's are wrapped."""
-        return (quantised_parts(weight) or ()) if self._quantised else (weight,)
-
-    def _stamps_of(self, weight: torch.Tensor) -> list[tuple[int, int | None]]:
-        return [(part.data_ptr(), None if part.is_inference() else part._version) for part in self._parts(weight)]
+        if self._copy is not None and usual and x.numel() and is_worth_it(self._copy, x):
+            return product(x, self._copy, bias)
+        return F.linear(x, self._weight, bias)
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode
-            if self._copy is not None or self._failed:  # made by another thread
+            if self.made:  # by another thread
                 return
             try:
-                self._sums = list(map(_sums, self._parts(self._weight))) if self._shared else None
-                self._copy = _copy_of(self._weight)
+                self._sums = sums_of([self._weight]) if self._shared else None
+                self._copy = copy_of([self._weight])
             except RuntimeError:  # out of memory
                 pass
             self._failed = self._copy is None
-
-
-def _copy_of(weight: torch.Tensor) -> torch.Tensor | SmallCopy | None:
-    """What `product` multiplies by; `None` for a weight whose products no kernel computes."""
-    if quantised_parts(weight) is not None:
-        return small_copy(weight)
-    return copy_of_blocks(weight) or packed_copy(weight.detach(), TUNING.packed_rows)
-
-
-def product(x: torch.Tensor, copy: torch.Tensor | SmallCopy, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b of `[..., in]`, by a copy of W."""
-    return copy(x, bias) if isinstance(copy, SmallCopy) else packed_product(x, copy, bias)
-
-
-def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """`[out, parts]`, int64: checksums of a weight's bits, to detect writes."""
-    weight = weight.detach().view(len(weight), -1)
-    row = weight.shape[1] * weight.element_size()
-    if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
-        return (
-            weight.detach()
-            .view({1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()])
-            .sum(1, dtype=torch.int64)
-        )
-    words = weight.detach().view(torch.int64)
-    return words.view(len(words), 4 if words.shape[1] % 4 == 0 else 1, -1).sum(-1)
 
 
 def _is_compiled(module: nn.Module) -> bool:
