@@ -76,9 +76,13 @@ class _ForcedSession(Session):
     """Drafts as another session, with other tokens."""
 
     def __init__(self, session: Session, accepted: Sequence[int], vocab_size: int) -> None:
-        self.free, self.kind, self.follow = session.free, session.kind, session.follow
+        self.free, self.kind = session.free, session.kind
         self._session, self._accepted, self._vocab_size = session, accepted, vocab_size
         self._round = -1  # the first news are the prompts'
+
+    @property
+    def follow(self) -> Any:  # type: ignore[override]
+        return self._session.follow
 
     @property
     def followed(self) -> float:  # type: ignore[override]

@@ -19,6 +19,7 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.runtime.static_cache import why_not_static
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
+from hf_hsdraft.verify import verdict
 
 TREE_SIZE = 24  # no scripted tree of four levels is greater
 SETTINGS = ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 20})
@@ -207,7 +208,7 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
     assert decode(target, prompt, new_tokens=60, **call).equal(plain)
     graphs_of_both = len(graphs.shapes)
     assert graphs.count(TREE_SIZE + 1) == 1 and graphs_of_both == 2 + graphs.count(1) <= 4  # at most its own step
-    for _ in range(2):  # a drafter that rolls out brings one more, once
+    for _ in range(2):  # a drafter of hidden states brings one more, once
         assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
         assert len(graphs.shapes) == graphs_of_both + 1
 
@@ -332,6 +333,7 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
 @pytest.mark.parametrize("eos", [None, 4])
 def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkeypatch, eos):
     """Greedily: one read of the nodes' choices, of which the accepted path and the end of the text follow."""
+    monkeypatch.setattr(verdict, "_reads_are_free", lambda values: False)  # as on a device
     target = let_count(make_target(eos_token_id=eos, pad_token_id=0, hidden_size=128))
     seen = []
 
