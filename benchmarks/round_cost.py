@@ -1,283 +1,377 @@
-"""Measures what a round costs, in steps of plain decoding, for a target of any shape with random weights.
+"""Predicts the time of a round from operators and bytes, measures it, and says what is left to gain.
 
-    python benchmarks/round_cost.py --accept 0,2,1,3                  # a target with the shape of an 8B model
-    python benchmarks/round_cost.py --accept 0,2,1,3 --tiny --dtype float32
+    python benchmarks/round_cost.py                                  # SmolLM2-135M-Instruct, then the shape of 8B
+    python benchmarks/round_cost.py --targets gemma-3-270m.gguf      # Hub names, folders, .gguf files
+    python benchmarks/round_cost.py --tiny                           # whether it runs, in seconds
 
-Time does not depend on the values of weights. So no trained drafter is needed to measure which share of tau becomes
-speed. Target and drafter run as usual, and a pattern decides how many drafted tokens each round accepts.
+The law: time = a x operators + bytes / bandwidth + operations / rate. Three numbers belong to the machine, and small
+probes measure them:
 
-- round: median time from the begin of a round to the begin of the next one.
-- step: median time from one token of plain `generate()` to the next one.
-- cost: round / step.
-- speed-up: tokens a round / cost. This is what the pattern gains over plain decoding.
+- a: time of a dispatched operator, with the Python around it: by how much a forward of a very small Llama takes longer
+  with more layers.
+- bandwidth: bytes of weights a second, in products with one row whose weights exceed the caches.
+- rate: operations a second, by how much longer the same products take with 25 rows. So reading and multiplying add up
+  in the law as they do in these products. Both are measured for weights as they are stored (plain steps) and for packed
+  ones (rounds).
+
+The other three belong to what runs, and are counted in running calls. Operators: what the profiler sees dispatched, by
+Python or by compiled code, but not by other operators. Bytes: of each operand that is older than the round, as weights,
+keys and values are, in each operator that reads it. Operations: two for each number of such an operand and each row.
+
+The limit is bytes / bandwidth; left is the share of the measured time above it. Two small numbers of layers of the 8B
+shape are measured, and all of its numbers follow from the two.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
-import warnings
-from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from statistics import median
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from runner import dtype_of, keep, numbers, options
+from runner import counts, dtype_of, keep, names, options, print_table
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+SHAPE, PARTS = "8b", ("draft", "verify", "rest")
+_STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
+_LAYERS, _ROUNDS = (2, 3), 10
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a target, by the names of `LlamaConfig`. The defaults are those of Llama-3.1-8B."""
+class Machine:
+    """Numbers of the machine: seconds of an operator, bytes and operations a second."""
 
-    hidden_size: int = 4096
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    intermediate_size: int = 14336
-    vocab_size: int = 128256
-
-
-TINY = Shape(64, 4, 4, 2, 128, 512)
+    operator: float
+    bandwidth: float
+    rate: float
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured.
+class Cost:
+    """What a step of plain decoding or a part of a round takes, in seconds, and why."""
 
-    Attributes:
-        accepted: number of drafted tokens to accept, round by round, over and over.
-        draft_steps: greatest depth of a draft.
-        tree_size: number of nodes of a draft besides the root.
-        beam_width: number of nodes expanded at each depth.
-        prompt_length: number of tokens of the prompt.
-        rounds: number of rounds of a call.
-        backend: backend of `torch.compile`; empty for no compilation.
-        mode: mode of `torch.compile`.
-    """
+    operators: float
+    read_bytes: float
+    operations: float
+    seconds: float
 
-    accepted: tuple[int, ...]
-    draft_steps: int = 5
-    tree_size: int = 24
-    beam_width: int = 8
-    prompt_length: int = 512
-    rounds: int = 48
-    backend: str = "inductor"
-    mode: str = "reduce-overhead"
+    def predicted(self, machine: Machine) -> float:
+        """Seconds by the law."""
+        products = self.read_bytes / machine.bandwidth + self.operations / machine.rate
+        return machine.operator * self.operators + products
 
-    def __post_init__(self) -> None:
-        if not self.accepted or not 0 <= min(self.accepted) <= max(self.accepted) <= self.draft_steps:
-            raise ValueError(f"accept={self.accepted} is invalid: expected numbers from 0 to {self.draft_steps}")
-        if self.tree_size < max(self.accepted):
-            raise ValueError(f"tree_size={self.tree_size} is invalid: a path of {max(self.accepted)} has to fit in")
-
-    @property
-    def tau(self) -> float:
-        """Mean number of tokens a round."""
-        return 1 + sum(self.accepted) / len(self.accepted)
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of new tokens of a call."""
-        return int(self.rounds * self.tau) + 1
+    def with_layers(self, other: Cost, layers: tuple[int, int], all_layers: int) -> Cost:
+        """Cost with all layers, from this one and that of more layers."""
+        steps = (all_layers - layers[0]) / (layers[1] - layers[0])
+        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return Cost(*(few + steps * (more - few) for few, more in pairs))
 
 
-@dataclass(frozen=True)
-class RoundCost:
-    """What was measured. Times are in milliseconds.
-
-    Attributes:
-        compiled: whether steps and rounds with a static cache were compiled.
-        step: median time of a step with a static cache.
-        round: median time of a round with a static cache.
-        eager_step: median time of a step with a `DynamicCache`, not compiled.
-        eager_round: median time of a round with a `DynamicCache`, not compiled.
-        draft: mean time of the draft of a round with a static cache. The device is waited for after each part.
-        verify: mean time of the verification of such a round.
-        commit: mean time of the commit of such a round.
-        waits: mean number of times that the host waits for the device in such a round; `None` without a GPU.
-        tau: mean number of tokens a round.
-        cost: `round / step`.
-        speed_up: `tau / cost`.
-        eager_speed_up: the same for the eager times.
-    """
-
-    compiled: bool
-    step: float
-    round: float
-    eager_step: float
-    eager_round: float
-    draft: float
-    verify: float
-    commit: float
-    waits: float | None
-    tau: float
-    cost: float
-    speed_up: float
-    eager_speed_up: float
-
-
-def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Any, HSDrafter]:
-    """Returns a target and a drafter with random weights, made on the device."""
+def probed(dtype: torch.dtype, packed: bool, operator: float, size: int, count: int) -> Machine:
+    """Measures bandwidth and rate by products with `count` weights `[size, size]`."""
     import torch
+    import torch.nn.functional as F
+
+    from hf_hsdraft.cpu.packed_weights import PackedWeight
+
+    weights = [torch.randn(size, size, dtype=dtype) for _ in range(count)]
+    small = torch.randn(16, 16, dtype=dtype)
+    ways = {name: [PackedWeight(each) if packed else functools.partial(F.linear, weight=each) for each in some]
+            for name, some in (("large", weights), ("small", [small] * count))}  # fmt: skip
+
+    def seconds(name: str, rows: int) -> float:
+        x = torch.randn(rows, size if name == "large" else 16, dtype=dtype)
+        begin = time.perf_counter()
+        for product in ways[name]:
+            product(x)
+        return time.perf_counter() - begin
+
+    found: dict[Any, list[float]] = defaultdict(list)
+    with torch.inference_mode():
+        for _ in range(8):
+            for name, rows in itertools.product(ways, (1, 25)):
+                found[name, rows].append(seconds(name, rows))
+    one, many = (min(found["large", rows]) - min(found["small", rows]) for rows in (1, 25))
+    numbers = count * size * size
+    return Machine(operator, numbers * dtype.itemsize / one, 2 * numbers * 24 / max(many - one, 1e-9))
+
+
+def time_of_operator(dtype: torch.dtype) -> float:
+    """Measures the seconds of an operator in transformers' modules."""
+    import torch
+    from gpu_bench.counts import dispatched, traced
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-    from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
-
-    length = plan.prompt_length + plan.rounds * (plan.draft_steps + 1) + plan.tree_size + 2
-    config = LlamaConfig(**asdict(shape), max_position_embeddings=max(length, 1024), eos_token_id=None, pad_token_id=0)
-    with torch.device(device):
-        target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        drafter = HSDrafter(HSDraftConfig.for_target(target, num_draft_steps=plan.draft_steps)).to(dtype).eval()
-    options = drafter.generation_config
-    options.num_assistant_tokens, options.tree_size = plan.draft_steps, plan.tree_size
-    options.beam_width = plan.beam_width
-    options.tree_sizing, options.ngram_length = "fixed", 0  # all drafts have the same size
-    return target, drafter
-
-
-def measure(target: Any, drafter: HSDrafter, plan: Plan) -> RoundCost:
-    """Times steps and rounds, eager and compiled. All calls emit equally many tokens."""
-    calls = _calls(plan, target.device)
-    steps = {name: _time(target, plan, call, None) for name, call in calls.items()}
-    rounds = {name: _time(target, plan, call, drafter) for name, call in calls.items()}
-    last = [*calls][-1]
-    statistics = _decode(target, plan, calls[last], drafter, return_dict_in_generate=True)[0].statistics
-    parts = {
-        name: 1000 * getattr(statistics, f"{name}_seconds") / statistics.rounds
-        for name in ("draft", "verify", "commit")
-    }
-    cost = rounds[last] / steps[last]
-    return RoundCost(
-        compiled=last == "compiled",
-        step=steps[last],
-        round=rounds[last],
-        eager_step=steps["eager"],
-        eager_round=rounds["eager"],
-        **parts,
-        waits=_waits(target, drafter, plan, calls[last]),
-        tau=plan.tau,
-        cost=cost,
-        speed_up=plan.tau / cost,
-        eager_speed_up=plan.tau * steps["eager"] / rounds["eager"],
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    found: list[tuple[float, int]] = []
+    for layers in (2, 12):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=layers), dtype=dtype).eval()
+        step = functools.partial(model, torch.ones(1, 1, dtype=torch.long), use_cache=False)
+        times = []
+        with torch.inference_mode():
+            for _ in range(60):
+                begin = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - begin)
+            found.append((min(times), len(dispatched(traced(step, model.device)))))
+    (few, fewer), (many, more) = found
+    return (many - few) / (more - fewer)
 
 
-def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Returns arguments of `generate()` for each way to compare."""
-    from transformers import CompileConfig
+def watched(target: Any, inputs: Mapping[str, Any], drafter: Any, note: Callable[[str], None], tokens: int) -> None:
+    """Decodes; `note` gets each part's name when it begins."""
+    from transformers import LogitsProcessorList
+    from transformers.generation.streamers import BaseStreamer
 
-    static = {
-        "cache_implementation": "static",
-        # Steps and rounds have the same length, so that their caches have one shape.
-        "max_cache_len": plan.prompt_length + plan.new_tokens + plan.tree_size + 1,
-    }
-    calls: dict[str, dict[str, Any]] = {"eager": {}}
-    if not plan.backend:
-        return calls | {"static": {**static, "disable_compile": True}}
-    config = CompileConfig(backend=plan.backend, mode=plan.mode)
-    config._compile_all_devices = device.type == "cpu"
-    return calls | {"compiled": {**static, "compile_config": config}}
+    from hf_hsdraft.engine.loop import Observer
 
-
-class _Stopwatch:
-    """Notes, as a logits processor, when plain decoding chooses each token. The device has finished the one before."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.times.append(time.perf_counter())
+    def begin_step(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        note(_STEP)
         return scores
 
+    class Rounds(Observer, BaseStreamer):
+        began = staticmethod(functools.partial(note, "draft"))
+        drafted = staticmethod(functools.partial(note, "verify"))
+        verified = staticmethod(functools.partial(note, "rest"))
 
-def _decode(
-    target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
-) -> tuple[Any, list[float]]:
-    """Returns what `generate()` returns, and the times when each step or round began and the last one ended."""
-    import torch
-    from oracles.forced_drafter import ForcedDrafter
-    from transformers import LogitsProcessorList
+        def put(self, value: Any) -> None:
+            pass
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
-    settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
+        def end(self) -> None:
+            note(_END)
+
+    kwargs = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": None}
     if drafter is None:
-        watch = _Stopwatch()
-        return target.generate(ids, logits_processor=LogitsProcessorList([watch]), **settings), watch.times
-    forced = ForcedDrafter(drafter, plan.accepted)
-    return target.generate(ids, assistant_model=forced, **settings), forced.times
+        target.generate(**inputs, **kwargs, logits_processor=LogitsProcessorList([begin_step]))
+        note(_END)
+    else:
+        target.generate(**inputs, **kwargs, assistant_model=drafter, streamer=Rounds())
 
 
-def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None) -> float:
-    """Returns the median milliseconds of a step or a round."""
-    _decode(target, plan, call, drafter)  # compiles
-    times = _decode(target, plan, call, drafter)[1]
-    # The first ones may take longer, and the end of the text cuts the last one short.
-    return median(1000 * (after - before) for before, after in itertools.pairwise(times[2:-1]))
+def cost_of(target: Any, inputs: Mapping[str, Any], drafter: Any = None) -> dict[str, Cost]:
+    """Measures and counts the parts of a round, or with no drafter a step.
 
-
-def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any]) -> float | None:
-    """Returns the mean number of times that the host waits for the device in a round; `None` without a GPU."""
+    Times are lower quartiles over rounds, since other programs disturb the slower ones; counts are medians.
+    """
     import torch
+    from gpu_bench.counts import dispatched, traced
 
-    if target.device.type != "cuda":
-        return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            times = _decode(target, plan, call, drafter)[1]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(one.message) for one in caught) / (len(times) - 1)
+    decode = functools.partial(watched, target, inputs, drafter)
+    decode(lambda part: None, 2 * _ROUNDS)
+    clock: list[tuple[str, float]] = []
+    decode(lambda part: clock.append((part, time.perf_counter())), 2 * _ROUNDS)
+    spans = ((part, after - begin) for (part, begin), (_, after) in itertools.pairwise(clock))
+    seconds = _typical(spans, lambda times: quantiles(times, n=4)[0])
+
+    def mark(part: str) -> None:
+        with torch.profiler.record_function(f"part {part}"):
+            pass
+
+    events = traced(lambda: decode(mark, _ROUNDS), target.device)
+    marks = sorted((event["ts"], event["name"][5:]) for event in events if str(event.get("name")).startswith("part "))
+    begun = dispatched(event for event in events if not str(event.get("name")).startswith("part "))
+    operators = _typical(
+        (part, sum(begin <= each < after for each in begun)) for (begin, part), (after, _) in itertools.pairwise(marks)
+    )
+    reads = _reading_mode()
+    with reads:
+        decode(reads.begin, _ROUNDS)
+    read_bytes, operations = (_typical((part, each[i]) for part, each in reads.found) for i in (0, 1))
+    return {part: Cost(operators[part], read_bytes[part], operations[part], seconds[part]) for part in seconds}
 
 
-def parser() -> ArgumentParser:
-    """Returns the options: sizes of the target and of the plan, by their names."""
-    made = options(__doc__, dtype="bfloat16", device="", json=None)
-    made.add_argument("--accept", type=numbers, default=[0, 2, 1, 3], help="drafted tokens accepted, round by round")
-    made.add_argument("--tiny", action="store_true", help="a shape for a CPU, in seconds")
-    for each in (*fields(Shape), *fields(Plan)):
-        if each.name != "accepted":
-            kind = str if isinstance(each.default, str) else int
-            made.add_argument(
-                "--" + each.name.replace("_", "-"), type=kind, default=each.default, help=f"default: {each.default}"
-            )
-    return made
+def _typical(found: Any, of: Callable[[list[float]], float] = median) -> dict[str, float]:
+    """Typical numbers by part, without the first and the last rounds, which differ from the others."""
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for part, number in found:
+        by_part[part].append(number)
+    return {part: of(numbers[_SKIPPED:-1]) for part, numbers in by_part.items() if part != _END}
+
+
+def _reading_mode() -> Any:
+    """Returns a mode that counts bytes and operations of operands older than the round, in `found`, part by part."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    gathers = ("embedding", "index", "index_select", "gather")
+
+    def tensors(part: Any) -> list[torch.Tensor]:
+        return [each for each in tree_leaves(part) if isinstance(each, torch.Tensor)]
+
+    def place(tensor: torch.Tensor) -> int:
+        return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
+
+    class Reads(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[tuple[str, tuple[int, int]]] = []
+            self._part, self._bytes, self._operations, self._made = _END, 0, 0, set[int]()
+
+        def begin(self, part: str) -> None:
+            self.found.append((self._part, (self._bytes, self._operations)))
+            self._part, self._bytes, self._operations = part, 0, 0
+            if part in (_STEP, PARTS[0]):
+                self._made.clear()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given, made = tensors((args, kwargs)), tensors(result)
+            if not func._schema.is_mutable and not func.is_view:
+                self._count(str(func.overloadpacket.__name__), given, made)
+            self._made |= {place(each) for each in made} - {place(each) for each in given}
+            return result
+
+        def _count(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+            for each in given:
+                if place(each) in self._made:
+                    continue
+                if name in gathers:
+                    self._bytes += made[0].numel() * made[0].element_size()
+                    break
+                self._bytes += each.numel() * each.element_size()
+                first = given[0]
+                if each is not first and each.dim() > 1 and first.shape[-1] in each.shape:
+                    self._operations += 2 * each.numel() * (first.numel() // max(first.shape[-1], 1))
+
+    return Reads()
+
+
+def drafters_of(target: Any, drafter: Any, rows: Sequence[int], packed: bool) -> Iterator[tuple[int, Any]]:
+    """Drafters of trees of fixed sizes, whose forwards read so many rows."""
+    from gpu_bench.targets import with_nodes
+
+    from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+
+    for count in rows:
+        wrapped = WrappedDrafter(drafter)
+        with_nodes(wrapped, count - 1, 1)
+        wrapped.generation_config.packed_weights = bool(packed)
+        yield count, wrapped
+
+
+def costs_of(target: Any, inputs: Any, drafter: Any, given: Any) -> dict[str, Cost]:
+    """Costs of a plain step, and of the parts of rounds that read so many rows."""
+    found = {"plain step": cost_of(target, inputs)[_STEP]}
+    for rows, fixed in drafters_of(target, drafter, given.rows, given.packed):
+        found |= {f"{part}, {rows} rows": cost for part, cost in cost_of(target, inputs, fixed).items()}
+    return found
+
+
+def loaded(name: str, given: Any) -> dict[str, Cost]:
+    """Costs of a target by its name; an untrained drafter drafts where none is known."""
+    from gpu_bench.targets import random_drafter
+
+    from hf_hsdraft.bench.prompts import DEFAULT_PROMPTS
+    from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from hf_hsdraft.runtime.prompt_inputs import encode_prompt
+    from hf_hsdraft.runtime.target_loading import default_drafter, load_target
+
+    target, tokenizer = load_target(None if name == "smollm2" else name, dtype_of(given))
+    folder = default_drafter(None) if name == "smollm2" else None
+    drafter = HSDrafter.from_pretrained(folder, dtype=dtype_of(given)) if folder else random_drafter(target)
+    return costs_of(target, encode_prompt(tokenizer, DEFAULT_PROMPTS[0].turns[0]), drafter.eval(), given)
+
+
+def random(given: Any, layers: int) -> dict[str, Cost]:
+    """Costs of some layers of the 8B shape."""
+    from dataclasses import replace
+
+    import torch
+    from gpu_bench.targets import TINY, Shape, random_drafter
+    from oracles.forced_drafter import let_count
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = replace(TINY if given.tiny else Shape(), num_hidden_layers=layers)
+    config = LlamaConfig(**asdict(shape), eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    with torch.device("meta"):  # the weights are drawn once, by `let_count`
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype_of(given)).eval()
+    target = target.to_empty(device="cpu")
+    with torch.no_grad():
+        for norm in (each for each in target.parameters() if each.dim() == 1):
+            norm.fill_(1.0)
+    let_count(target)
+    ids = torch.randint(1, shape.vocab_size, (1, 64))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return costs_of(target, inputs, random_drafter(target), given)
+
+
+def rows_of(name: str, costs: Mapping[str, Cost], machines: Mapping[str, Machine]) -> list[dict[str, Any]]:
+    """Rows of the table. A round is its parts together."""
+    whole: dict[str, Cost] = {}
+    for part, cost in costs.items():
+        head, _, rows = part.partition(", ")
+        key = part if not rows or head == "verify" else None
+        if key:
+            whole[key] = cost
+        if rows:
+            before = asdict(whole[f"round, {rows}"]) if f"round, {rows}" in whole else dict.fromkeys(asdict(cost), 0.0)
+            whole[f"round, {rows}"] = Cost(**{each: before[each] + value for each, value in asdict(cost).items()})
+    found = []
+    for part, cost in whole.items():
+        machine = machines["stored" if part == "plain step" else "packed"]
+        limit = cost.read_bytes / machine.bandwidth
+        figures = {"predicted": cost.predicted(machine), "limit": limit, "left": 1 - limit / cost.seconds}
+        found.append({"target": name, "part": part, **asdict(cost), **figures})
+    return found
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    times = [f"{1e3 * row[name]:.1f}" for name in ("predicted", "seconds", "limit")]
+    sizes = [f"{row['operators']:,.0f}", f"{row['read_bytes'] / 1e6:,.0f}", f"{row['operations'] / 1e9:.1f}"]
+    return [row["target"], row["part"], *sizes, *times, f"{row['left']:.0%}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what a round costs, in steps of plain decoding, and prints it as JSON."""
-    made = parser()
-    given = made.parse_args(arguments)
-    shape, plan = ({each.name: getattr(given, each.name, None) for each in fields(kind)} for kind in (Shape, Plan))
-    try:
-        plan = Plan(**{**plan, "accepted": tuple(given.accept)})
-    except ValueError as error:
-        made.error(str(error))
+    """Measures the machine and the targets, and prints both."""
+    parser = options(__doc__, dtype="bfloat16", json=None)
+    parser.add_argument("--targets", type=names, default=["smollm2", SHAPE], help="default: smollm2,8b")
+    parser.add_argument("--rows", type=counts, default=[9, 25], help="of the rounds' forwards; default: 9,25")
+    parser.add_argument("--packed", type=int, choices=(0, 1), default=1, help="rounds multiply by packed weights")
+    parser.add_argument("--tiny", action="store_true", help="small random targets")
+    given = parser.parse_args(arguments)
     import torch
+    from gpu_bench.targets import TINY, Shape
 
-    place = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    shape = TINY if given.tiny else Shape(**shape)
-    target, drafter = random_pair(shape, plan, place, dtype_of(given))
-    report = {
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-        "dtype": given.dtype,
-        "torch": torch.__version__,
-        "target": asdict(shape),
-        "plan": asdict(plan),
-        "milliseconds": asdict(measure(target, drafter, plan)),
+    from hf_hsdraft.bench.machine import processor
+
+    size, count = (64, 8) if given.tiny else (1536, 96)
+    operator = time_of_operator(dtype_of(given))
+    machines = {
+        name: probed(dtype_of(given), packed, operator, size, count)
+        for name, packed in (("stored", False), ("packed", bool(given.packed)))
     }
-    keep(given.json, report)
-    print(json.dumps(report, indent=1))
+    report: dict[str, Any] = {
+        "machine": f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "dtype": given.dtype,
+        "probes": {name: asdict(each) for name, each in machines.items()},
+        "rows": [],
+    }
+    print(report["machine"])
+    for name, each in machines.items():
+        speeds = f"{each.bandwidth / 1e9:.1f} GB/s, {each.rate / 1e9:,.0f} billion operations/s"
+        print(f"{name} weights: an operator takes {1e6 * each.operator:.1f} us; {speeds}")
+    for name in given.targets:
+        if name != SHAPE:
+            report["rows"] += rows_of(name, loaded(name, given), machines)
+            continue
+        few, more = (random(given, layers) for layers in _LAYERS)
+        layers = (TINY if given.tiny else Shape()).num_hidden_layers
+        scaled = {part: few[part].with_layers(more[part], _LAYERS, layers) for part in few}
+        for label, costs in ((f"{name}, {_LAYERS[0]} layers", few), (f"{name}, {layers} layers, scaled", scaled)):
+            report["rows"] += rows_of(label, costs, machines)
+    columns = ("target", "part", "operators", "MB", "GFLOP", "predicted, ms", "measured, ms", "limit, ms", "left")
+    print_table(columns, map(_cells, report["rows"]))
+    keep(given.json, json.loads(json.dumps(report)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +18,9 @@ from torch import nn
 
 from ..core.tensors import RMSNorm, Transform, is_unhooked, side_by_side
 from ..core.tuning import TUNING
-from .packed_weights import PackedWeight, has_kernel
+from .packed_weights import PackedWeight
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
+from .weight_copies import has_kernel
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
 
@@ -83,6 +85,8 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    if x.dim() == 2:
+        return product_in_8_bits(x.contiguous(), weight, scales)
     return product_in_8_bits(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
 
 
@@ -106,27 +110,43 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Norm:
-    """A module's root-mean-square norm, without the module."""
+    """A module's root-mean-square norm of the last axis, without the module, in a few operators.
+
+    `F.rms_norm` is eight on a CPU, each of which costs more to start than to run. Here the length of a vector is
+    rounded to the dtype, which scales a vector of drafts by half a unit of its last place.
+    """
 
     def __init__(self, norm: RMSNorm) -> None:
-        self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach(), norm.eps
+        size = norm.weight.numel()
+        self._weight = (norm.weight.detach().float() * math.sqrt(size)).to(norm.weight.dtype)
+        self._least = _least_length(self._weight, size, norm.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self._weight.to(x.dtype), self._eps)
+        return x / _lengths(x, self._least) * self._weight.to(x.dtype)
+
+
+def _least_length(like: torch.Tensor, size: int, eps: float) -> torch.Tensor:
+    """What `eps` of a norm of vectors of this size adds to their length, as the other side of a right angle."""
+    return like.new_tensor(math.sqrt(size * eps))
+
+
+def _lengths(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least.to(x.dtype))
 
 
 class NormedProduct:
     """A product of normed inputs that are joined; the weights of the norms are folded into that of the product."""
 
     def __init__(self, norms: Sequence[RMSNorm], product: nn.Linear) -> None:
-        scale = torch.cat([norm.weight for norm in norms]).float()
+        size = norms[0].weight.numel()
+        scale = torch.cat([norm.weight for norm in norms]).float() * math.sqrt(size)
         self._product = Product((product.weight.float() * scale).to(product.weight.dtype))
-        self._count, self._eps = len(norms), norms[0].eps
+        self._count, self._least = len(norms), _least_length(product.weight, size, norms[0].eps)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Maps inputs `[n, ...]`, which are the norms' inputs side by side, to `[n, out]`."""
         parts = torch.cat(inputs, dim=-1).unflatten(-1, (self._count, -1))
-        return self._product(F.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1))
+        return self._product((parts / _lengths(parts, self._least)).flatten(1))
 
 
 def is_plain(module: nn.Module) -> bool:

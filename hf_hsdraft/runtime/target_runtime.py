@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of
 from .cache_slots import as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
@@ -23,7 +24,15 @@ from .static_cache import slots_of_prompts
 from .target_forwards import TargetCall, TargetOutput, dropped, target_output
 from .target_limits import check_cache, decoder_layers, text_config
 from .target_parts import LastState, final_norm
-from .tree_reading import AheadReader, AttentionKind, commit_trees, kinds_of_attention, read_trees, tokens_kept
+from .tree_reading import (
+    AheadReader,
+    AttentionKind,
+    TreeBatch,
+    commit_trees,
+    kinds_of_attention,
+    read_batch,
+    tokens_kept,
+)
 
 Reader = TypeVar("Reader", bound=AheadReader)
 
@@ -40,6 +49,7 @@ class TargetRuntime(TargetCall):
         kinds: kinds of attention that need separate masks, once trees are prepared.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
+        batch: the trees read last, on the device; `None` if they were read as chains or ahead.
         reused_share: share of the layers' work in verifying trees that was done ahead, after the call.
     """
 
@@ -56,6 +66,7 @@ class TargetRuntime(TargetCall):
             # transformers drops indices beyond the encoder's layers, so an encoder-decoder returns all states.
             self.kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
         self._outputs: Any = None  # of the last forward
+        self.batch: TreeBatch | None = None
         self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
         self._ahead: AheadReader | None = None
@@ -118,7 +129,7 @@ class TargetRuntime(TargetCall):
 
         `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
         """
-        self._outputs = None  # a compiled forward reuses that memory
+        self._outputs = self.batch = None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
         plain_step = len(trees) == 1 and self._columns == 1  # runs plain decoding's forward, which is compiled too
         if self.slots.left >= self.fixed and not plain_step:
@@ -127,7 +138,10 @@ class TargetRuntime(TargetCall):
         with self._last_state_kept():
             if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
                 ahead = None if self._ahead is None else self._ahead.verify(trees, self._columns)
-                self._outputs, self._again = ahead or read_trees(self, trees, self._columns, self.kinds), 0
+                if ahead is None:
+                    self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
+                    ahead = read_batch(self, self.batch, self.kinds)
+                self._outputs, self._again = ahead, 0
             else:
                 self._outputs, self._again = read_chains(self, trees, input_ids, self._columns), self.unread
         return self._output().last(self._columns)
