@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from transformers.utils import output_capturing
 
-from ..core.cache_name import CACHE
 from ..core.tuning import TUNING
-from .layer_form import MASK, CannotCompile, Form, description_of, form_of
+from .layer_form import MASK, CannotCompile, Form, arguments_of, cache_of, description_of, form_of
 from .layer_operators import Step
 from .layer_programs import Entry, Needs, Program, entry_of
 from .packed_weights import joined_product
@@ -103,10 +102,10 @@ class _Layer:
         sizes = args[0].shape[0] > 1, args[0].shape[1] > 1
         if sizes not in entry.tried:
             entry.tried.add(sizes)
-            if not bound.agrees(layer, args[0], tensors, kwargs):
+            if not bound.agrees(layer, form, tensors):
                 entry.program, entry.why_not = None, "its program computes something else"
                 return NotImplemented
-        output = bound(tensors, kwargs[CACHE], kwargs.get(MASK))
+        output = bound(tensors, cache_of(kwargs), kwargs.get(MASK))
         return _after_hooks(layer, args, kwargs, output) if self._own["_forward_hooks"] else output
 
     def _is_watched(self) -> bool:
@@ -143,12 +142,13 @@ class _Bound:
         weights = [held[name] for held, name in self._weights]
         return self._program([*weights, *tensors], Step(self._products, cache, self._index_of.layer_idx, mask))
 
-    def agrees(self, layer: Any, hidden: torch.Tensor, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    def agrees(self, layer: Any, form: Form, tensors: list[torch.Tensor]) -> bool:
         """Whether it computes what the layer does, but for rounding, for these inputs without a past."""
-        count = hidden.shape[1]
-        mask = torch.ones(count, count, dtype=torch.bool).tril().expand(hidden.shape[0], 1, count, count)
+        rows, count = tensors[0].shape[:2]
+        mask = torch.ones(count, count, dtype=torch.bool).tril().expand(rows, 1, count, count)
         nothing = _Nothing()
-        expected = type(layer).forward(layer, hidden, **{**kwargs, CACHE: nothing, MASK: mask})
+        hidden_states, kwargs = arguments_of(form, tensors, mask, nothing)
+        expected = type(layer).forward(layer, hidden_states, **kwargs)
         found = self(tensors, nothing, mask)
         pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True)
         return all(_are_close(a, b) for a, b in pairs)

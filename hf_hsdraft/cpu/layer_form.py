@@ -5,6 +5,7 @@ Layers of equal `description` called in equal forms run the same program with di
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
-from ..core.cache_name import CACHE
-
-MASK = "attention_mask"
+MASK, CACHE = "attention_mask", "cache"
 _OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not read it
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -58,6 +58,8 @@ def _plain(value: Any) -> str:
         return f"{type(value).__name__}({', '.join(map(_plain, value))})"
     if isinstance(value, dict):
         return str({_plain(key): _plain(each) for key, each in value.items()})
+    if isinstance(value, functools.partial):
+        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
     if hasattr(value, "__qualname__") and hasattr(value, "__module__"):  # a function or class
         return f"{value.__module__}.{value.__qualname__}"
     raise CannotCompile(f"an attribute is a {type(value).__name__}")
@@ -73,7 +75,7 @@ class Argument:
         dtype: of a tensor `[B or 1, n, ...]`; `None` otherwise.
         shared: whether a tensor has one row for all texts of a batch.
         sizes: of a tensor, after the first two axes.
-        constant: the value of what is no tensor; `MASK` and `CACHE` stand for these.
+        constant: the value of what is no tensor; `MASK` and `CACHE` stand for the mask and the cache.
     """
 
     name: str | None
@@ -90,12 +92,12 @@ Form = tuple[Argument, ...]
 def form_of(hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, list[torch.Tensor]] | None:
     """The form of a layer's call, and its tensors; `None` if it is no call of a tree or a single token."""
     mask, rows = kwargs.get(MASK), hidden_states.shape[:2]
-    if kwargs.get(CACHE) is None or (rows[1] > 1 and (mask is None or mask.dim() != 4)):
+    if cache_of(kwargs) is None or (rows[1] > 1 and (mask is None or mask.dim() != 4)):
         return None
     form, tensors = [], []
     for name, value in ((None, hidden_states), *kwargs.items()):
-        if name in (MASK, CACHE):
-            form.append(Argument(name, constant=name))
+        if name == MASK or isinstance(value, Cache):
+            form.append(Argument(name, constant=MASK if name == MASK else CACHE))
             continue
         if name == _OF_THE_MODEL:
             continue
@@ -114,11 +116,15 @@ def form_of(hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, 
     return tuple(form), tensors
 
 
+def cache_of(kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the keywords of a layer's call, whatever its name there."""
+    return next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+
+
 def arguments_of(form: Form, tensors: Sequence[torch.Tensor], mask: Any, cache: Any) -> tuple[Any, dict[str, Any]]:
     """The hidden states and keywords of a call of this form."""
-    given, kwargs = iter(tensors), dict[str | None, Any]()
+    given, kwargs, named = iter(tensors), dict[str | None, Any](), {MASK: mask, CACHE: cache}
     for each in form:
-        named = {MASK: mask, CACHE: cache}
-        value = next(given) if each.dtype is not None else named.get(each.name or "", each.constant)
+        value = next(given) if each.dtype is not None else named.get(each.constant, each.constant)
         kwargs[each.name] = value if each.item is None else (*kwargs.get(each.name, ()), value)
     return kwargs.pop(None), {str(name): value for name, value in kwargs.items()}

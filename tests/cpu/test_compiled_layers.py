@@ -11,6 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
 from hf_hsdraft.cpu.layer_form import CannotCompile, description_of
@@ -92,7 +93,8 @@ def test_texts_and_states_are_plain_decodings(kind, rows):
     call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     plain = target.generate(IDS[:rows], **call)
     drafted = target.generate(IDS[:rows], assistant_model=compiling(target), **call)
-    assert drafted.statistics.compiled_layers and TracedProgram.runs > 30
+    why_not = {entry.why_not for entry in layer_programs._entries.values()}
+    assert drafted.statistics.compiled_layers and TracedProgram.runs >= 6, why_not
     assert torch.equal(drafted.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
 
@@ -142,11 +144,14 @@ class ByIndex(nn.Module):
 
 def test_a_layer_that_reads_its_index_has_no_program():
     target = make_target()
-    target.model.layers[1] = ByIndex(target.model.layers[1])
+    target.model.layers[2] = ByIndex(target.model.layers[2])
+    drafter = CachebackDrafter()  # reads no hidden states, which hooks inside of the layer would capture
+    drafter.generation_config.compiled_layers = True
     expected = target.generate(IDS[:1], max_new_tokens=12, do_sample=False)
-    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12, do_sample=False)
+    drafted = target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=12, do_sample=False)
     assert torch.equal(drafted, expected) and TracedProgram.runs
-    assert any("reads its index" in entry.why_not for entry in layer_programs._entries.values())
+    why_not = [entry.why_not for entry in layer_programs._entries.values()]
+    assert any("reads its index" in each for each in why_not), why_not
 
 
 @pytest.mark.parametrize("where", ["layer", "part"])
@@ -223,3 +228,22 @@ def test_small_layers_are_compiled_only_if_asked_for():
     assert compiled_layers.CompiledLayers(layers, True)._layers
     assert not compiled_layers.CompiledLayers(layers, None)._layers
     assert not compiled_layers.CompiledLayers(layers, False)._layers
+
+
+@pytest.mark.slow
+def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(layer_programs, "_entries", {})
+    target = make_target()
+    call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    for rows in (1, 3):
+        expected = target.generate(IDS[:rows], **call).sequences
+        for _ in range(2):
+            drafted = target.generate(IDS[:rows], assistant_model=compiling(target), **call)
+            assert torch.equal(drafted.sequences, expected) and drafted.statistics.compiled_layers
+    package = next((tmp_path / "hf_hsdraft" / "layers").glob("*.pt2"))
+    made = package.stat().st_mtime_ns
+    monkeypatch.setattr(layer_programs, "_entries", {})
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
+    assert drafted.statistics.compiled_layers and package.stat().st_mtime_ns == made
