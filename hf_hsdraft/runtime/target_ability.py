@@ -80,7 +80,7 @@ def known_ability(
         ragged: whether rows may differ in length, where only trees can be read.
     """
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
-    if unknown and runtime.rows.attended is not None:
+    if unknown and runtime.rows.padded:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
     target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
     refusal = refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged))
@@ -145,7 +145,7 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     device = device_of(target)
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     rows = runtime.num_texts > 1
-    call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.attended is not None
+    call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.padded
     return fingerprint(target), attention, *call
 
 

@@ -67,6 +67,7 @@ class Verifier:
     exact: bool = False  # whether the text has the target's distribution; a lossy rule is never a default
     taps: Sequence[int] = ()  # indices of the target's hidden states that the rule reads
     own_draws: bool = False  # whether each token is one draw from the target's distribution, which can be foreseen
+    plain_alone: bool = False  # whether it chooses as plain decoding where nothing was drafted, and need not be asked
     drawn_nodes: bool = False  # whether the drafter has to draw the nodes: a beam's would bias the text
     looks_ahead: bool = False  # whether it may drop scores it asked for; processors must keep no state then
     own_options: Sequence[Option] = ()  # `judge` finds their values as attributes of these names
@@ -141,6 +142,7 @@ class OwnChoice(Verifier):
 
     exact = True
     own_draws = True
+    plain_alone = True
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         return walk(tree, own_choice(nodes), nodes.ends)
