@@ -294,6 +294,8 @@ class DecodedTexts:
         """`[B, length]`, with padding tokens after rows that ended earlier."""
         length = self.length() if length is None else length
         kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
+        if min(kept) == length:
+            return self.ids.begin(length).clone()
         rows = [self.ids.of(row)[:, :end] for row, end in enumerate(kept)]
         fill = self.pad_token_id
         return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])

@@ -12,7 +12,7 @@ from ..core.tuning import TUNING
 
 
 class TextIds:
-    """Ids of rows that grow at their own pace, from prompts `[B, length]`, int64, of equal length.
+    """Ids of rows that grow at their own pace, from prompts `[B, length]` of equal length; int64 from the first new one.
 
     A new token is written behind its row; nothing else is copied, as long as there is room.
 
@@ -39,11 +39,15 @@ class TextIds:
         room = self._room if len(rows) == len(self._room) else self._room[on_device(rows, self.device)]
         return room[:, : self.lengths[rows[0]]]
 
+    def begin(self, length: int) -> torch.Tensor:
+        """`[B, length]`, a view of the first tokens of all rows, which have so many."""
+        return self._room[:, :length]
+
     def all(self) -> torch.Tensor:
         """`[B, longest]`, shorter rows padded with 0 at the left."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
-            return self._room[:, :longest]
+            return self.begin(longest)
         return torch.cat([F.pad(self.of(row), (longest - length, 0)) for row, length in enumerate(self.lengths)])
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
@@ -67,4 +71,5 @@ class TextIds:
     def _make_room(self, length: int) -> None:
         if length > self._room.shape[1] or self._given:
             spare = TUNING.spare_tokens + length // TUNING.spare_part
-            self._room, self._given = F.pad(self._room, (0, length + spare - self._room.shape[1])), False
+            self._room = F.pad(self._room, (0, length + spare - self._room.shape[1])).long()
+            self._given = False
