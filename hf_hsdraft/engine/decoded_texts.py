@@ -294,11 +294,11 @@ class DecodedTexts:
         """`[B, length]`, with padding tokens after rows that ended earlier."""
         length = self.length() if length is None else length
         kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
-        if min(kept) == length:
-            return self.ids.begin(length).clone()
-        rows = [self.ids.of(row)[:, :end] for row, end in enumerate(kept)]
-        fill = self.pad_token_id
-        return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])
+        ids = self.ids.begin(length).clone()
+        if min(kept) < length:
+            places = torch.arange(length, device=ids.device)
+            ids.masked_fill_(places >= on_device(kept, ids.device)[:, None], self.pad_token_id)
+        return ids
 
     def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
         """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""

@@ -149,6 +149,8 @@ def _run_rounds(
     limits.find(output.logits[:, -1])
     target = LocalTarget(call, limits, drafter.taps_of(call.target))
     drafting = Drafting(drafter, replace(call, options=limits.options))
+    if limits.options.depth == 0 and call.rows > 1:
+        drafting.rest()
     memory = getattr(runtime.cache, _MEMORY, None)
     if memory is not None and call.rows == 1:
         drafting.session.resume(memory, runtime.cached_before)

@@ -12,7 +12,7 @@ from ..core.tuning import TUNING
 
 
 class TextIds:
-    """Ids of rows that grow at their own pace, from prompts `[B, length]` of equal length; int64 from the first new one.
+    """Ids of rows that grow at their own pace, from prompts `[B, length]`; int64 once there are new ones.
 
     A new token is written behind its row; nothing else is copied, as long as there is room.
 
