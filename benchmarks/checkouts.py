@@ -10,16 +10,14 @@ runs; `--fixed` drafts the same in every run. Wants an idle machine.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner import options, print_table, prompt_texts
+from runner import LineWorker, options, print_table, prompt_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 _WORKER = """
@@ -48,35 +46,12 @@ for line in sys.stdin:
 """
 
 
-class Worker:
-    """A process that decodes with the package of one checkout."""
-
-    def __init__(self, checkout: Path, dtype: str, fixed: bool) -> None:
-        drafter = ROOT / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
-        command = [sys.executable, "-c", _WORKER, str(checkout), dtype, str(drafter), "fixed" if fixed else "cost"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment
-        )
-        self._answer()
-
-    def decode(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """Returns seconds, tokens and number of target forwards of one text."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process of a checkout ended with status {self._process.wait()}")
-        return json.loads(line)
+def worker_of(checkout: Path, dtype: str, fixed: bool) -> LineWorker:
+    """Starts a process that decodes with the package of one checkout."""
+    drafter = ROOT / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
+    command = [sys.executable, "-c", _WORKER, str(checkout), dtype, str(drafter), "fixed" if fixed else "cost"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return LineWorker(command, cwd=checkout, env=environment)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def row(given: Any, dtype: str, prompts: list[str]) -> list[Any]:
     """Returns the cells of one dtype."""
-    workers = [Worker(checkout.resolve(), dtype, given.fixed) for checkout in (ROOT, given.other)]
+    workers = [worker_of(checkout.resolve(), dtype, given.fixed) for checkout in (ROOT, given.other)]
     found: list[list[dict[str, Any]]] = [[], []]
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
         for side in (0, 1) if number % 2 else (1, 0):
-            answer = workers[side].decode(prompt, given.max_new_tokens)
+            answer = workers[side].ask({"prompt": prompt, "tokens": given.max_new_tokens})
             if number:
                 found[side].append(answer)
     for worker in workers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +113,38 @@ def in_turns(
             if turn >= warm_up:
                 found[name].append(result)
     return found
+
+
+class LineWorker:
+    """A process that says that it is ready, and then answers each order, as lines of JSON.
+
+    Args:
+        command: of the process.
+        settings: other keywords of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **settings: Any) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, **pipes, **settings)
+        self._answer()
+
+    def ask(self, order: Mapping[str, Any]) -> Any:
+        """Returns the answer to an order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"its process ended with status {self._process.wait()}")
+        return json.loads(line)
 
 
 def table_row(cells: Iterable[Any]) -> str:

@@ -43,7 +43,7 @@ TARGET, PYTHON = "target forward", "Python"
 # module, and the rest of a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "context update": (HSDraftSession.read, RollOut.read),
-    "roll-out": (RollOut.__call__, StaticRollOut.__call__),
+    "roll-out": (RollOut.__call__, StaticRollOut.__call__, StaticRollOut.beam),
     "head": (WorkingWeights.logits,),
     "injector": (ParallelExpansion.__call__, ParallelExpansion.best),
     "n-grams": (NgramSession.draft, NgramSession.observe),

@@ -220,6 +220,8 @@ class Tuning:
     packed_rows: int = 16
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
+    # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.
+    small_rows: int = 96
     # Number of bytes of all copies in the process, unless they are asked for - by hand.
     packed_bytes: int = 2**31
 

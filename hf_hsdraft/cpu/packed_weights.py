@@ -1,7 +1,7 @@
 """On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
 
 PyTorch takes 1.5 to 2 times as long to multiply a few rows by a weight as it lies in memory as by such a copy. It is
-the same product, summed in another order.
+the same product, summed in another order. The copy of a weight that the user quantised holds it as it was quantised.
 
 A copy does not follow writes to its weight. So it is made within a call, and freed with the last call that uses it.
 Within a call it is skipped as soon as its weight is replaced, or written to in a way that its version counts.
@@ -26,7 +26,8 @@ from torch.nn.modules import module as _of_all_modules
 
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
-from .private_operators import can_pack, packed_copy, packed_product
+from .small_weights import quantised_parts
+from .weight_copies import Copy, copy_of, has_kernel, is_worth_it, product, stamps_of, sums_of
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -60,17 +61,6 @@ def _are_products_torchs_own() -> bool:
     return own and not hasattr(_FORWARD, "__wrapped__") and isinstance(F.linear, types.BuiltinFunctionType)
 
 
-def has_kernel(weight: torch.Tensor) -> bool:
-    """Whether a kernel here multiplies by a packed copy of `weight`."""
-    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
-        return False
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    return can_pack(weight.dtype)
-
-
 class PackedWeight:
     """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
@@ -80,13 +70,12 @@ class PackedWeight:
     """
 
     def __init__(self, weight: torch.Tensor, shared: bool = False) -> None:
-        self._weight = weight.detach()
-        self._copy: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
+        self._weight = weight
+        self._copy: Copy | None = None
+        self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, threading.Lock()
-        self._place = weight.data_ptr()
-        self._version = None if weight.is_inference() else weight._version
-        self.size = weight.numel() * weight.element_size()  # of the copy, in bytes
+        self._stamps = stamps_of([weight])
+        self.size = weight.numel() * weight.element_size()  # of the copy, in bytes, or more
 
     @property
     def made(self) -> bool:
@@ -95,43 +84,35 @@ class PackedWeight:
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight` is unchanged, as far as its version tells: `.data` may be written to."""
-        return weight.data_ptr() == self._place and (self._version is None or weight._version == self._version)
+        return stamps_of([weight]) == self._stamps
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether the copy still matches `weight`, compared by value to detect writes to `.data`."""
         if self._failed or not self.is_of(weight):
             return False
-        return self._copy is None or (self._sums is not None and torch.equal(self._sums, _sums(weight)))
+        if self._copy is None:
+            return True
+        return self._sums is not None and all(map(torch.equal, self._sums, sums_of([weight])))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
         usual = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype == x.dtype)
-        if self._failed or not usual or x.numel() == 0:
-            return F.linear(x, self._weight, bias)
-        if self._copy is None:
+        if usual and x.numel() and not self.made:
             self._make()
-            if self._copy is None:
-                return F.linear(x, self._weight, bias)
-        return packed_product(x, self._copy, bias)
+        if self._copy is not None and usual and x.numel() and is_worth_it(self._copy, x):
+            return product(x, self._copy, bias)
+        return F.linear(x, self._weight, bias)
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode
-            if self._copy is not None or self._failed:  # made by another thread
+            if self.made:  # by another thread
                 return
             try:
-                self._sums = _sums(self._weight) if self._shared else None
-                self._copy = packed_copy(self._weight, TUNING.packed_rows)
+                self._sums = sums_of([self._weight]) if self._shared else None
+                self._copy = copy_of([self._weight])
             except RuntimeError:  # out of memory
-                self._failed = True
-
-
-def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """`[out, parts]`, int64: checksums of a weight's bits, to detect writes."""
-    row = weight.shape[1] * weight.element_size()
-    if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
-        return weight.detach().view({2: torch.int16, 4: torch.int32}[weight.element_size()]).sum(1, dtype=torch.int64)
-    words = weight.detach().view(torch.int64)
-    return words.view(len(words), 4 if words.shape[1] % 4 == 0 else 1, -1).sum(-1)
+                pass
+            self._failed = self._copy is None
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -143,7 +124,7 @@ def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a plain product: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module):
         return False
-    if type(module.weight) is not nn.Parameter:
+    if type(module.weight) is not nn.Parameter and quantised_parts(module.weight) is None:
         return False
     shape = module.out_features, module.in_features
     return has_kernel(module.weight) and module.weight.dtype == dtype and tuple(module.weight.shape) == shape

@@ -43,19 +43,19 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.bfloat16:
         of_processor = getattr(operators, "_is_mkldnn_bf16_supported", None)
-        if of_processor is None or not _works("packed weights", lambda: isinstance(of_processor(), bool)):
+        if of_processor is None or not works("packed weights", lambda: isinstance(of_processor(), bool)):
             return False
-        return of_processor() and _works("packed weights", lambda: _packs(dtype))
-    return dtype == torch.float32 and _works("packed weights", lambda: _packs(dtype))
+        return of_processor() and works("packed weights", lambda: _packs(dtype))
+    return dtype == torch.float32 and works("packed weights", lambda: _packs(dtype))
 
 
 @cache
 def can_multiply_in_8_bits() -> bool:
     """Whether products of bfloat16 by 8-bit weights work here."""
-    return hasattr(torch, "_weight_int8pack_mm") and _works("8-bit weights", _multiplies_in_8_bits)
+    return hasattr(torch, "_weight_int8pack_mm") and works("8-bit weights", _multiplies_in_8_bits)
 
 
-def _works(what: str, trial: Callable[[], bool]) -> bool:
+def works(what: str, trial: Callable[[], bool]) -> bool:
     """Whether a trial succeeds; logs its failure."""
     try:
         # The answer is cached for all, whatever context the first caller is in.
@@ -72,9 +72,9 @@ def _works(what: str, trial: Callable[[], bool]) -> bool:
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    weight, bias = _integers(_OUTPUTS, _INPUTS).to(dtype), _integers(_OUTPUTS).to(dtype)
+    weight, bias = integers(_OUTPUTS, _INPUTS).to(dtype), integers(_OUTPUTS).to(dtype)
     packed = packed_copy(weight, 16)
-    inputs = [_integers(*shape).to(dtype) for shape in ((1, 1, _INPUTS), (5, _INPUTS))]
+    inputs = [integers(*shape).to(dtype) for shape in ((1, 1, _INPUTS), (5, _INPUTS))]
     return all(
         torch.equal(packed_product(x, packed, added), F.linear(x, weight, added))
         for x in inputs
@@ -83,8 +83,8 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def _multiplies_in_8_bits() -> bool:
-    weight, scales = _integers(_OUTPUTS, _INPUTS), 2.0 ** _integers(_OUTPUTS)
-    inputs = [_integers(rows, _INPUTS) for rows in (1, 5)]
+    weight, scales = integers(_OUTPUTS, _INPUTS), 2.0 ** integers(_OUTPUTS)
+    inputs = [integers(rows, _INPUTS) for rows in (1, 5)]
     return all(
         torch.equal(
             product_in_8_bits(x.bfloat16(), weight.to(torch.int8), scales.bfloat16()).float(),
@@ -94,7 +94,7 @@ def _multiplies_in_8_bits() -> bool:
     )
 
 
-def _integers(*shape: int) -> torch.Tensor:
+def integers(*shape: int) -> torch.Tensor:
     """Float32, small enough that a product's sums are exact in each dtype."""
     count = math.prod(shape)
     return ((torch.arange(count, device="cpu", dtype=torch.float32) * 7 + 3) % 5 - 2).view(shape)

@@ -156,8 +156,28 @@ class DecodedTexts:
             return tree
         return self._processed.prune(index, self.ids.of(index), tree)
 
-    def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
-        """Judges a row's tree by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
+    @property
+    def processed(self) -> bool:
+        """Whether processors change the scores or the call returns them."""
+        return self.keeps_scores or self.keeps_logits or len(self._process) > 0
+
+    @property
+    def follows_logits(self) -> bool:
+        """Whether the greatest logit of a node is the token that follows there."""
+        return not self._config.do_sample and not self.processed and self.verifier.own_choices
+
+    def judge(
+        self,
+        index: int,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        taps: torch.Tensor | None = None,
+        choices: Sequence[int] | None = None,
+    ) -> Verdict:
+        """Judges a row's tree by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`.
+
+        `choices` are the tokens of the greatest logits, where they have been read already.
+        """
         row = self.rows[index]
 
         def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
@@ -171,7 +191,7 @@ class DecodedTexts:
         draw = None
         if self._config.do_sample:
             draw = draw_token if self._draws is None else self._draws[index]
-        processed = self.keeps_scores or self.keeps_logits or len(self._process) > 0
+        processed = self.processed
 
         def ask_along(path: Sequence[int]) -> None:
             """Processes scores that the call returns or processors track, where the rule did not need them."""
@@ -182,7 +202,7 @@ class DecodedTexts:
             ask_along(path)
             return self._ends(index, path, tokens)
 
-        verdict = self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
+        verdict = self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps, choices))
         ask_along(verdict.path)
         return verdict
 
@@ -205,7 +225,7 @@ class DecodedTexts:
     @property
     def chosen_together(self) -> bool:
         """Whether `choose` serves: rows without drafts need nothing but their most probable tokens."""
-        return self.verifier.plain_alone and not (self._config.do_sample or self.keeps_scores or self.keeps_logits)
+        return self.verifier.own_choices and not (self._config.do_sample or self.keeps_scores or self.keeps_logits)
 
     def choose(self, rows: Sequence[int], logits: torch.Tensor) -> dict[int, Verdict]:
         """What `judge` decides for lone roots, by the target's `logits` `[n, V]`: as plain decoding, rows together.

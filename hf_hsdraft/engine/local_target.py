@@ -12,7 +12,7 @@ import torch
 from ..core.draft_tree import DraftTree
 from ..core.tensors import on_device
 from ..core.tuning import TUNING
-from ..drafters.base.protocol import Accepted, Call, Session
+from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
 from ..runtime.target_ability import kind_of_call
 from ..runtime.target_forwards import TargetOutput, picked_taps
@@ -55,6 +55,7 @@ class LocalTarget:
         self.rows = list(range(call.rows))
         self._shared = limits.options  # of each text, as of `set_pace`
         self._closed: set[int] = set()  # texts whose last token has been read
+        self._session: Session | None = None  # the drafter's
         several = call.rows > 1 and not call.synced_gpus and not call.runtime.records
         if several:
             call.runtime.leave_gaps(keep=call.outlives)
@@ -69,6 +70,7 @@ class LocalTarget:
         return call.target._has_unfinished_sequences(not self._texts.active, call.synced_gpus, device=device)
 
     def prepare(self, drafting: Drafting) -> None:
+        self._session = drafting.session
         staying = [row for row in self.rows if row not in self._closed] if self._texts_leave else []
         if staying and len(staying) <= TUNING.leaving_share * len(self.rows):
             share = len(staying) / len(self.rows)
@@ -135,9 +137,10 @@ class LocalTarget:
             if len(active) < len(places):
                 logits = logits[on_device([places.index(row) for row in active], logits.device)]
             return texts.choose(active, logits)
-        taps = picked_taps(output.taps, self._runtime.tap_layers, texts.verifier.taps)
+        taps, choices = picked_taps(output.taps, self._runtime.tap_layers, texts.verifier.taps), self._followed(read)
         verdicts = {
-            row: texts.judge(row, read.trees[row], read.of(output.logits, row), read.of(taps, row)) for row in active
+            row: texts.judge(row, read.trees[row], read.of(output.logits, row), read.of(taps, row), choices)
+            for row in active
         }
         if self._runtime.in_step and verdicts:
             shortest = min(len(verdict.path) for verdict in verdicts.values())
@@ -147,6 +150,17 @@ class LocalTarget:
     def _is_plain(self, read: Read) -> bool:
         """Whether a round is plain decoding's step, whose tokens are chosen together."""
         return read.rests and self._texts.chosen_together and not self._runtime.records
+
+    def _followed(self, read: Read) -> list[int] | None:
+        """The target's choices at the nodes of a single text, where the session drafts behind the forward; else None.
+
+        So acceptance and the next draft are read back at once.
+        """
+        batch, follow = self._runtime.batch, None if self._session is None else self._session.follow
+        if follow is None or batch is None or self._call.rows > 1 or not self._texts.follows_logits:
+            return None
+        choices, taps = read.output.logits[0].max(dim=-1).indices, self.own_taps(read.output.taps[0])
+        return follow(Verified(batch.tokens[0], batch.depths[0], batch.ancestors[0], choices, taps, self._roots[0]))
 
     def commit(self, read: Read, verdicts: dict[int, Verdict]) -> None:
         texts, runtime = self._texts, self._runtime

@@ -77,9 +77,9 @@ def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) ->
             for each in observers:
                 each.verified()
             target.commit(read, verdicts)
-        news = target.news(read, verdicts)
+        news, followed = target.news(read, verdicts), drafting.session.followed
         drafting.observe(news)
-        done = Round(asks, trees, news, target.forwards - forwards, drafting.depth)
+        done = Round(asks, trees, news, target.forwards - forwards, drafting.depth, followed)
         for each in observers:
             each.ended(done)
 
@@ -93,6 +93,7 @@ class Round:
     news: Sequence[Accepted]
     forwards: int  # of the target
     depth: int  # asked of the drafter's session; 0 if it was not asked. Its trees may be shallower.
+    followed: float = 0.0  # seconds of verification in which the device made the next draft, see `Session.follow`
 
     @property
     def nodes(self) -> list[int]:
@@ -189,9 +190,9 @@ class Keeper(Observer):
             self._report(self._drafting, done)
 
     def _report(self, drafting: Drafting, done: Round) -> None:
-        acceleration, seconds = self._acceleration, self._seconds
-        forward = None if acceleration is not None and acceleration.packs else seconds["verify"]
-        emitted = sum(done.emitted) / len(done.emitted)
-        drafting.pace.note_round(max(done.nodes), emitted, forward, done.depth, seconds["draft"], done.progress)
+        acceleration, seconds, followed = self._acceleration, self._seconds, done.followed
+        forward = None if acceleration is not None and acceleration.packs else seconds["verify"] - followed
+        emitted, draft = sum(done.emitted) / len(done.emitted), seconds["draft"] + followed
+        drafting.pace.note_round(max(done.nodes), emitted, forward, done.depth, draft, done.progress)
         if acceleration is not None and acceleration.after_round():
             self._repace()

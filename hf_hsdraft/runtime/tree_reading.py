@@ -73,7 +73,7 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root."""
+    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root that none sees."""
 
     tokens: torch.Tensor  # `[B, N]`, int64
     depths: torch.Tensor  # `[B, N]`, int64
@@ -198,11 +198,13 @@ def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:
 
 
 def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds: Sequence[AttentionKind]) -> Any:
-    """The target's outputs for a tree of each row; column i is node i.
+    """The target's outputs for a tree of each row; column i is node i. See `read_batch`."""
+    return read_batch(call, TreeBatch.of(trees, device_of(call.target), columns), kinds)
 
-    Trees smaller than `columns` are padded with nodes that no other node sees.
-    """
-    batch = TreeBatch.of(trees, device_of(call.target), columns)
+
+def read_batch(call: TargetCall, batch: TreeBatch, kinds: Sequence[AttentionKind]) -> Any:
+    """The target's outputs for a batch of trees, all nodes of which are new to the cache."""
+    columns = batch.tokens.shape[1]
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
 
 

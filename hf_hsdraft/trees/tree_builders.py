@@ -7,7 +7,10 @@ gives it the gathered states of their parents, otherwise unchanged.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,54 +101,75 @@ def beam_trees(
     most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
     limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
     """
-    tokens, parents, depths, scores = searched(expansion, root_tokens, vocab_ids, limits)
-    if expansion.depth > min(limits.max_depths):
-        scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
-    # Stable, since of equal scores the earlier one may be the other's parent.
-    order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
-    kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
-    rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
-    return [_tree(root, children, of_row, limits.threshold) for root, children, of_row in rows]
+    found = FoundNodes.of(*searched(expansion, root_tokens, vocab_ids, limits))
+    return [
+        found.best_tree(row, limits.tree_size, depth, limits.threshold) for row, depth in enumerate(limits.max_depths)
+    ]
 
 
 def searched(
     expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the children that a beam search finds: tokens, numbers of parents, depths and scores, each `[B, C]`.
+) -> tuple[torch.Tensor, list[int]]:
+    """Returns the root and the children that a beam search finds, in one tensor, and the number of nodes of each depth.
 
-    Each depth has its `tree_size` most probable ones, the best first. The root has number 0, and the child in column i
-    has number i + 1. `max_depths` and `threshold` are ignored.
+    The tensor is `[3, B, nodes]`, int32: tokens, ranks of the parents at the depth before, and the bits of the scores,
+    which are float32. Each depth has its `tree_size` most probable children, the best first. `max_depths` and
+    `threshold` are ignored. Nothing is read back from the device, and all shapes follow from the arguments.
     """
     tokens = root_tokens[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
-    numbers = torch.zeros_like(tokens)  # 0 for the root, then all children in the order of finding
-    found, levels = 1, []
+    levels = [(tokens, torch.zeros_like(tokens), scores)]
     most = 1 if limits.beam_width == 1 else limits.tree_size  # most children of a level that may stay
     for level in range(1, expansion.depth + 1):
         scores, columns, parents, states = expansion.best(level, tokens, states, scores, most)
         tokens = vocab_ids[columns]
-        levels.append((tokens, numbers.gather(1, parents), torch.full_like(tokens, level), scores))
-        if level == expansion.depth:
-            break
-        width = min(limits.beam_width, tokens.shape[1])
-        numbers = torch.arange(found, found + width, device=tokens.device).expand(len(tokens), -1)
-        found += tokens.shape[1]
-        tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
-    tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
-    return tokens, parents, depths, scores
+        levels.append((tokens, parents, scores))
+        if level < expansion.depth:
+            width = limits.beam_width
+            tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
+    sizes = [level[0].shape[1] for level in levels]
+    tokens, parents, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
+    return torch.stack([tokens.int(), parents.int(), scores.view(torch.int32)]), sizes
 
 
-def _tree(root: int, children: list[list[int]], scores: list[float], threshold: float) -> DraftTree:
-    """Makes a tree from number, token, parent's number and depth of each child, in the order of their numbers."""
-    least = math.log(threshold) if threshold > 0 else -math.inf
-    places = {0: 0}
-    nodes = [(root, -1, 0, 0.0)]
-    for (number, token, parent, depth), score in zip(children, scores, strict=True):
-        if score >= least and score > -math.inf and parent in places:
-            places[number] = len(nodes)
-            nodes.append((token, places[parent], depth, score))
-    return from_nodes(nodes)
+@dataclass(frozen=True)
+class FoundNodes:
+    """What `searched` has found, read back: `[B][nodes]`, root first, parents before their children."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]  # indices in the same list; of the root without meaning
+    depths: list[int]
+    scores: list[list[float]]
+
+    @classmethod
+    def of(cls, found: torch.Tensor, sizes: Sequence[int]) -> FoundNodes:
+        """Reads the device once."""
+        found = found.cpu()
+        tokens, ranks = found[:2].tolist()
+        depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
+        begins = [0, *itertools.accumulate(sizes)]
+        before = [begins[max(depth - 1, 0)] for depth in depths]
+        parents = [list(map(operator.add, before, of_text)) for of_text in ranks]
+        return cls(tokens, parents, depths, found[2].view(torch.float32).tolist())
+
+    def best_tree(self, row: int, size: int, depth: int, threshold: float) -> DraftTree:
+        """Makes a tree of the `size` most probable nodes besides the root, down to `depth`.
+
+        `threshold` is the least probability of a path, 0 to 1.
+        """
+        scores, parents, depths = self.scores[row], self.parents[row], self.depths
+        least = math.log(threshold) if threshold > 0 else -sys.float_info.max
+        likely = [node for node in range(1, len(scores)) if scores[node] >= least and depths[node] <= depth]
+        # Stable, since of equal scores the earlier one may be the other's parent.
+        kept = sorted(sorted(likely, key=lambda node: -scores[node])[:size])
+        places = {0: 0}
+        nodes = [(self.tokens[row][0], -1, 0, 0.0)]
+        for node in kept:
+            if parents[node] in places:
+                places[node] = len(nodes)
+                nodes.append((self.tokens[row][node], places[parents[node]], depths[node], scores[node]))
+        return from_nodes(nodes)
 
 
 def best_first_trees(

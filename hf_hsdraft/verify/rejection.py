@@ -20,6 +20,7 @@ class Rejection(Verifier):
     """
 
     exact = True
+    own_choices = True
     drawn_nodes = True
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:

@@ -40,6 +40,7 @@ class Nodes:
     draw: Draw | None = None  # `None` for greedy decoding
     processed: bool = True  # whether processors change the scores or the call returns them
     taps: torch.Tensor | None = None  # `[nodes, taps * D]`, hidden states in the order of the rule's `taps`
+    choices: Sequence[int] | None = None  # token of the greatest logit of each node, where it has been read already
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Verifier:
 
     exact: bool = False  # whether the text has the target's distribution; a lossy rule is never a default
     taps: Sequence[int] = ()  # indices of the target's hidden states that the rule reads
+    own_choices: bool = False  # whether greedy texts follow the target's own choices
     own_draws: bool = False  # whether each token is one draw from the target's distribution, which can be foreseen
-    plain_alone: bool = False  # whether it chooses as plain decoding where nothing was drafted, and need not be asked
     drawn_nodes: bool = False  # whether the drafter has to draw the nodes: a beam's would bias the text
     looks_ahead: bool = False  # whether it may drop scores it asked for; processors must keep no state then
     own_options: Sequence[Option] = ()  # `judge` finds their values as attributes of these names
@@ -128,6 +129,28 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
         node = following
 
 
+def chosen_path(
+    choices: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`walk`] of given choices, in tensors of fixed shapes: nothing is read back from the device.
+
+    Args:
+        choices, tokens, depths: `[N]`, int64, of the nodes, root first: the token that follows there, the node's own
+            token, and its distance from the root. Further columns of depth 0 that no node sees are padding.
+        ancestors: `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself.
+        columns: number of nodes to return, the root included.
+
+    Returns:
+        The root and the accepted nodes, `[columns]`, then the root again; and their number `[1]`, at most `columns`.
+    """
+    parents = ancestors & (depths[:, None] - 1 == depths)
+    chosen = (parents & (choices == tokens[:, None])).any(dim=1)
+    root = torch.arange(len(tokens), device=tokens.device) == 0
+    accepted = ~(ancestors & ~(chosen | root)).any(dim=1)
+    at = accepted & (torch.arange(columns, device=tokens.device)[:, None] == depths)  # one node of each depth at most
+    return at.int().argmax(dim=1), at.sum(dtype=torch.int64)[None]
+
+
 def draw_token(probabilities: torch.Tensor) -> int:
     """Draws a token from `[1, V]` or `[V]` with the device's generator, as plain decoding does."""
     return int(torch.multinomial(probabilities, num_samples=1))
@@ -141,8 +164,8 @@ class OwnChoice(Verifier):
     """
 
     exact = True
+    own_choices = True
     own_draws = True
-    plain_alone = True
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         return walk(tree, own_choice(nodes), nodes.ends)
@@ -152,7 +175,7 @@ def own_choice(nodes: Nodes) -> ChooseToken:
     """Returns the function that chooses the target's own token at a node."""
     if nodes.draw is None and not nodes.processed:
         # `max` takes the first of equal logits, as `argmax` does, and is faster on CPUs.
-        choices = nodes.logits.max(dim=-1).indices.tolist()
+        choices = nodes.logits.max(dim=-1).indices.tolist() if nodes.choices is None else nodes.choices
         return lambda node, tokens: choices[node]
 
     def choose(node: int, tokens: list[int]) -> int:

@@ -25,11 +25,12 @@ from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
+from hf_hsdraft.cpu.weight_copies import has_kernel
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.costs_and_habits import MeasuredCosts
 from hf_hsdraft.serve import chat
 
-TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
+TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
 IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 SLOWER = "hf_hsdraft.engine.decoding.slower_packed"

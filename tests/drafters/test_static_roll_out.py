@@ -48,7 +48,7 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
     drafter = drafter_of(window)
     working = working_of(drafter)
     of = working, drafter.config, torch.device("cpu"), torch.float32
-    growing, static = RollOut(*of), StaticRollOut(*of, ROOM, STEPS)
+    growing, static = RollOut(*of), StaticRollOut(working, drafter, ROOM, STEPS)
     inputs, read, end = pieces(drafter, 60, first=3), 0, prompt
     rooms = [keys.data_ptr() for keys in static._text.keys]
     for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
@@ -57,7 +57,7 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
         read, end = end, end + accepted
         if accepted == 2:
             context = growing.context
-            static.forget()
+            static.begin()
             static.resume(context)
     torch.testing.assert_close(static.context.layers, growing.context.layers, atol=1e-3, rtol=1e-3)
     assert rooms == [keys.data_ptr() for keys in static._text.keys]
@@ -65,19 +65,19 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
 
 def test_what_an_earlier_text_left_does_not_show():
     drafter = drafter_of(None)
-    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, STEPS)
+    static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad():
         fresh = static(*pieces(drafter, 6), STEPS)
         taps, embeds, positions = pieces(drafter, 30)
         taps[-1] = torch.inf
         assert static(taps, embeds, positions, STEPS).isnan().any()
-        static.forget()
+        static.begin()
         assert torch.equal(static(*pieces(drafter, 6), STEPS), fresh)
 
 
 def test_nothing_is_read_back():
     drafter = drafter_of(7)
-    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, STEPS)
+    static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad(), host_reads() as seen:
         static(*pieces(drafter, 3), STEPS)
     assert not seen
@@ -144,8 +144,9 @@ def test_other_lengths_and_depths_are_graphs_of_their_own(prompt, graphs):
 
 def test_under_autocast():
     drafter = drafter_of(None)
-    of = working_of(drafter), drafter.config, torch.device("cpu"), torch.float32
-    growing, static = RollOut(*of), StaticRollOut(*of, 40, STEPS)
+    working = working_of(drafter)
+    growing = RollOut(working, drafter.config, torch.device("cpu"), torch.float32)
+    static = StaticRollOut(working, drafter, 40, STEPS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
             static(*pieces(drafter, 3), STEPS).float(), growing(*pieces(drafter, 3), STEPS).float(), atol=0.2, rtol=0.2
@@ -155,13 +156,13 @@ def test_under_autocast():
 def test_calls_at_the_same_time_have_rooms_of_their_own(target):
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
-    working = quick_weights(drafter, *modules)
-    with static_roll_out(drafter, working, 50, STEPS, None) as one:
-        with static_roll_out(drafter, working, 50, STEPS, None) as two:
+    weights = quick_weights(drafter, *modules), drafter.borrow(*modules)
+    with static_roll_out(drafter, *weights, 50, STEPS, None) as one:
+        with static_roll_out(drafter, *weights, 50, STEPS, None) as two:
             assert one is not two
-        with static_roll_out(drafter, working, 500, STEPS, None) as longer:
+        with static_roll_out(drafter, *weights, 500, STEPS, None) as longer:
             assert longer not in (one, two)
-    with static_roll_out(drafter, working, 60, STEPS, None) as again:  # of as much room
+    with static_roll_out(drafter, *weights, 60, STEPS, None) as again:  # of as much room
         assert again in (one, two)
 
 
@@ -170,8 +171,9 @@ def test_they_stay_with_their_weights(target):
     drafter, others = make_drafter(target), [make_target(seed=seed) for seed in (1, 2)]
 
     def used_by(model) -> StaticRollOut:
-        working = quick_weights(drafter, model.get_input_embeddings(), model.get_output_embeddings())
-        with static_roll_out(drafter, working, 50, STEPS, None) as each:
+        modules = model.get_input_embeddings(), model.get_output_embeddings()
+        weights = quick_weights(drafter, *modules), drafter.borrow(*modules)
+        with static_roll_out(drafter, *weights, 50, STEPS, None) as each:
             return each
 
     first, second = used_by(others[0]), used_by(others[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
-from oracles.forced_drafter import ForcedDrafter
-from round_cost import TINY, Plan, main, random_pair
+from oracles.forced_drafter import ForcedDrafter, let_count, pattern
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
@@ -334,7 +332,7 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
 @pytest.mark.parametrize("eos", [None, 4])
 def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkeypatch, eos):
     """Greedily: one read of the nodes' choices, of which the accepted path and the end of the text follow."""
-    target = make_target(eos_token_id=eos, pad_token_id=0)
+    target = let_count(make_target(eos_token_id=eos, pad_token_id=0, hidden_size=128))
     seen = []
 
     def counted(method):
@@ -354,30 +352,28 @@ def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkey
     assert all(reads == ({"tolist": 1} if name == "judge" else {}) for name, reads in seen)
 
 
-def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
+@pytest.mark.parametrize("call", [{}, {"cache_implementation": "static"}])
+def test_a_pattern_of_acceptance_is_forced(prompt, call):
     """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
-    for call in ({}, {"cache_implementation": "static"}):
-        forced = ForcedDrafter(drafter, [0, 3, 1])
-        statistics = decode(target, prompt, forced, 31, **call).statistics
-        assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
-        assert len(forced.times) == statistics.rounds + 1 and statistics.drafted_nodes[3] == TREE_SIZE
+    target = let_count(make_target(hidden_size=128))
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    output = decode(target, prompt, ForcedDrafter(drafter, [0, 3, 1]), 31, **call)
+    statistics, text = output.statistics, output.sequences[0, prompt.shape[1] - 1 :]
+    assert text.equal((text[0] + torch.arange(len(text))) % VOCAB)
+    assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
+    assert statistics.drafted_nodes[3] == TREE_SIZE
 
 
-def test_the_cost_of_a_round_is_reported(tmp_path):
-    out = tmp_path / "cost.json"
-    sizes = ["--tiny", "--prompt-length", "16", "--rounds", "8", "--tree-size", "12", "--draft-steps", "3"]
-    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--json", str(out)])
-    report = json.loads(out.read_text())
-    cost = report["milliseconds"]
-    assert report["device"] == "cpu" and report["target"]["hidden_size"] == TINY.hidden_size
-    assert cost["tau"] == 2.5 and not cost["compiled"] and cost["waits"] is None
-    assert cost["cost"] == pytest.approx(cost["round"] / cost["step"])
-    assert cost["speed_up"] == pytest.approx(2.5 * cost["step"] / cost["round"])
-    assert all(cost[name] > 0 for name in ("step", "round", "eager_step", "eager_round", "draft", "verify", "commit"))
+def test_rows_of_a_batch_begin_at_different_places_of_the_pattern(prompts):
+    target = let_count(make_target(hidden_size=128))
+    drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
+    output = decode(target, prompts, ForcedDrafter(drafter, [0, 3, 1]), 31)
+    assert output.sequences.equal(decode(target, prompts, new_tokens=31))
+    assert output.statistics.accepted_lengths[:6] == [0, 3, 1, 3, 1, 0]
 
 
-def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="accept=\\(0, 6\\) is invalid: expected numbers from 0 to 5"):
-        Plan((0, 6))
-    target, drafter = random_pair(TINY, Plan((1,), draft_steps=2), torch.device("cpu"), torch.bfloat16)
-    assert {each.dtype for model in (target, drafter) for each in model.parameters()} == {torch.bfloat16}
+def test_a_pattern_has_the_rate_that_was_asked_for():
+    for rate in (0.0, 0.6, 0.8, 1.0):
+        lengths = pattern(rate, 4, 1000)
+        shares = [sum(length >= depth for length in lengths) / 1000 for depth in range(1, 5)]
+        assert shares == pytest.approx([rate**depth for depth in range(1, 5)], abs=2e-3)

@@ -163,10 +163,34 @@ class Call:
         return None if self.runtime is None else self.runtime.read_ahead(made)
 
 
+@dataclass(frozen=True)
+class Verified:
+    """A greedy text's forward over a tree, root first and padded, on the device: nothing of it has been read back.
+
+    Attributes:
+        tokens, depths: `[N]`, int64, of the nodes.
+        ancestors: `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself.
+        choices: `[N]`, int64, the target's choices.
+        taps: `[N, taps * D]`, the hidden states that the drafter reads.
+        position: the root's.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    choices: torch.Tensor
+    taps: torch.Tensor
+    position: int
+
+
 class Session:
     """Drafting state of one call.
 
     Attributes:
+        follow: takes the forward that verifies the last draft, launches the next draft behind it, and reads both back
+            at once; returns the target's choice at each node, or None if it does nothing. None if the session cannot.
+            What it drafts is used if the choices are accepted along the tree.
+        followed: time that the last draft by `follow` took of the device, in seconds.
         free: drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
         takes_ngrams: whether n-grams may be put in front, as `ngram_length` asks.
         kind: hashable; what the time of a draft depends on besides the session's class, target, options and depth.
@@ -177,6 +201,8 @@ class Session:
     takes_ngrams = True
     kind: tuple[Any, ...] = ()
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
+    follow: Callable[[Verified], list[int] | None] | None = None
+    followed: float = 0.0
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, in order; a lone root if there is nothing to propose."""

@@ -58,7 +58,7 @@ def borrow(
     if is_table and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
-            if is_accelerate_available() and place.type == "meta":  # offloaded by accelerate
+            if place.type == "meta" and is_accelerate_available():  # offloaded by accelerate
                 from accelerate.utils import align_module_device
 
                 with align_module_device(embedding):

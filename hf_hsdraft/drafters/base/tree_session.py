@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...core.draft_tree import DraftTree
-from ...core.tensors import Transform, biased
+from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import TUNING
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_first_trees
@@ -129,6 +128,7 @@ class ParallelExpansion(Expansion):
     race: Race | None = None
     reach: torch.Tensor | None = None
     refinement: Refinement | None = None
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -194,14 +194,32 @@ class ParallelExpansion(Expansion):
         logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
-    @cached_property
+    # Not `cached_property`: its lock cannot be compiled before Python 3.12.
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    @property
     def _whole(self) -> _Part:
+        return self._once("whole", self._all_columns)
+
+    @property
+    def _part(self) -> _Part:
+        return self._once("part", self._likely_columns)
+
+    @property
+    def _columns(self) -> torch.Tensor:
+        """`[B, C]`, the likely columns of each row."""
+        most = min(TUNING.likely_columns, self.logits.shape[-1])
+        return self._once("columns", lambda: self.logits.amax(dim=1).topk(most, sorted=False).indices)
+
+    def _all_columns(self) -> _Part:
         up = None if self.bias is None else self.bias.up
         refined_up = None if self.refinement is None else self.refinement.among(None)
         return _Part(None, up, self.logits, self.race, self.reach, refined_up)
 
-    @cached_property
-    def _part(self) -> _Part:
+    def _likely_columns(self) -> _Part:
         """The columns that are likely at any depth before the path's tokens are known.
 
         A path's tokens seldom raise a token from below these, so this skips most of a level's work. If the bias needs
@@ -218,12 +236,6 @@ class ParallelExpansion(Expansion):
         reach = None if self.reach is None else self.reach.gather(-1, columns)
         refined_up = None if self.refinement is None else self.refinement.among(self._columns)
         return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
-
-    @cached_property
-    def _columns(self) -> torch.Tensor:
-        """`[B, C]`, the likely columns of each row."""
-        most = min(TUNING.likely_columns, self.logits.shape[-1])
-        return self.logits.amax(dim=1).topk(most, sorted=False).indices
 
 
 class TreeSession(Session):
@@ -271,7 +283,7 @@ class TreeSession(Session):
         if self.on_expansion is not None:
             self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
         ids = self._vocab_ids
-        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
+        roots = on_device([ask.root for ask in asks], ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
         best_first = self._build is beam_trees and options.beam_width > 1 and not expansion.has_states

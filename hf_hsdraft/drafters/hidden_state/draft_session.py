@@ -233,14 +233,18 @@ class HSDraftSession(TreeSession):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            self._count_guess(self._guessed.get(each.row), each.tokens[0])
-            self._rows[each.row].supposed.clear()
-            self.settle(each.tokens[:-1], each.row)
+            self._take_tokens(each)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
-            if self._refiner is not None:
-                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
         self._guessed = {}
+
+    def _take_tokens(self, news: Accepted) -> None:
+        """Compares accepted tokens with the last draft, and ends what was supposed."""
+        self._count_guess(self._guessed.get(news.row), news.tokens[0])
+        self._rows[news.row].supposed.clear()
+        self.settle(news.tokens[:-1], news.row)
+        if self._refiner is not None:
+            self._refiner.observe(news.row, [*news.earlier, *news.tokens])
 
     def _count_guess(self, tree: DraftTree | None, token: int) -> None:
         first = [] if tree is None else [node for node, depth in enumerate(tree.depths) if depth == 1]

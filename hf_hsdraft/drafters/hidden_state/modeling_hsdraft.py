@@ -18,10 +18,11 @@ from ..base.registry import register_drafter
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
-from .draft_session import REUSE_OPTIONS, HSDraftSession, RollOut, reuse_of
+from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
 from .static_roll_out import static_roll_out
+from .static_session import StaticSession
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
 
@@ -131,26 +132,25 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
-        working = quick_weights(self, *modules)
-        return HSDraftSession(
-            self,
-            self.borrow(*modules, with_head=False),
-            call.options,
-            batch_size=call.rows,
-            working=working,
-            foresight=call.foresight,
-            roll_out=self._compiled_roll_out(call, working),
-            target=call.target,
-        )
+        working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
+        made: dict[str, Any] = {
+            "batch_size": call.rows,
+            "working": working,
+            "foresight": call.foresight,
+            "target": call.target,
+        }
+        if not self._compiles(call, working):
+            return HSDraftSession(self, weights, call.options, **made)
+        assert call.slots is not None
+        sizes = call.slots, call.options.depth, call.compile_config
+        roll_out = call.stack.enter_context(static_roll_out(self, working, weights, *sizes))
+        return StaticSession(self, weights, call.options, roll_out=roll_out, **made)
 
-    def _compiled_roll_out(self, call: Call, working: QuickWeights) -> RollOut | None:
-        """A compiled roll-out, if the target's forwards are compiled and later calls can use it again."""
+    def _compiles(self, call: Call, working: QuickWeights) -> bool:
+        """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""
         if working.spare is None or call.compile_config is None or call.slots is None:
-            return None
-        if self.device.type != device_of(call.target).type or call.rows > 1 or call.options.depth == 0:
-            return None
-        made = static_roll_out(self, working, call.slots, call.options.depth, call.compile_config)
-        return call.stack.enter_context(made)
+            return False
+        return self.device.type == device_of(call.target).type and call.rows == 1 and call.options.depth > 0
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         head = self.config.draft_vocab_size * self.config.hidden_size

@@ -1,15 +1,18 @@
-"""Roll-out in tensors of fixed size and address, so that it compiles into one graph.
+"""Drafts in tensors of fixed size and address, so that each compiles into one graph.
 
-On a GPU a roll-out launches about a hundred kernels that take longer to launch than to run. Here the accepted positions
-are padded to a fixed number; the true number and the end of the sequence are values on the device.
+On a GPU a draft launches some hundred kernels that take longer to launch than to run. Here the accepted positions are
+padded to a fixed number; the true number and the end of the sequence are values on the device. A draft always has K
+depths, and is read back once. Shallower trees are cut from it.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,19 +20,40 @@ import torch.nn.functional as F
 
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
+from ...gpu.device_time import DeviceTime
 from ...gpu.fixed_shapes import StaticText, compiled, keep_in_place
+from ...trees.tree_builders import FoundNodes, TreeLimits, searched
+from ...verify.verdict import chosen_path
 from ..base.packed_texts import DraftContext
-from .configuration_hsdraft import HSDraftConfig
-from .draft_session import RollOut
-from .network import HSDraftNetwork
+from ..base.protocol import Verified
+from ..base.target_weights import TargetWeights
+from .draft_session import RollOut, expansion_of
+from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
-from .trunk import Trunk, read, roll
+from .trunk import read, roll
 
 
 def room_for(slots: int, num_draft_steps: int) -> int:
     """Positions to hold for a sequence of at most `slots` and its drafts, with padding."""
     needed = slots + num_draft_steps + 1
     return needed + -needed % TUNING.static_positions
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a draft has read back.
+
+    Attributes:
+        choices: the target's choice at each node of the tree before.
+        tokens: the choices at its root and accepted path; too few of them if more were accepted than a draft reads.
+        found: the draft, from the last of these tokens.
+        seconds: time that the device took.
+    """
+
+    choices: list[int]
+    tokens: list[int]
+    found: FoundNodes
+    seconds: float
 
 
 class StaticRollOut(RollOut):
@@ -45,27 +69,31 @@ class StaticRollOut(RollOut):
 
     def __init__(
         self,
-        trunk: Trunk,
-        config: HSDraftConfig,
-        device: torch.device,
-        dtype: torch.dtype,
+        working: WorkingWeights,
+        drafter: HSDraftNetwork,
         room: int,
         num_draft_steps: int,
         compile_config: Any = None,
     ) -> None:
-        super().__init__(trunk, config, device, dtype)
+        config, device, dtype = drafter.config, drafter.device, drafter.dtype
+        super().__init__(working, config, device, dtype)
         self.made_for = room, num_draft_steps, copy.copy(compile_config)
-        self._steps = num_draft_steps
+        self._steps, self._config, self._compile_config = num_draft_steps, config, compile_config
+        self._no_trees: dict[int, Verified] = {}
         self._columns = num_draft_steps + 1  # usual maximum per round; more are read like a prompt
         shape, text = (config.num_key_value_heads, room, config.head_dim), self._text
         text.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.keys]
         text.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.values]
-        self._run = roll_out if compile_config is None else compiled(roll_out, compile_config)
+        self._parts = _Parts(working, None, text.keys, text.values, self._window)
         if compile_config is not None:
-            used = trunk.fuse_inputs, trunk.layers, trunk.steps, trunk.frequencies
-            keep_in_place(*used, text.keys, text.values)
+            used = [each for name, each in vars(working).items() if name != "spare"]
+            keep_in_place(used, list(vars(working.injector).values()), text.keys, text.values)
 
-    def forget(self) -> None:
+    def begin(self, weights: TargetWeights | None = None) -> None:
+        """Empties the context, for a call with a target of these weights; trees need its embeddings."""
+        self._parts = replace(self._parts, weights=weights)
+        if weights is not None and self._compile_config is not None:
+            keep_in_place(weights.embed, weights.vocab_ids)
         self._text.length = 0
         for states in (*self._text.keys, *self._text.values):  # masked values must be finite
             states.zero_()
@@ -85,32 +113,92 @@ class StaticRollOut(RollOut):
         rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
         assert rows is None and num_draft_steps <= self._steps
+        pairs, place = self._padded(taps, embeds, position_ids)
+        states = self._compiled(roll_out)(self._parts, *pairs, place, self._steps)
+        return states[None, :num_draft_steps].clone()  # the next run may overwrite them
+
+    def beam(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        root: int,
+        tree_size: int,
+        beam_width: int,
+    ) -> FoundNodes:
+        """Reads accepted positions `[T, ...]`, as `__call__`, and searches the tree after `root`. Reads back once."""
+        pairs, place = self._padded(taps, embeds, position_ids, root, 0, 0)
+        return self._drafted(self._no_tree(tree_size + 1), pairs, place, tree_size, beam_width).found
+
+    def follow(self, forward: Verified, tree_size: int, beam_width: int) -> Followed:
+        """Accepts by the target's own choices, reads the accepted positions, and drafts on. Reads back once.
+
+        The positions count as read only after `advance`, as the text may have ended before the last of them.
+        """
+        place = on_device([self._text.length, 0, 0, 1, forward.position], forward.choices.device)
+        return self._drafted(forward, self._no_pairs, place, tree_size, beam_width)
+
+    def _drafted(self, forward: Verified, pairs: Sequence[torch.Tensor], place: torch.Tensor, *sizes: int) -> Followed:
+        tree = forward.tokens, forward.depths, forward.ancestors, forward.choices
+        with DeviceTime(place.device) as time:
+            launched = self._compiled(draft)(self._parts, *tree, forward.taps, *pairs, place, self._steps, *sizes)
+        result, found_sizes = launched[0].cpu(), launched[1]
+        parts = result.split([1, self._columns, len(forward.tokens), 3 * sum(found_sizes)])
+        tokens = parts[1][: int(parts[0])].tolist()
+        return Followed(parts[2].tolist(), tokens, FoundNodes.of(parts[3].view(3, 1, -1), found_sizes), time.seconds)
+
+    @cached_property
+    def _no_pairs(self) -> list[torch.Tensor]:
+        """Padding alone."""
+        like, config = self._text.keys[0], self._config
+        taps = like.new_zeros(self._columns, len(config.target_tap_layers) * config.target_hidden_size)
+        embeds = like.new_zeros(self._columns, config.target_hidden_size)
+        return [taps, embeds, torch.zeros(self._columns, dtype=torch.int64, device=like.device)]
+
+    def _no_tree(self, nodes: int) -> Verified:
+        if nodes not in self._no_trees:
+            taps = self._no_pairs[0].new_zeros(nodes, self._no_pairs[0].shape[1])
+            # Not one tensor for all: a graph knows which of its inputs are the same.
+            tokens, depths, choices = torch.zeros(3, nodes, dtype=torch.int64, device=taps.device).unbind()
+            ancestors = tokens.new_zeros(nodes, nodes, dtype=torch.bool)
+            self._no_trees[nodes] = Verified(tokens, depths, ancestors, choices, taps, 0)
+        return self._no_trees[nodes]
+
+    def advance(self, count: int) -> None:
+        """Counts positions that `follow` has read."""
+        self._text.length += count
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._compile_config is None else compiled(function, self._compile_config)
+
+    def _padded(
+        self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, *further: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The last pairs, padded, and their place: the end of the sequence before, their number, and `further`."""
         early = len(taps) - self._columns
         if early > 0:
             self.read(taps[:early], embeds[:early], position_ids[:early])
             taps, embeds, position_ids = taps[early:], embeds[early:], position_ids[early:]
-        count, text = len(taps), self._text
-        padding = (0, 0, 0, self._columns - count)
-        states = self._run(
-            self._trunk,
-            text.keys,
-            text.values,
-            self._window,
-            F.pad(taps, padding),
-            F.pad(embeds, padding),
-            F.pad(position_ids, padding[2:]),
-            on_device([text.length, count], taps.device),
-            self._steps,
-        )
-        text.length += count
-        return states[None, :num_draft_steps].clone()  # the next run may overwrite them
+        count, held = len(taps), self._text.length
+        pairs = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in (taps, embeds)]
+        pairs.append(F.pad(position_ids, (0, self._columns - count)))
+        self._text.length += count
+        return pairs, on_device([held, count, *further], taps.device)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What drafts of a text share. For keys, values and window see `StaticText`."""
+
+    working: WorkingWeights
+    weights: TargetWeights | None
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    window: int | None
 
 
 def roll_out(
-    trunk: Trunk,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-    window: int | None,
+    parts: _Parts,
     taps: torch.Tensor,
     embeds: torch.Tensor,
     position_ids: torch.Tensor,
@@ -119,11 +207,56 @@ def roll_out(
 ) -> torch.Tensor:
     """As [`RollOut`] with padded `[columns, ...]` inputs: `[K, D]`, g_0 .. g_{K-1}, always by the same operations.
 
-    For keys, values, window and place see `StaticText`.
+    `place` is `[2]`, int64: the end of the sequence before, and how many columns are real.
     """
-    text = StaticText(keys, values, window, len(taps), place)
-    x, ropes = read(trunk, taps, embeds, position_ids, text, num_draft_steps - 1)
-    return torch.cat(roll(trunk, x, ropes, text))
+    text = StaticText(parts.keys, parts.values, parts.window, len(taps), place)
+    x, ropes = read(parts.working, taps, embeds, position_ids, text, num_draft_steps - 1)
+    return torch.cat(roll(parts.working, x, ropes, text))
+
+
+def draft(
+    parts: _Parts,
+    tokens: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    choices: torch.Tensor,
+    tree_taps: torch.Tensor,
+    taps: torch.Tensor,
+    embeds: torch.Tensor,
+    position_ids: torch.Tensor,
+    place: torch.Tensor,
+    num_draft_steps: int,
+    tree_size: int,
+    beam_width: int,
+) -> tuple[torch.Tensor, list[int]]:
+    """Reads accepted positions and drafts a tree; always by the same operations.
+
+    The positions are either of the path that is accepted of a tree, see [`Verified`], or the padded pairs
+    `[columns, ...]`. `place` is `[5]`, int64: the end of the sequence before, the number of pairs, the root's token,
+    and 1 for the path, with the position of the tree's root; where that is 0, the tree has no meaning.
+
+    Returns one int32 tensor and the sizes of `searched`: the number of positions; the tokens that follow the path
+    `[columns]`; the choices `[N]`; and the result of `searched`.
+    """
+    assert parts.weights is not None
+    held, count, root, by_path, begin = place.split(1)
+    accepted, columns = by_path > 0, len(taps)
+    path, path_length = chosen_path(choices, tokens, depths, ancestors, columns)
+    emitted = choices[path]
+    count = torch.where(accepted, path_length, count)
+    root = torch.where(accepted, emitted[count - 1], root)
+    states = roll_out(
+        parts,
+        torch.where(accepted, tree_taps[path], taps),
+        torch.where(accepted, parts.weights.embed(emitted), embeds),
+        torch.where(accepted, begin + torch.arange(columns, device=begin.device), position_ids),
+        torch.cat([held, count]),
+        num_draft_steps,
+    )
+    expansion = expansion_of(parts.working, parts.weights, states[None])
+    limits = TreeLimits(tree_size, beam_width, 0.0, (num_draft_steps,))
+    found, sizes = searched(expansion, root, parts.weights.vocab_ids, limits)
+    return torch.cat([count.int(), emitted.int(), choices.int(), found.flatten()]), sizes
 
 
 _lock = threading.Lock()
@@ -131,13 +264,18 @@ _lock = threading.Lock()
 
 @contextmanager
 def static_roll_out(
-    drafter: HSDraftNetwork, weights: QuickWeights, slots: int, num_draft_steps: int, compile_config: Any
+    drafter: HSDraftNetwork,
+    working: QuickWeights,
+    weights: TargetWeights,
+    slots: int,
+    num_draft_steps: int,
+    compile_config: Any,
 ) -> Iterator[StaticRollOut]:
     """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors.
 
-    `weights` must have `spare`; `slots` is the greatest length of the sequence.
+    `working` must have `spare`; `slots` is the greatest length of the sequence.
     """
-    sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), weights.spare
+    sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), working.spare
     assert spare is not None
     with _lock:
         found = next((each for each in spare if each.made_for == sizes), None)
@@ -145,9 +283,9 @@ def static_roll_out(
             spare.remove(found)
     if found is None:
         with torch.inference_mode(False):  # calls in and outside inference mode may use it
-            found = StaticRollOut(weights, drafter.config, drafter.device, drafter.dtype, *sizes)
+            found = StaticRollOut(working, drafter, *sizes)
     try:
-        found.forget()
+        found.begin(weights)
         yield found
     finally:
         with _lock:

@@ -9,7 +9,7 @@ import torch
 
 from ...core.draft_tree import DraftTree, from_nodes
 from ...trees.builder_registry import TREE_BUILDERS, Builder
-from ...trees.tree_builders import Expansion, TreeLimits, searched
+from ...trees.tree_builders import Expansion, FoundNodes, TreeLimits, searched
 
 
 def p_best_trees(
@@ -23,35 +23,30 @@ def p_best_trees(
 
     `beam_trees` instead takes the best nodes, whether or not a path continues from them.
     """
-    tokens, parents, depths, scores = (
-        column.tolist() for column in searched(expansion, root_tokens, vocab_ids, limits)
-    )
+    found = FoundNodes.of(*searched(expansion, root_tokens, vocab_ids, limits))
     least = math.log(limits.threshold) if limits.threshold > 0 else -math.inf
+    rows = zip(found.tokens, found.parents, found.scores, limits.max_depths, strict=True)
     return [
-        _merged(root, list(zip(*children, strict=True)), depth, limits.tree_size, least)
-        for root, depth, *children in zip(
-            root_tokens.tolist(), limits.max_depths, tokens, parents, depths, scores, strict=True
-        )
+        _merged(list(zip(tokens, parents, found.depths, scores, strict=True)), depth, limits.tree_size, least)
+        for tokens, parents, scores, depth in rows
     ]
 
 
-def _merged(
-    root: int, children: Sequence[tuple[int, int, int, float]], depth: int, size: int, least: float
-) -> DraftTree:
+def _merged(found: Sequence[tuple[int, int, int, float]], depth: int, size: int, least: float) -> DraftTree:
     """Makes a tree of at most `size` nodes besides the root from the best paths to some depth.
 
-    `children` are (token, parent, depth, score) of nodes 1, 2, ...; none below the score `least` is taken.
+    `found` are (token, parent, depth, score) of the nodes, root first; none below the score `least` is taken.
     """
-    deepest = min(depth, max(each[2] for each in children))
-    ends = [n for n, (_, _, at, score) in enumerate(children, 1) if at == deepest and score > -math.inf]
-    places, nodes = {0: 0}, [(root, -1, 0, 0.0)]
-    for end in sorted(ends, key=lambda number: -children[number - 1][3]):
+    deepest = min(depth, found[-1][2])
+    ends = [node for node, (_, _, at, score) in enumerate(found) if at == deepest and score > -math.inf]
+    places, nodes = {0: 0}, [(found[0][0], -1, 0, 0.0)]
+    for end in sorted(ends, key=lambda node: -found[node][3]):
         path = []
         while end not in places:
             path.append(end)
-            end = children[end - 1][1]
+            end = found[end][1]
         for number in reversed(path):
-            token, parent, at, score = children[number - 1]
+            token, parent, at, score = found[number]
             if len(nodes) > size or score < least:
                 break
             places[number] = len(nodes)

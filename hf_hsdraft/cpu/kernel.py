@@ -1,0 +1,111 @@
+"""Operators in C++ that this machine's compiler makes once, in the background.
+
+Until they are made, and where there is no compiler or another processor, there are none, and everything works without.
+They are tried once a process, like torch's private operators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .private_operators import works
+
+logger = logging.get_logger(__name__)
+
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-w")
+
+
+class Kernel:
+    """Compiles and loads the operators of a source once for a process. Thread-safe.
+
+    Args:
+        source: for Linux on x86-64 with AVX-512. Defines a library of the name `HSDRAFT_LIBRARY` with an operator
+            `runs_here`.
+        what: its name in messages.
+        trial: whether the operators, which it is given, are right.
+    """
+
+    def __init__(self, source: Path, what: str, trial: Callable[[Any], bool]) -> None:
+        self._source, self._what, self._trial = source, what, trial
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._found: Any = None
+
+    def operators(self, wait: bool = False) -> Any:
+        """The namespace of the operators; `None` where they do not run, or are not made yet.
+
+        Args:
+            wait: until a compiler has made them, about 20 seconds.
+        """
+        if self._found is None and self._may_run:
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="hsdraft-kernel", daemon=True)
+                    self._thread.start()
+                    wait = wait or self._file.is_file()  # it only loads
+            if wait:
+                self._thread.join()
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            if not self._file.is_file():
+                self._compile()
+            torch.ops.load_library(str(self._file))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            logger.info(f"No {self._what} on this machine: {error}")
+            return
+        found = getattr(torch.ops, self._library)
+        if found.runs_here() and works(self._what, lambda: self._trial(found)):
+            self._found = found
+
+    @cached_property
+    def _may_run(self) -> bool:
+        of_this_kind = sys.platform == "linux" and platform.machine() == "x86_64"
+        if not of_this_kind or torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return False
+        return self._file.is_file() or _compiler() is not None
+
+    @cached_property
+    def _library(self) -> str:
+        parts = torch.__version__, *_FLAGS, self._source.read_text(encoding="utf-8")
+        return f"hsdraft_{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
+
+    @cached_property
+    def _file(self) -> Path:
+        cached = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft" / "kernels"
+        return cached / f"{self._source.stem}-{self._library}.so"
+
+    def _compile(self) -> None:
+        # Imported here: it looks for toolkits of GPUs.
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        compiler = _compiler()
+        if compiler is None:
+            raise OSError("no C++ compiler")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(f".{os.getpid()}")
+        places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+        command = [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, str(self._source)]
+        command += ["-lc10", "-ltorch_cpu", "-o", str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+        os.replace(partial, self._file)
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))), None)

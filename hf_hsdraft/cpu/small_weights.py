@@ -1,0 +1,149 @@
+"""Copies of weights that their user quantised, as they were quantised, for products with few rows.
+
+A product reads such a copy in half or a third of the bytes of bfloat16. It dequantises the weights in registers, to the
+numbers that the target's layer multiplies by, and rounds no inputs: only the sums are rounded differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .kernel import Kernel
+from .private_operators import integers
+
+OUTPUTS, INPUTS = 16, 32  # of a block
+INT8, BLOCKS_8, BLOCKS_4 = 0, 1, 2  # formats of few_rows.cpp
+_SAME = 1e-4  # distance of two products in float32, relative to their size; rounded inputs are 100 times apart
+
+
+@dataclass(frozen=True, eq=False)
+class SmallCopy:
+    """A weight `[outputs, inputs]` in blocks for the operators of few_rows.cpp.
+
+    Attributes:
+        operators: their namespace.
+        blocks: `[outputs / 16, inputs / 32, bytes of a block]`, uint8.
+        scales: `[outputs]`, float32, of `INT8`; otherwise `None`.
+        format: `INT8`, `BLOCKS_8` or `BLOCKS_4`.
+    """
+
+    operators: Any
+    blocks: torch.Tensor
+    scales: torch.Tensor | None
+    format: int
+
+    @property
+    def outputs(self) -> int:
+        return self.blocks.shape[0] * OUTPUTS
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, by_tiles: bool = True) -> torch.Tensor:
+        """x W^T + b of `[..., inputs]`, bfloat16 or float32; `bias` has the same dtype, and is contiguous.
+
+        Args:
+            by_tiles: whether bfloat16 is multiplied by AMX where that is present.
+        """
+        return self.operators.product(x, self.blocks, self.scales, bias, self.outputs, self.format, by_tiles)
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Whether the shape of a weight fills blocks."""
+    return weight.dim() == 2 and not (weight.shape[0] % OUTPUTS or weight.shape[1] % INPUTS) and weight.numel() > 0
+
+
+def in_int8(found: Any, weight: torch.Tensor, scales: torch.Tensor) -> SmallCopy:
+    """A copy of int8 `[outputs, inputs]` with a scale for each output `[outputs]`."""
+    return SmallCopy(found, _bytes(weight), scales.float().contiguous(), INT8)
+
+
+def in_blocks_of_8(found: Any, weight: torch.Tensor, scales: torch.Tensor) -> SmallCopy:
+    """A copy of int8 `[outputs, inputs]` with scales `[outputs, inputs / 32]` that float16 holds: GGUF's Q8_0."""
+    return SmallCopy(found, torch.cat([_bytes(weight), _halves(scales)], dim=-1), None, BLOCKS_8)
+
+
+def in_blocks_of_4(found: Any, weight: torch.Tensor, scales: torch.Tensor, least: torch.Tensor) -> SmallCopy:
+    """A copy of scale * weight + least, by weights from 0 to 15, uint8 `[outputs, inputs]`: GGUF's Q4_0 and Q4_1.
+
+    `scales` and `least` are `[outputs, inputs / 32]`; float16 holds them.
+    """
+    rows, columns = weight.shape
+    pairs = weight.view(rows // OUTPUTS, OUTPUTS, columns // INPUTS, 8, 2, 2).permute(0, 2, 3, 4, 1, 5)
+    pairs = pairs.reshape(rows // OUTPUTS, columns // INPUTS, 8, 2, 2 * OUTPUTS)
+    both = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).flatten(2)
+    return SmallCopy(found, torch.cat([both, _halves(scales), _halves(least)], dim=-1), None, BLOCKS_4)
+
+
+def _bytes(weight: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight.shape
+    pairs = weight.view(rows // OUTPUTS, OUTPUTS, columns // INPUTS, INPUTS // 2, 2).permute(0, 2, 3, 1, 4)
+    return pairs.contiguous().view(torch.uint8).flatten(2)
+
+
+def _halves(numbers: torch.Tensor) -> torch.Tensor:
+    rows, blocks = numbers.shape
+    return numbers.half().view(rows // OUTPUTS, OUTPUTS, blocks).permute(0, 2, 1).contiguous().view(torch.uint8)
+
+
+def joined(copies: Sequence[SmallCopy]) -> SmallCopy | None:
+    """One copy of several weights of the same input, along their outputs; `None` if their formats differ."""
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+    if any(copy.format != first.format for copy in copies):
+        return None
+    scales = None if first.scales is None else torch.cat([copy.scales for copy in copies if copy.scales is not None])
+    return SmallCopy(first.operators, torch.cat([copy.blocks for copy in copies]), scales, first.format)
+
+
+def _multiplies(found: Any) -> bool:
+    """Whether products of numbers that are exact in each dtype are right, in all formats."""
+    outputs, inputs = 3 * OUTPUTS, 2 * INPUTS
+    numbers, bias = integers(outputs, inputs), integers(outputs)
+    scales, ones = 2.0 ** integers(outputs), torch.ones(outputs, inputs // INPUTS)
+    copies = (
+        in_int8(found, numbers.to(torch.int8), scales),
+        in_blocks_of_8(found, numbers.to(torch.int8), ones),
+        in_blocks_of_4(found, (numbers + 2).to(torch.uint8), ones, -2 * ones),
+    )
+    for rows in (1, 5, 17):  # a vector, a tile, two of them
+        x = integers(rows, inputs)
+        for copy in copies:
+            expected = F.linear(x, numbers) * (scales if copy.format == INT8 else 1.0) + bias
+            for dtype in (torch.bfloat16, torch.float32):
+                if not torch.equal(copy(x.to(dtype), bias.to(dtype)), expected.to(dtype)):
+                    return False
+    return True
+
+
+KERNEL = Kernel(Path(__file__).with_name("few_rows.cpp"), "products by small weights", _multiplies)
+
+
+def quantised_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The int8 numbers `[out, in]` and the scales `[out]` of a weight that its user quantised, or `None`.
+
+    These are torchao's weights with a scale for each output; inputs are not quantised.
+    """
+    numbers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    if not isinstance(numbers, torch.Tensor) or not isinstance(scales, torch.Tensor):
+        return None
+    plain = numbers.dtype == torch.int8 and numbers.device.type == "cpu" and numbers.is_contiguous() and fits(numbers)
+    others = ("zero_point", "act_quant_kwargs", "act_quant_scale", "act_pre_scale")
+    if not plain or scales.numel() != len(numbers) or any(getattr(weight, name, None) is not None for name in others):
+        return None
+    return numbers, scales.reshape(-1)
+
+
+def small_copy(weight: torch.Tensor) -> SmallCopy | None:
+    """A copy of a quantised weight; `None` where there is no kernel, or its product is another one."""
+    parts, found = quantised_parts(weight), KERNEL.operators()
+    if parts is None or found is None:
+        return None
+    copy = in_int8(found, *parts)
+    x = (torch.arange(2 * weight.shape[1], dtype=torch.float32) * 12.9898).sin().view(2, -1)
+    own = F.linear(x, weight)
+    return copy if (copy(x) - own).norm() <= _SAME * own.norm() else None

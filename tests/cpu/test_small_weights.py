@@ -1,0 +1,209 @@
+"""Products by weights as their user quantised them: the layer's own but for rounding, and those of no other target."""
+
+from __future__ import annotations
+
+from threading import Event
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB, make_drafter, make_target
+from torch import nn
+
+from hf_hsdraft.cpu import small_weights
+from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
+from hf_hsdraft.cpu.kernel import Kernel
+from hf_hsdraft.cpu.packed_weights import PackedWeight, PackedWeights, linears_to_pack
+from hf_hsdraft.cpu.small_weights import (
+    KERNEL,
+    SmallCopy,
+    in_blocks_of_4,
+    in_blocks_of_8,
+    in_int8,
+    joined,
+    small_copy,
+)
+
+IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def operators():
+    found = KERNEL.operators(wait=True)
+    if found is None:
+        pytest.skip("no AVX-512 with bfloat16 here, or no compiler")
+    return found
+
+
+def made(operators, format: str, outputs: int, inputs: int) -> tuple[SmallCopy, torch.Tensor]:
+    """A copy, and the weight that it stands for, in float64."""
+    numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scales, least = (torch.rand(outputs, inputs // 32).half().double() for _ in range(2))
+    if format == "int8":
+        each = torch.rand(outputs)
+        return in_int8(operators, numbers, each), numbers.double() * each[:, None].double()
+    spread = scales.repeat_interleave(32, dim=1)
+    if format == "8 bits in blocks":
+        return in_blocks_of_8(operators, numbers, scales), numbers.double() * spread
+    bits = numbers.to(torch.uint8) & 15
+    return in_blocks_of_4(operators, bits, scales, -least), bits * spread - least.repeat_interleave(32, dim=1)
+
+
+FORMATS = ("int8", "8 bits in blocks", "4 bits in blocks")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 32, 40])
+@pytest.mark.parametrize("by_tiles", [True, False])
+@torch.no_grad()
+def test_products_are_those_of_the_weight(operators, format, rows, by_tiles):
+    torch.manual_seed(rows)
+    copy, weight = made(operators, format, 48, 96)
+    for dtype, bound in ((torch.bfloat16, 2.0**-8), (torch.float32, 1e-6)):
+        x, bias = torch.randn(2, rows, 96).to(dtype), torch.randn(48).to(dtype)
+        # In blocks, each weight is rounded to the dtype first, as a target's dequantised ones are.
+        exact = weight if format == "int8" else weight.float().to(dtype).double()
+        for added in (None, bias):
+            expected = F.linear(x.double(), exact, None if added is None else added.double())
+            found = copy(x, added, by_tiles)
+            assert found.dtype == dtype and found.shape == expected.shape
+            assert (found.double() - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_joined_copies_are_side_by_side(operators, format):
+    [(one, _), (other, _)] = (made(operators, format, outputs, 64) for outputs in (32, 16))
+    x, whole = torch.randn(3, 64).bfloat16(), joined([one, other])
+    assert whole is not None and torch.equal(whole(x), torch.cat([one(x), other(x)], dim=-1))
+    assert joined([one, made(operators, FORMATS[FORMATS.index(format) - 1], 32, 64)[0]]) is None
+
+
+@torch.no_grad()
+def quantised(target, layers: str = "mlp"):
+    """Gives some layers int8 weights as torchao's are: a scale for each output."""
+    for name, module in target.named_modules():
+        if isinstance(module, nn.Linear) and layers in name:
+            scales = module.weight.abs().amax(dim=1, keepdim=True).float() / 127
+            numbers = (module.weight.float() / scales).round().to(torch.int8)
+            module.weight = nn.Parameter((numbers.float() * scales).to(target.dtype), requires_grad=False)
+            module.weight.qdata, module.weight.scale = numbers, scales
+    return target
+
+
+@torch.no_grad()
+def test_a_quantised_layer_multiplies_by_its_8_bits(operators):
+    target = quantised(make_target())
+    linear, x = target.model.layers[0].mlp.gate_proj, torch.randn(1, 9, 32)
+    packed, plain = PackedWeight(linear.weight, shared=True), linear(x)
+    torch.testing.assert_close(packed(x), plain)
+    assert isinstance(packed._copy, SmallCopy) and packed.holds(linear.weight)
+    linear.weight.qdata[3, 4] += 1
+    assert not packed.holds(linear.weight)
+    many = torch.randn(1, 200, 32)
+    assert torch.equal(packed(many), linear(many)), "many rows are the layer's own product"
+
+
+@torch.no_grad()
+def test_a_layer_whose_product_is_another_stays_as_it_is(operators):
+    linear = quantised(make_target()).model.layers[0].mlp.gate_proj
+    linear.weight.scale = linear.weight.scale * 1.01
+    assert small_copy(linear.weight) is None
+    x = torch.randn(1, 9, 32)
+    assert torch.equal(PackedWeight(linear.weight)(x), linear(x))
+
+
+@pytest.mark.parametrize("name", ["zero_point", "act_quant_kwargs", "act_pre_scale"])
+def test_layers_that_do_more_are_left_alone(operators, name):
+    linear = quantised(make_target()).model.layers[0].mlp.gate_proj
+    setattr(linear.weight, name, object())
+    assert small_copy(linear.weight) is None
+
+
+def test_only_what_was_quantised_becomes_small(operators):
+    target = quantised(make_target(), "mlp")
+    assert small_copy(target.model.layers[0].self_attn.q_proj.weight) is None
+    assert copy_of_blocks(target.model.layers[0].self_attn.q_proj.weight) is None
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_text_is_plain_decodings(operators, do_sample):
+    target = quantised(make_target())
+    drafter = make_drafter(target)
+    drafter.generation_config.packed_weights = True
+    call = {"max_new_tokens": 40, "do_sample": do_sample}
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(0)
+        texts.append(target.generate(IDS, **call, **assistant).tolist())
+    assert texts[0] == texts[1]
+
+
+@torch.no_grad()
+def test_without_the_kernel_quantised_layers_run_themselves(monkeypatch):
+    monkeypatch.setattr(small_weights.KERNEL, "operators", lambda wait=False: None)
+    target = quantised(make_target())
+    target.requires_grad_(False)
+    linear = target.model.layers[0].mlp.gate_proj
+    assert linear not in linears_to_pack(target, True)
+    assert small_copy(linear.weight) is None
+
+
+def test_what_a_compiler_refuses_is_done_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "wrong.cpp"
+    source.write_text("no C++", encoding="utf-8")
+    assert Kernel(source, "wrong products", lambda found: True).operators(wait=True) is None
+
+
+def test_calls_do_not_wait_for_a_compiler(tmp_path, monkeypatch):
+    compiling, source = Event(), tmp_path / "slow.cpp"
+    source.write_text("", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Kernel, "_compile", lambda self: compiling.wait(30))
+    kernel = Kernel(source, "slow products", lambda found: True)
+    assert kernel.operators() is None
+    compiling.set()
+    assert kernel.operators(wait=True) is None, "nothing was made"
+
+
+def gguf_target(folder, **types):
+    """A target whose weights were dequantised from a GGUF file, two layers of it with rows in another order."""
+    gguf = pytest.importorskip("gguf")
+    target = make_target(num_hidden_layers=1).bfloat16()
+    path, writer = folder / "tiny.gguf", gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    for name, weight in target.named_parameters():
+        kind = next((kind for part, kind in types.items() if part in name), None)
+        if kind is None:
+            continue
+        kind = gguf.GGMLQuantizationType[kind]
+        raw = gguf.quantize(weight.detach().float().numpy(), kind)
+        values = torch.from_numpy(gguf.dequantize(raw, kind)).bfloat16()
+        order = torch.randperm(len(values)) if "q_proj" in name else torch.arange(len(values))
+        weight.data = values[order]
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), raw, raw_dtype=kind)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    remember_file(target, path)
+    return target
+
+
+@torch.no_grad()
+def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path):
+    if not operators.has_tiles():
+        pytest.skip("packed copies are as quick here")
+    target = gguf_target(tmp_path, q_proj="Q4_1", gate_proj="Q4_0", up_proj="Q8_0")
+    layer = target.model.layers[0]
+    for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+        copy = copy_of_blocks(linear.weight)
+        assert copy is not None
+        same = copy(torch.eye(32).bfloat16()).t()
+        assert torch.equal(same, linear.weight)
+    assert copy_of_blocks(layer.mlp.down_proj.weight) is None, "not in the file"
+    layer.mlp.gate_proj.weight[2, 3] += 1
+    assert copy_of_blocks(layer.mlp.gate_proj.weight) is None, "changed since"
+    with PackedWeights(linears_to_pack(target, True)).in_use():
+        found = target(IDS).logits
+    torch.testing.assert_close(found, target(IDS).logits, atol=0.1, rtol=0.1)

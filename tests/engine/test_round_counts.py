@@ -1,0 +1,170 @@
+"""What a compiled round does besides its compiled functions, counted on a CPU that stands for a device.
+
+Tensors count as the host's if they were made of Python's values without a device, or copied from the device. All others
+are the device's. So a read is what would make the host wait there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_static_cache import Graphs, decode
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import CompileConfig
+
+from hf_hsdraft.engine import loop
+from hf_hsdraft.gpu import fixed_shapes
+
+TREE_SIZE = 24
+READS = {"item", "tolist", "numpy", "nonzero", "masked_select", "equal", "__contains__"}
+READS |= {f"__{name}__" for name in ("int", "bool", "float", "index", "iter", "len")} - {"__iter__", "__len__"}
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from tensors_in(each)
+
+
+class DeviceCounts(TorchFunctionMode):
+    """Counts reads of the device, and copies to it that wait, by name; and calls of compiled functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = WeakIdKeyDictionary()
+        self.reads: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        given = list(tensors_in([*args, *kwargs.values()]))
+        on_host = all(each in self.host for each in given)
+        moved = name == "to" and any(isinstance(each, torch.device | str) for each in (*args[1:], *kwargs.values()))
+        if name == "__getitem__":  # a mask's result has a size to wait for, a list is copied to the device at once
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            masked = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in index)
+            if not on_host and (masked or any(isinstance(each, list) for each in index)):
+                self.reads["index"] += 1
+        if given and not on_host and (name in READS or name == "cpu"):
+            self.reads[name] += 1
+        if given and on_host and moved and not kwargs.get("non_blocking"):
+            self.reads["copy that waits"] += 1
+        if name in ("tensor", "new_tensor", "as_tensor") and (kwargs.get("device") or name == "new_tensor"):
+            self.reads["copy that waits"] += 1
+        result = func(*args, **kwargs)
+        if name == "cpu" or (moved and any(result is each for each in given)):
+            result = result.clone()  # on a CPU these return the same tensor
+        from_host = on_host and not moved and (given or kwargs.get("device") is None)
+        if name == "cpu" or from_host:
+            for each in tensors_in(result):
+                self.host[each] = True
+        return result
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators outside compiled functions."""
+
+    def __init__(self, counts: DeviceCounts) -> None:
+        super().__init__()
+        self.counts, self.seen = counts, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.counts.inside:
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Counter[str]]]]:
+    """Yields the counts of each round. Compiled functions run as they are: reads within count, operators do not."""
+    counts, rounds = DeviceCounts(), []
+    operators = Operators(counts)
+
+    def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts.launches[function.__qualname__] += 1
+            counts.inside = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                counts.inside = False
+
+        return run
+
+    ended = loop.Keeper.ended
+
+    def note(keeper: loop.Keeper, done: loop.Round) -> None:
+        ended(keeper, done)
+        rounds.append({"reads": counts.reads, "launches": counts.launches, "operators": operators.seen})
+        counts.reads, counts.launches, operators.seen = Counter(), Counter(), Counter()
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(fixed_shapes, "_compiled", [])
+    monkeypatch.setattr(loop.Keeper, "ended", note)
+    with operators, counts:
+        yield rounds
+
+
+def test_the_counter_sees_reads():
+    counts = DeviceCounts()
+    with counts:
+        device = torch.zeros(3, device="cpu")
+        host = torch.tensor([1, 2])
+        int(host.sum()), host.tolist(), host.to("cpu", non_blocking=True)
+        assert not counts.reads
+        read = device.cpu()
+        int(read[0]), read.tolist()
+        assert counts.reads == {"cpu": 1}
+        bool(device[0] + host[0] > 0), device.tolist(), device[device > 0], host.to(device.device)
+    assert counts.reads == {"cpu": 1, "__bool__": 1, "tolist": 1, "index": 1, "copy that waits": 1}
+
+
+@pytest.mark.parametrize("sizing", ["fixed", "cost"])
+def test_a_round_reads_once(prompt, monkeypatch, sizing):
+    """Where a draft follows a draft: choices, accepted path and the next draft come in one transfer."""
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    drafter.generation_config.tree_sizing = sizing
+    config = CompileConfig()
+    config._compile_all_devices = True
+    plain = decode(target, prompt, new_tokens=30)
+    with counted(monkeypatch) as rounds:
+        output = decode(
+            target, prompt, drafter, 30, cache_implementation="static", compile_config=config, max_cache_len=100
+        )
+    assert output.sequences.equal(plain) and len(rounds) > 10
+    assert all(each["reads"] == {"cpu": 1} for each in rounds[1:])  # the first are the prompt's and its trials' too
+    assert all(set(each["launches"]) <= {"Module._wrapped_call_impl", "draft", "move_slots"} for each in rounds)
+    assert all(set(each["launches"].values()) == {1} for each in rounds[1:])
+    assert max(each["operators"].total() for each in rounds[1:]) <= 90
+
+
+@pytest.mark.slow
+def test_all_of_a_call_is_few_graphs_without_a_break(prompt):
+    """The forward over trees, plain decoding's step, the move of what is accepted, and the draft."""
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = Graphs()
+    config = graphs.config()
+    config.fullgraph = True
+    plain = decode(target, prompt, new_tokens=60)
+    for _ in range(2):
+        call = {"cache_implementation": "static", "compile_config": config, "max_cache_len": 100}
+        assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
+    assert not counters["graph_break"]
+    assert 3 <= len(graphs.shapes) <= 4
+    torch._dynamo.reset()
