@@ -41,7 +41,7 @@ class Tuning:
     batch_share: Fraction = Fraction(2, 3)
     # Least number of nodes of each row of a batch - by hand.
     batch_least_nodes: int = 2
-    # Number of rounds without a draft whose hidden states may wait unread - by hand.
+    # Number of tokens of rounds without a draft whose hidden states may wait unread - by hand.
     most_pending: int = 64
 
     # --- Drafts by n-grams ---
