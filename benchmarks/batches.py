@@ -8,6 +8,7 @@ part of the table may be measured in a short time of its own, and all of them ar
 - plain / ours: time of plain decoding over that with the drafter, for the same batch, one after the other and in
   changing order; median, with quartiles, over all batches and repeats. Above 1 drafting gains.
 - at rest: the same with a drafter whose weights are random.
+- --one-thread: one thread, whose own time is counted, so that other processes on the machine disturb less.
 - rows as plain: rows whose text is plain decoding's. In bfloat16 near-ties may fall otherwise.
 """
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=names, default=["bfloat16", "float32"], help="default: bfloat16,float32")
     parser.add_argument("--longest", type=int, default=400, help="characters of a prompt; default: 400")
     parser.add_argument("--seconds", type=float, default=100.0, help="time of this run; default: 100")
+    parser.add_argument("--one-thread", action="store_true", help="see above")
     given = parser.parse_args(arguments)
     given.drafter = given.drafter[0] if given.drafter else None
     ends = time.monotonic() + given.seconds
@@ -76,6 +78,10 @@ class _Pair:
         from hf_hsdraft.generate.by_name import load_drafter
 
         self.given, self._tried = given, False
+        self._clock = time.perf_counter
+        if given.one_thread:
+            torch.set_num_threads(1)
+            self._clock = time.thread_time
         self.target, self.tokenizer = loaded_target(given)
         name, dtype = drafter_of(given.target, given.drafter), getattr(torch, given.dtype)
         self.drafters = {kind: load_drafter(name, dtype) for kind in (ON, REST)}
@@ -126,10 +132,10 @@ class _Pair:
 
         most = most or self.given.max_new_tokens
         call = {"max_new_tokens": most, "do_sample": False, "return_dict_in_generate": True}
-        begin = time.perf_counter()
+        begin = self._clock()
         with torch.inference_mode():
             output = self.target.generate(**batch, **call, assistant_model=drafter)
-        seconds = time.perf_counter() - begin
+        seconds = self._clock() - begin
         texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
         counted = getattr(output, "statistics", DraftStatistics())
         return {"seconds": seconds, "texts": texts, "tau": counted.tau}
