@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #if defined(__linux__)
@@ -287,6 +288,74 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   return y;
 }
 
+// Blocks of a GGUF file: their sizes in bytes, and where the weights begin.
+enum Kind : int64_t { kQ8_0 = 0, kQ4_0 = 1, kQ4_1 = 2 };
+constexpr int64_t kRawSizes[] = {34, 18, 20}, kRawStarts[] = {2, 2, 4};
+
+float half_at(const uint8_t* bytes) {
+  c10::Half found;
+  std::memcpy(&found, bytes, 2);
+  return found;
+}
+
+// Lays a row out, its `lane` of 16, and returns whether its weights, bfloat16, are these.
+template <int64_t K>
+WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, int lane, int64_t parts) {
+  constexpr int64_t size = kSizes[K == kQ8_0 ? kBlocks8 : kBlocks4];
+  uint32_t wrong = 0;
+  for (int64_t part = 0; part < parts; ++part, raw += kRawSizes[K], weight += kInputs, blocks += size) {
+    const c10::Half scale(half_at(raw)), least(K == kQ4_1 ? half_at(raw + 2) : -8 * half_at(raw));
+    const float factor = scale, added = least;
+    const uint8_t* bytes = raw + kRawStarts[K];
+    int8_t numbers[kInputs];
+    for (int i = 0; i < 16; ++i) {
+      numbers[i] = K == kQ8_0 ? bytes[i] : bytes[i] & 15;
+      numbers[16 + i] = K == kQ8_0 ? bytes[16 + i] : bytes[i] >> 4;
+    }
+    for (int i = 0; i < kInputs; ++i) {  // rounds to the nearest, ties to even; zeros of both signs are the same
+      const float value = K == kQ8_0 ? factor * numbers[i] : factor * numbers[i] + added;
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+      const uint32_t either = (bits | weight[i]) & 0x7fff;
+      wrong |= either ? bits ^ weight[i] : 0;
+    }
+    if constexpr (K == kQ8_0) {
+      for (int pair = 0; pair < kPairs; ++pair) std::memcpy(blocks + 32 * pair + 2 * lane, numbers + 2 * pair, 2);
+      std::memcpy(blocks + 512 + 2 * lane, &scale, 2);
+    } else {
+      for (int pair = 0; pair < kPairs; pair += 2)
+        for (int i = 0; i < 2; ++i)
+          blocks[16 * pair + 2 * lane + i] = numbers[2 * pair + i] | numbers[2 * pair + 2 + i] << 4;
+      std::memcpy(blocks + 256 + 2 * lane, &scale, 2);
+      std::memcpy(blocks + 288 + 2 * lane, &least, 2);
+    }
+  }
+  return wrong == 0;
+}
+
+// `raw` is [outputs, bytes]; row i of `weight` is row order[i] of it. Empty if the weights differ.
+at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::Tensor& order, int64_t kind) {
+  const int64_t outputs = weight.size(0), parts = weight.size(1) / kInputs;
+  const int64_t size = kSizes[kind == kQ8_0 ? kBlocks8 : kBlocks4], raw_row = parts * kRawSizes[kind];
+  TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == raw_row, "not of this shape");
+  TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && weight.size(1) % kInputs == 0, "no such layout");
+  at::Tensor blocks = at::empty({outputs / kOutputs, parts, size}, raw.options());
+  std::atomic<bool> same{true};
+  const uint8_t* from = raw.const_data_ptr<uint8_t>();
+  const auto* weights = reinterpret_cast<const uint16_t*>(weight.const_data_ptr<c10::BFloat16>());
+  const auto lay = kind == kQ8_0 ? lay_out<kQ8_0> : kind == kQ4_0 ? lay_out<kQ4_0> : lay_out<kQ4_1>;
+  const int64_t* rows = order.const_data_ptr<int64_t>();
+  uint8_t* to = blocks.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
+      if (!lay(from + rows[row] * raw_row, weights + row * weight.size(1), to + row / kOutputs * parts * size,
+               row % kOutputs, parts))
+        same = false;
+  });
+  return same ? blocks : blocks.new_empty({0});
+}
+
 }  // namespace
 
 // The name of the library, which a compiler is given, has a digest of this file: another version may be loaded too.
@@ -297,6 +366,10 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
     library.def(                                                                                                \
         "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
         " -> Tensor");                                                                                          \
+    library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
   }                                                                                                             \
-  TORCH_LIBRARY_IMPL(name, CPU, library) { library.impl("product", &product); }
+  TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
+    library.impl("product", &product);                                                                          \
+    library.impl("blocks_of", &blocks_of);                                                                      \
+  }
 DEFINE(HSDRAFT_LIBRARY)

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .small_weights import INPUTS, KERNEL, SmallCopy, fits, in_blocks_of_4, in_blocks_of_8
+from .small_weights import BLOCKS_4, BLOCKS_8, INPUTS, KERNEL, SmallCopy, fits
 
 _TYPES = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
 _NONE: tuple[str, int, list[int]] = ("", 0, [])
 _STRING, _ARRAY = 8, 9  # kinds of fields; the others are numbers
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_KINDS = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}  # of few_rows.cpp
 _SIZES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # bytes of a block of 32 weights
 _sources: Any = WeakIdKeyDictionary()  # of weights: file, name of the parameter, model type, number of layers
 
@@ -39,7 +40,7 @@ def remember_file(target: nn.Module, file: Path) -> None:
 def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
     """A copy of a weight by its blocks; `None` where it has none, they differ from it, or a packed copy is quicker."""
     found = KERNEL.operators() if weight in _sources and fits(weight) else None
-    if found is None or not found.has_tiles() or weight.dtype != torch.bfloat16:
+    if found is None or not found.has_tiles():
         return None
     try:
         raw = _raw_blocks(*_sources[weight])
@@ -49,33 +50,28 @@ def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
 
 
 def _in_order(found: Any, kind: str, raw: torch.Tensor, weight: torch.Tensor) -> SmallCopy | None:
-    numbers, scales, least = _parts(kind, raw.view(len(weight), -1, _SIZES[kind]))
-    if numbers.shape != weight.shape:
+    if weight.dtype != torch.bfloat16 or raw.shape[1] != weight.shape[1] // INPUTS * _SIZES[kind]:
         return None
-    values = numbers.view(len(weight), -1, INPUTS).float().mul_(scales[..., None])
-    values = (values if least is None else values.add_(least[..., None])).to(weight.dtype).view(weight.shape)
-    if not torch.equal(values, weight):  # llama.cpp reorders rows of queries and keys
-        order = torch.empty(len(weight), dtype=torch.int64)
+    weight, order = weight.detach().contiguous(), torch.arange(len(weight))
+    blocks = found.blocks_of(raw, weight, order, _KINDS[kind])
+    if not blocks.numel():  # llama.cpp reorders rows of queries and keys
+        values = _dequantised(kind, raw.view(len(raw), -1, _SIZES[kind]))
         order[_digests(weight).argsort()] = _digests(values).argsort()
-        if not torch.equal(values[order], weight):
-            return None
-        numbers, scales, least = numbers[order], scales[order], None if least is None else least[order]
-    if least is None:
-        return in_blocks_of_8(found, numbers, scales)
-    return in_blocks_of_4(found, numbers, scales, least)
+        blocks = found.blocks_of(raw, weight, order, _KINDS[kind])
+    return SmallCopy(found, blocks, None, BLOCKS_8 if kind == "Q8_0" else BLOCKS_4) if blocks.numel() else None
 
 
-def _parts(kind: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Numbers `[out, in]`, int8 or uint8, scales and, of 4 bits, least values `[out, in / 32]`, float32."""
+def _dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """`[out, in]`, bfloat16, of blocks `[out, in / 32, bytes]`."""
 
     def half(place: int) -> torch.Tensor:
-        return blocks[..., place : place + 2].contiguous().view(torch.float16)[..., 0].float()
+        return blocks[..., place : place + 2].contiguous().view(torch.float16).float()
 
     if kind == "Q8_0":
-        return blocks[..., 2:].contiguous().view(torch.int8).flatten(1), half(0), None
+        return (blocks[..., 2:].view(torch.int8) * half(0)).bfloat16().flatten(1)
     nibbles = blocks[..., -INPUTS // 2 :]
-    numbers = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).flatten(1)
-    return numbers, half(0), half(2) if kind == "Q4_1" else -8 * half(0)
+    numbers = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+    return (numbers * half(0) + (half(2) if kind == "Q4_1" else -8 * half(0))).bfloat16().flatten(1)
 
 
 def _digests(rows: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -72,7 +73,9 @@ class Product:
 
     def of(self, outputs: torch.Tensor) -> Transform:
         """The product for some outputs, `[n]`, int64, without bias; for any number of rows."""
-        if self._small is None:
+        # A beam's rows are multiplied faster by the weights where there are kernels for their dtype. And a compiler
+        # takes constant 8-bit weights only.
+        if self._small is None or self._packed is not None or torch.compiler.is_compiling():
             weight = self._weight.index_select(0, outputs)
             return lambda x: F.linear(x, weight)
         weight, scales = (part.index_select(0, outputs) for part in self._small)
@@ -84,6 +87,8 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    if x.dim() == 2:
+        return product_in_8_bits(x.contiguous(), weight, scales)
     return product_in_8_bits(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
 
 
@@ -106,28 +111,51 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     return small, scales
 
 
+class _Levelled:
+    """Divides vectors in the last axis by their root mean square. On CPUs, results lack a `factor`.
+
+    `F.rms_norm` is eight operators there, each of which costs more to start than to run, and this is three. It rounds
+    the length of a vector to its dtype, which scales a vector of drafts by half a unit of the last place. In float16,
+    lengths would overflow.
+    """
+
+    def __init__(self, weight: torch.Tensor, size: int, eps: float) -> None:
+        self._shape, self._eps = (size,), eps
+        self._quick = weight.device.type == "cpu" and weight.dtype != torch.float16
+        self._least = weight.new_tensor(math.sqrt(size * eps))  # the other side of a right angle
+        self.factor = math.sqrt(size) if self._quick else 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._quick:
+            return F.rms_norm(x, self._shape, None, self._eps)
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._least.to(x.dtype))
+
+
 class Norm:
     """A module's root-mean-square norm, without the module."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach(), norm.eps
+        weight = norm.weight.detach()
+        self._levelled = _Levelled(weight, weight.numel(), norm.eps)
+        self._weight = (weight.float() * self._levelled.factor).to(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self._weight.to(x.dtype), self._eps)
+        return self._levelled(x) * self._weight.to(x.dtype)
 
 
 class NormedProduct:
     """A product of normed inputs that are joined; the weights of the norms are folded into that of the product."""
 
     def __init__(self, norms: Sequence[RMSNorm], product: nn.Linear) -> None:
-        scale = torch.cat([norm.weight for norm in norms]).float()
+        self._levelled = _Levelled(product.weight, norms[0].weight.numel(), norms[0].eps)
+        scale = torch.cat([norm.weight for norm in norms]).float() * self._levelled.factor
         self._product = Product((product.weight.float() * scale).to(product.weight.dtype))
-        self._count, self._eps = len(norms), norms[0].eps
+        self._count = len(norms)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Maps inputs `[n, ...]`, which are the norms' inputs side by side, to `[n, out]`."""
         parts = torch.cat(inputs, dim=-1).unflatten(-1, (self._count, -1))
-        return self._product(F.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1))
+        return self._product(self._levelled(parts).flatten(1))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -76,6 +76,8 @@ def states_of(states: torch.Tensor | None, parents: torch.Tensor) -> torch.Tenso
     """Returns states `[B, m, S]` at columns `[B, m]`; `None` if there are none."""
     if states is None:
         return None
+    if len(parents) == 1:
+        return states[:, parents[0]]
     return states[torch.arange(len(parents), device=parents.device)[:, None], parents]
 
 

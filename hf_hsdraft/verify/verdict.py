@@ -171,10 +171,16 @@ class OwnChoice(Verifier):
         return walk(tree, own_choice(nodes), nodes.ends)
 
 
+def _reads_are_free(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
+
+
 def own_choice(nodes: Nodes) -> ChooseToken:
     """Returns the function that chooses the target's own token at a node."""
     if nodes.draw is None and not nodes.processed:
         # `max` takes the first of equal logits, as `argmax` does, and is faster on CPUs.
+        if nodes.choices is None and _reads_are_free(nodes.logits):  # only of the nodes on the way
+            return lambda node, tokens: int(nodes.logits[node].max(dim=-1).indices)
         choices = nodes.logits.max(dim=-1).indices.tolist() if nodes.choices is None else nodes.choices
         return lambda node, tokens: choices[node]
 

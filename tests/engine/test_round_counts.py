@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from oracles.forced_drafter import ForcedDrafter, let_count
 from test_static_cache import Graphs, decode
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,13 @@ class DeviceCounts(TorchFunctionMode):
         self.launches: Counter[str] = Counter()
         self.inside = False
 
+    def copy(self, result: torch.Tensor) -> torch.Tensor:
+        """A copy that is no operator of the round."""
+        before, self.inside = self.inside, True
+        result = result.clone()
+        self.inside = before
+        return result
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         given = list(tensors_in([*args, *kwargs.values()]))
@@ -65,7 +73,7 @@ class DeviceCounts(TorchFunctionMode):
             self.reads["copy that waits"] += 1
         result = func(*args, **kwargs)
         if name == "cpu" or (moved and any(result is each for each in given)):
-            result = result.clone()  # on a CPU these return the same tensor
+            result = self.copy(result)  # on a CPU these return the same tensor
         from_host = on_host and not moved and (given or kwargs.get("device") is None)
         if name == "cpu" or from_host:
             for each in tensors_in(result):
@@ -131,24 +139,51 @@ def test_the_counter_sees_reads():
     assert counts.reads == {"cpu": 1, "__bool__": 1, "tolist": 1, "index": 1, "copy that waits": 1}
 
 
+def compiled_call() -> dict[str, Any]:
+    config = CompileConfig()
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config, "max_cache_len": 100}
+
+
+def check(rounds: list[dict[str, Counter[str]]]) -> None:
+    """The first round reads a draft that follows none, and has the trials of the target."""
+    assert len(rounds) > 10 and all(each["reads"] == {"cpu": 1} for each in rounds[1:])
+    assert all(set(each["launches"]) <= {"Module._wrapped_call_impl", "draft", "move_slots"} for each in rounds)
+    assert all(set(each["launches"].values()) == {1} for each in rounds[1:])
+    assert max(each["operators"].total() for each in rounds[1:]) <= 90
+
+
 @pytest.mark.parametrize("sizing", ["fixed", "cost"])
 def test_a_round_reads_once(prompt, monkeypatch, sizing):
     """Where a draft follows a draft: choices, accepted path and the next draft come in one transfer."""
     target = make_target()
     drafter = make_drafter(target, tree_size=TREE_SIZE)
     drafter.generation_config.tree_sizing = sizing
-    config = CompileConfig()
-    config._compile_all_devices = True
     plain = decode(target, prompt, new_tokens=30)
     with counted(monkeypatch) as rounds:
-        output = decode(
-            target, prompt, drafter, 30, cache_implementation="static", compile_config=config, max_cache_len=100
-        )
-    assert output.sequences.equal(plain) and len(rounds) > 10
-    assert all(each["reads"] == {"cpu": 1} for each in rounds[1:])  # the first are the prompt's and its trials' too
-    assert all(set(each["launches"]) <= {"Module._wrapped_call_impl", "draft", "move_slots"} for each in rounds)
-    assert all(set(each["launches"].values()) == {1} for each in rounds[1:])
-    assert max(each["operators"].total() for each in rounds[1:]) <= 90
+        output = decode(target, prompt, drafter, 30, **compiled_call())
+    assert output.sequences.equal(plain)
+    check(rounds)
+
+
+def test_a_round_reads_once_whatever_is_accepted(prompt, monkeypatch):
+    target = let_count(make_target(hidden_size=128))
+    forced = ForcedDrafter(make_drafter(target, tree_size=TREE_SIZE), [0, 3, 1, 4])
+    with counted(monkeypatch) as rounds:
+        statistics = decode(target, prompt, forced, 40, **compiled_call()).statistics
+    assert statistics.accepted_lengths[:-1] == ([0, 3, 1, 4] * 5)[: statistics.rounds - 1]
+    check(rounds[:-1])  # the last one ends within a path
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": True, "temperature": 1.5}, {"repetition_penalty": 1.3}])
+def test_what_needs_the_host_reads_as_often_as_nodes_are_judged(prompt, monkeypatch, settings):
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    plain = decode(target, prompt, new_tokens=30, **settings)
+    with counted(monkeypatch) as rounds:
+        output = decode(target, prompt, drafter, 30, **compiled_call(), **settings)
+    assert output.sequences.equal(plain)
+    assert all(each["reads"].total() > 1 for each in rounds)
 
 
 @pytest.mark.slow

@@ -80,6 +80,14 @@ class _ForcedSession(Session):
         self._session, self._accepted, self._vocab_size = session, accepted, vocab_size
         self._round = -1  # the first news are the prompts'
 
+    @property
+    def follow(self) -> Any:  # type: ignore[override]
+        return self._session.follow
+
+    @property
+    def followed(self) -> float:  # type: ignore[override]
+        return self._session.followed
+
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         return [self._forced(tree, ask) for tree, ask in zip(self._session.draft(asks), asks, strict=True)]
 

@@ -19,6 +19,7 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.runtime.static_cache import why_not_static
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
+from hf_hsdraft.verify import verdict
 
 TREE_SIZE = 24  # no scripted tree of four levels is greater
 SETTINGS = ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 20})
@@ -207,7 +208,7 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
     assert decode(target, prompt, new_tokens=60, **call).equal(plain)
     graphs_of_both = len(graphs.shapes)
     assert graphs.count(TREE_SIZE + 1) == 1 and graphs_of_both == 2 + graphs.count(1) <= 4  # at most its own step
-    for _ in range(2):  # a drafter that rolls out brings one more, once
+    for _ in range(2):  # a drafter of hidden states brings one more, once
         assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
         assert len(graphs.shapes) == graphs_of_both + 1
 
@@ -332,6 +333,7 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
 @pytest.mark.parametrize("eos", [None, 4])
 def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkeypatch, eos):
     """Greedily: one read of the nodes' choices, of which the accepted path and the end of the text follow."""
+    monkeypatch.setattr(verdict, "_reads_are_free", lambda values: False)  # as on a device
     target = let_count(make_target(eos_token_id=eos, pad_token_id=0, hidden_size=128))
     seen = []
 
@@ -352,9 +354,11 @@ def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkey
     assert all(reads == ({"tolist": 1} if name == "judge" else {}) for name, reads in seen)
 
 
-@pytest.mark.parametrize("call", [{}, {"cache_implementation": "static"}])
-def test_a_pattern_of_acceptance_is_forced(prompt, call):
+@pytest.mark.parametrize("form", ["eager", "static", "compiled"])
+def test_a_pattern_of_acceptance_is_forced(prompt, graphs, form):
     """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
+    call = {} if form == "eager" else {"cache_implementation": "static"}
+    call |= {"compile_config": graphs.config()} if form == "compiled" else {}
     target = let_count(make_target(hidden_size=128))
     drafter = make_drafter(target, tree_size=TREE_SIZE)
     output = decode(target, prompt, ForcedDrafter(drafter, [0, 3, 1]), 31, **call)

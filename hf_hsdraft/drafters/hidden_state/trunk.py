@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ...core.tensors import Attend, Transform, shared_attention
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_dim]
+Rope = tuple[torch.Tensor, torch.Tensor]  # see `rotary_embedding`
 
 
 class Context(Protocol):
@@ -143,16 +143,15 @@ def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> tor
 
 
 def rotary_embedding(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rope:
-    """Cosines and sines `[n, 1, head_dim]` of integer `positions` `[n]`."""
+    """Cosines and sines `[n, 1, head_dim]` of integer `positions` `[n]`; the sines' first half is negative."""
     angles = positions[:, None, None].float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     cos, sin = rope
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class GrowingText:
