@@ -52,6 +52,22 @@ class _Row:
     steps: list[StepOutputs] = field(default_factory=list)  # further outputs of each new token, if asked for
 
 
+class _KnownEnds:
+    """Ends of texts by a token or a length, which are known without criteria's tensors."""
+
+    def __init__(self, criteria: Any) -> None:
+        eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
+        self._limits = [one for one in criteria if type(one) is MaxLengthCriteria]
+
+    def __call__(self, length: int, token: int) -> bool:
+        """Whether a text of `length` tokens ends with the last one. Criteria warn of the context window."""
+        for one in self._limits:
+            if one.max_position_embeddings is not None and length > one.max_position_embeddings:
+                one(torch.empty(1, length, dtype=torch.bool), None)
+        return token in self._eos or any(length >= one.max_length for one in self._limits)
+
+
 class DecodedTexts:
     """Texts of a batch, from prompts `input_ids` `[B, length]` and arguments as `generate()` prepared them."""
 
@@ -85,9 +101,7 @@ class DecodedTexts:
         self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # These need only a text's length and last token, which are known without waiting for the device.
         self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in self._stop)
-        self._limits = [one for one in self._stop if type(one) is MaxLengthCriteria]
-        eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
-        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
+        self._known_ends = _KnownEnds(stopping_criteria)
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = 0 if pad is None else int(pad)
         self._processed = RowProcessors(logits_processor, len(self.rows))
@@ -269,7 +283,7 @@ class DecodedTexts:
             length = self.prompt_length + self._steps_asked + 1
             if self.keeps_scores:
                 scores = [row.scores[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
-                self._step_scores = (*self._step_scores, _stacked(scores, self._steps_asked))
+                self._step_scores = (*self._step_scores, stacked(scores, self._steps_asked))
             ended = self._stop_batch(self.sequences(length), self._step_scores if self.keeps_scores else None)
             for row, has_ended in zip(self.rows, ended.tolist(), strict=True):
                 if has_ended and (not row.end or row.end > length):
@@ -320,26 +334,6 @@ class DecodedTexts:
             ids.masked_fill_(places >= on_device(kept, ids.device)[:, None], self.pad_token_id)
         return ids
 
-    def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
-        """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
-        rows = [getattr(row, name)[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
-        return tuple(_stacked(rows, step) for step in range(self.length() - self.prompt_length))
-
-    def stacked_steps(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
-        """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
-        if any(name not in step for row in self.rows for step in row.steps):
-            return None
-        rows = [[step[name] for step in row.steps[: self.new_tokens(index)]] for index, row in enumerate(self.rows)]
-        count = self.length() - self.prompt_length
-        longest = max(rows, key=len)
-        return tuple(
-            tuple(
-                torch.cat([_like(row[step][layer] if step < len(row) else None, sample) for row in rows])
-                for layer, sample in enumerate(longest[step])
-            )
-            for step in range(count)
-        )
-
     def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
         """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""
         row = self.rows[index]
@@ -347,7 +341,7 @@ class DecodedTexts:
         if row.end:  # it grows until the other rows have ended
             return length >= self._config.max_length
         if self._known_stop:
-            return tokens[-1] in self._eos or self._is_longest(length)
+            return self._known_ends(length, tokens[-1])
         ids = self._followed(index, tokens)
         scores = self._with_path(row, path)[0] if self.keeps_scores else None
         return bool(self._stop(ids, scores)[0])
@@ -360,13 +354,6 @@ class DecodedTexts:
         ended = self._stop(ids, None).tolist() if any(not self.rows[row].end for row in rows) else [False] * len(rows)
         most = ids.shape[1] >= self._config.max_length
         return [most if self.rows[row].end else end for row, end in zip(rows, ended, strict=True)]
-
-    def _is_longest(self, length: int) -> bool:
-        """Whether a text ends at this length. Criteria that warn of the context window are asked too."""
-        for one in self._limits:
-            if one.max_position_embeddings is not None and length > one.max_position_embeddings:
-                one(torch.empty(1, length, dtype=torch.bool), None)
-        return any(length >= one.max_length for one in self._limits)
 
     def _followed(self, index: int, tokens: Sequence[int]) -> torch.Tensor:
         """`[1, n]`, a row's text with further tokens."""
@@ -382,11 +369,7 @@ class DecodedTexts:
         return scores, logits
 
 
-def _stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
-    """`[B, V]` of one step; 0 where a row had ended."""
-    longest = max(rows, key=len)
-    return torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
-
-
-def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(sample) if given is None else given
+def stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
+    """`[B, ...]` of one step; 0 where a row had ended."""
+    sample = max(rows, key=len)[step]
+    return torch.cat([row[step] if step < len(row) else torch.zeros_like(sample) for row in rows])
