@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runner import counts, dtype_of, keep, names, options, print_table
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SHAPE, PARTS = "8b", ("draft", "verify", "rest")
 _STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
-_LAYERS, _ROUNDS = (2, 3), 10
+_LAYERS, _TOKENS = (2, 3), 30
 
 
 @dataclass(frozen=True)
@@ -182,17 +182,17 @@ def cost_of(target: Any, inputs: Mapping[str, Any], drafter: Any = None) -> dict
     from gpu_bench.counts import dispatched, traced
 
     decode = functools.partial(watched, target, inputs, drafter)
-    decode(lambda part: None, 2 * _ROUNDS)
+    decode(lambda part: None, 2 * _TOKENS)
     clock: list[tuple[str, float]] = []
-    decode(lambda part: clock.append((part, time.perf_counter())), 2 * _ROUNDS)
+    decode(lambda part: clock.append((part, time.perf_counter())), 2 * _TOKENS)
     spans = ((part, after - begin) for (part, begin), (_, after) in itertools.pairwise(clock))
-    seconds = _typical(spans, lambda times: quantiles(times, n=4)[0])
+    seconds = _typical(spans, lambda times: sorted(times)[len(times) // 4])
 
     def mark(part: str) -> None:
         with torch.profiler.record_function(f"part {part}"):
             pass
 
-    events = traced(lambda: decode(mark, _ROUNDS), target.device)
+    events = traced(lambda: decode(mark, _TOKENS), target.device)
     marks = sorted((event["ts"], event["name"][5:]) for event in events if str(event.get("name")).startswith("part "))
     begun = dispatched(event for event in events if not str(event.get("name")).startswith("part "))
     operators = _typical(
@@ -200,7 +200,7 @@ def cost_of(target: Any, inputs: Mapping[str, Any], drafter: Any = None) -> dict
     )
     reads = _reading_mode()
     with reads:
-        decode(reads.begin, _ROUNDS)
+        decode(reads.begin, _TOKENS)
     read_bytes, operations = (_typical((part, each[i]) for part, each in reads.found) for i in (0, 1))
     return {part: Cost(operators[part], read_bytes[part], operations[part], seconds[part]) for part in seconds}
 
@@ -210,7 +210,7 @@ def _typical(found: Any, of: Callable[[list[float]], float] = median) -> dict[st
     by_part: dict[str, list[float]] = defaultdict(list)
     for part, number in found:
         by_part[part].append(number)
-    return {part: of(numbers[_SKIPPED:-1]) for part, numbers in by_part.items() if part != _END}
+    return {part: of(numbers[_SKIPPED:-1] or numbers) for part, numbers in by_part.items() if part != _END}
 
 
 def _reading_mode() -> Any:
