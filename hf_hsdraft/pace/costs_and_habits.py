@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import neg
 
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING, Assumption
@@ -182,8 +184,8 @@ class Calibration:
 
 
 def _bin(log_prob: float) -> int:
-    bins = TUNING.calibration_bins
-    return next((place for place, low in enumerate(bins) if log_prob >= low), len(bins))
+    """Place of the first bin whose lower end is not above this; bins descend."""
+    return bisect_left(TUNING.calibration_bins, -log_prob, key=neg)
 
 
 @dataclass
