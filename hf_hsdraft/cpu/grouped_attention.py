@@ -140,7 +140,7 @@ def attend(
     worth_it = n == 1 or batch > 1 or key.shape[2] >= TUNING.many_keys
     if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):
         query = query.reshape(batch, -1, groups * n, size)
-        mask = None if mask is None else mask.repeat(1, 1, groups, 1)
+        mask = mask if mask is None or n == 1 else mask.repeat(1, 1, groups, 1)  # of one query it is broadcast
     shared = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=shared)
     return mixed.reshape(batch, heads, n, value.shape[-1]).transpose(1, 2).contiguous()

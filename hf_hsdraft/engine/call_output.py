@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..core.cache_name import CACHE
 from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
+from .row_outputs import stacked_scores, stacked_steps
 
 
 @dataclass
@@ -113,12 +114,12 @@ def as_output(
     model_kwargs: dict[str, Any],
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
     def steps(name: str, wanted: bool) -> Any:
-        return texts.stacked_steps(name) if wanted else None
+        return stacked_steps(texts, name) if wanted else None
 
     common = {
         "sequences": texts.sequences(),
-        "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
-        "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
+        "scores": stacked_scores(texts, "scores") if texts.keeps_scores else None,
+        "logits": stacked_scores(texts, "logits") if texts.keeps_logits else None,
         CACHE: runtime.cache,
         "statistics": statistics,
     }
