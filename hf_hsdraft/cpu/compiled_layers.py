@@ -188,4 +188,4 @@ def _is_worth_it(layer: nn.Module, asked_for: bool) -> bool:
     weights = [module.weight for module in layer.modules() if type(module) is nn.Linear]
     if not weights or any(map(is_compiled, layer.modules())) or any(part.device.type != "cpu" for part in weights):
         return False
-    return asked_for or max(weight.numel() for weight in weights) >= TUNING.packed_least_numbers
+    return asked_for or max(weight.numel() for weight in weights) >= TUNING.compiled_least_numbers

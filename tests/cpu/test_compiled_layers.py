@@ -32,13 +32,16 @@ SIZES = {
 }
 
 
+_tracing = threading.Lock()
+
+
 class TracedProgram:
     """A program as it is handed to the compiler, interpreted."""
 
     runs = 0
 
     def __init__(self, layer, form) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _tracing:  # a process has one tracer
             self._graph, _, needs = traced(layer_programs._without_weights(layer), form)
         self.needs = Needs(**needs)
 
