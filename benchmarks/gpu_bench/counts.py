@@ -21,6 +21,11 @@ _READS = ("aten::_local_scalar_dense",)
 
 def counted(call: Callable[[], Any], device: torch.device) -> dict[str, int]:
     """Profiles a call; returns `FIGURES`, see `figures`."""
+    return figures(traced(call, device), device.type == "cuda")
+
+
+def traced(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """Profiles a call; returns the events of a trace in Chrome's format."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as found:
         call()
@@ -28,8 +33,8 @@ def counted(call: Callable[[], Any], device: torch.device) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         found.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
-    return figures(trace["traceEvents"], device.type == "cuda")
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
 
 
 def figures(events: Iterable[Mapping[str, Any]], cuda: bool) -> dict[str, int]:
@@ -42,7 +47,7 @@ def figures(events: Iterable[Mapping[str, Any]], cuda: bool) -> dict[str, int]:
     - operators: operators that Python or compiled code dispatches; not those that operators call.
     """
     found: Counter[str] = Counter(dict.fromkeys(FIGURES, 0))
-    threads: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    events = list(events)
     for event in events:
         category, name = event.get("cat", ""), str(event.get("name", ""))
         if category in ("cuda_runtime", "cuda_driver"):
@@ -55,19 +60,24 @@ def figures(events: Iterable[Mapping[str, Any]], cuda: bool) -> dict[str, int]:
             found["kernels"] += 1
         elif category == "cpu_op":
             found["reads"] += not cuda and name in _READS
-            if "::" in name:
-                threads[event.get("pid"), event.get("tid")].append((event["ts"], -event.get("dur", 0.0)))
-    found["operators"] = sum(map(_outermost, threads.values()))
+    found["operators"] = len(dispatched(events))
     return dict(found)
 
 
-def _outermost(spans: list[tuple[float, float]]) -> int:
-    """Number of spans, each begin and negative length, that lie in no other one."""
-    count, end = 0, float("-inf")
-    for begin, negative in sorted(spans):
-        if begin >= end:
-            count, end = count + 1, begin - negative
-    return count
+def dispatched(events: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Returns the times in a trace when operators began that no other operator called."""
+    threads: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" and "::" in str(event.get("name", "")):
+            threads[event.get("pid"), event.get("tid")].append((event["ts"], -event.get("dur", 0.0)))
+    found = []
+    for spans in threads.values():
+        end = float("-inf")
+        for begin, negative in sorted(spans):
+            if begin >= end:
+                found.append(begin)
+                end = begin - negative
+    return sorted(found)
 
 
 def per_step(whole: Mapping[str, int], first: Mapping[str, int], steps: int) -> dict[str, float]:

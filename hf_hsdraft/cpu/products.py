@@ -73,7 +73,9 @@ class Product:
 
     def of(self, outputs: torch.Tensor) -> Transform:
         """The product for some outputs, `[n]`, int64, without bias; for any number of rows."""
-        if self._small is None:
+        # A beam's rows are multiplied faster by the weights where there are kernels for their dtype. And a compiler
+        # takes constant 8-bit weights only.
+        if self._small is None or self._packed is not None or torch.compiler.is_compiling():
             weight = self._weight.index_select(0, outputs)
             return lambda x: F.linear(x, weight)
         weight, scales = (part.index_select(0, outputs) for part in self._small)
@@ -109,44 +111,51 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     return small, scales
 
 
-class Norm:
-    """A module's root-mean-square norm of the last axis, without the module, in a few operators.
+class _Levelled:
+    """Divides vectors in the last axis by their root mean square. On CPUs, results lack a `factor`.
 
-    `F.rms_norm` is eight on a CPU, each of which costs more to start than to run. Here the length of a vector is
-    rounded to the dtype, which scales a vector of drafts by half a unit of its last place.
+    `F.rms_norm` is eight operators there, each of which costs more to start than to run, and this is three. It rounds
+    the length of a vector to its dtype, which scales a vector of drafts by half a unit of the last place. In float16,
+    lengths would overflow.
     """
 
-    def __init__(self, norm: RMSNorm) -> None:
-        size = norm.weight.numel()
-        self._weight = (norm.weight.detach().float() * math.sqrt(size)).to(norm.weight.dtype)
-        self._least = _least_length(self._weight, size, norm.eps)
+    def __init__(self, weight: torch.Tensor, size: int, eps: float) -> None:
+        self._shape, self._eps = (size,), eps
+        self._quick = weight.device.type == "cpu" and weight.dtype != torch.float16
+        self._least = weight.new_tensor(math.sqrt(size * eps))  # the other side of a right angle
+        self.factor = math.sqrt(size) if self._quick else 1.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x / _lengths(x, self._least) * self._weight.to(x.dtype)
+        if not self._quick:
+            return F.rms_norm(x, self._shape, None, self._eps)
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._least.to(x.dtype))
 
 
-def _least_length(like: torch.Tensor, size: int, eps: float) -> torch.Tensor:
-    """What `eps` of a norm of vectors of this size adds to their length, as the other side of a right angle."""
-    return like.new_tensor(math.sqrt(size * eps))
+class Norm:
+    """A module's root-mean-square norm, without the module."""
 
+    def __init__(self, norm: RMSNorm) -> None:
+        weight = norm.weight.detach()
+        self._levelled = _Levelled(weight, weight.numel(), norm.eps)
+        self._weight = (weight.float() * self._levelled.factor).to(weight.dtype)
 
-def _lengths(x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least.to(x.dtype))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._levelled(x) * self._weight.to(x.dtype)
 
 
 class NormedProduct:
     """A product of normed inputs that are joined; the weights of the norms are folded into that of the product."""
 
     def __init__(self, norms: Sequence[RMSNorm], product: nn.Linear) -> None:
-        size = norms[0].weight.numel()
-        scale = torch.cat([norm.weight for norm in norms]).float() * math.sqrt(size)
+        self._levelled = _Levelled(product.weight, norms[0].weight.numel(), norms[0].eps)
+        scale = torch.cat([norm.weight for norm in norms]).float() * self._levelled.factor
         self._product = Product((product.weight.float() * scale).to(product.weight.dtype))
-        self._count, self._least = len(norms), _least_length(product.weight, size, norms[0].eps)
+        self._count = len(norms)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Maps inputs `[n, ...]`, which are the norms' inputs side by side, to `[n, out]`."""
         parts = torch.cat(inputs, dim=-1).unflatten(-1, (self._count, -1))
-        return self._product((parts / _lengths(parts, self._least)).flatten(1))
+        return self._product(self._levelled(parts).flatten(1))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -181,6 +181,8 @@ class Keeper(Observer):
     def ended(self, done: Round) -> None:
         if self._timed:
             self.enter("commit")
+            self.statistics.draft_seconds += done.followed
+            self.statistics.verify_seconds -= done.followed
         self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle rounds keep processes in step
         self.statistics.row_forwards += len(done.nodes) * done.forwards
         self.statistics.accepted_lengths += done.accepted

@@ -354,9 +354,11 @@ def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkey
     assert all(reads == ({"tolist": 1} if name == "judge" else {}) for name, reads in seen)
 
 
-@pytest.mark.parametrize("call", [{}, {"cache_implementation": "static"}])
-def test_a_pattern_of_acceptance_is_forced(prompt, call):
+@pytest.mark.parametrize("form", ["eager", "static", "compiled"])
+def test_a_pattern_of_acceptance_is_forced(prompt, graphs, form):
     """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
+    call = {} if form == "eager" else {"cache_implementation": "static"}
+    call |= {"compile_config": graphs.config()} if form == "compiled" else {}
     target = let_count(make_target(hidden_size=128))
     drafter = make_drafter(target, tree_size=TREE_SIZE)
     output = decode(target, prompt, ForcedDrafter(drafter, [0, 3, 1]), 31, **call)

@@ -182,6 +182,11 @@ class Verified:
     taps: torch.Tensor
     position: int
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Verified:
+        """Moves all to a device, and casts the taps."""
+        tokens, depths, ancestors = self.tokens.to(device), self.depths.to(device), self.ancestors.to(device)
+        return Verified(tokens, depths, ancestors, self.choices.to(device), self.taps.to(device, dtype), self.position)
+
 
 class Session:
     """Drafting state of one call.

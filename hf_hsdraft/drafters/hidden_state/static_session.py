@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.draft_tree import DraftTree
@@ -50,8 +49,7 @@ class StaticSession(HSDraftSession):
         """See [`Session`]; a text that drafted nothing in this round does not draft now."""
         if self._sizes is None:
             return None
-        taps = forward.taps.to(self.drafter.device, self.drafter.dtype)
-        self._followed = self._roll_out.follow(replace(forward, taps=taps), *self._sizes)
+        self._followed = self._roll_out.follow(forward.to(self.drafter.device, self.drafter.dtype), *self._sizes)
         self.followed = self._followed.seconds
         return self._followed.choices
 

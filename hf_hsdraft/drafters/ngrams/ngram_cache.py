@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ...core.draft_tree import DraftTree, from_nodes
 from ...core.tuning import TUNING
@@ -81,6 +82,7 @@ class NgramCache:
         # Longest leaders first.
         self._tables = sorted([*self.own, *others], key=lambda table: -table.length)
         self._tail: list[int] = []  # the last tokens, as many as the longest leader has
+        self._counted: list[list[float]] | None = None  # see `_probabilities`
 
     @property
     def last(self) -> int | None:
@@ -88,6 +90,7 @@ class NgramCache:
         return self._tail[-1] if self._tail else None
 
     def extend(self, tokens: Iterable[int]) -> None:
+        self._counted = None
         for token in tokens:
             if token < 0 or 0 < self._vocab_size <= token:
                 self._tail = []
@@ -134,6 +137,14 @@ class NgramCache:
             paths.append([*paths[parent], token][-self._tables[0].length :])
         return from_nodes(nodes)
 
+    @property
+    def _probabilities(self) -> list[list[float]]:
+        """Of each table, by rank; counted until the text grows again."""
+        if self._counted is None:
+            ranks = range(TUNING.ngram_followers)
+            self._counted = [[table.probability(rank) for rank in ranks] for table in self._tables]
+        return self._counted
+
     def follow(self, drafted: Sequence[int], most: int) -> list[tuple[int, float]]:
         """Returns up to `most` most probable tokens after a drafted path, each with its conditional probability."""
         found: list[tuple[int, float]] = []
@@ -156,14 +167,15 @@ class NgramCache:
         """
         found: dict[int, float] = {}
         left = 1.0
-        for table in self._tables:
-            probabilities = {token: table.probability(rank) for rank, token in enumerate(table.after(path))}
-            for token, probability in probabilities.items():
+        for table, probabilities in zip(self._tables, self._probabilities, strict=True):
+            followers, total = table.after(path), 0.0
+            for token, probability in zip(followers, probabilities, strict=False):
                 found.setdefault(token, left * probability)
-            left *= max(1.0 - sum(probabilities.values()), 0.0)
+                total += probability
+            left *= max(1.0 - total, 0.0)
             if left < TUNING.ngram_least:
                 break
-        ranked = sorted(found.items(), key=lambda item: -item[1])
+        ranked = sorted(found.items(), key=itemgetter(1), reverse=True)
         if drafted:
             raised = [(token, probability**TUNING.ngram_beyond) for token, probability in ranked]
             total = max(sum(probability for _, probability in raised), 1.0)
