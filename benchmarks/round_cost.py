@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runner import counts, dtype_of, keep, names, options, print_table
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 SHAPE, PARTS = "8b", ("draft", "verify", "rest")
 _STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
-_LAYERS, _ROUNDS = (2, 3), 10
+_LAYERS, _TOKENS = (2, 3), 30
 
 
 @dataclass(frozen=True)
@@ -74,55 +73,74 @@ class Cost:
         return Cost(*(few + steps * (more - few) for few, more in pairs))
 
 
-def probed(dtype: torch.dtype, packed: bool, operator: float, size: int, count: int) -> Machine:
-    """Measures bandwidth and rate by products with `count` weights `[size, size]`."""
-    import torch
-    import torch.nn.functional as F
+@dataclass(frozen=True)
+class Probes:
+    """Small calls whose quickest times tell a machine's numbers. The weights `[size, size]` exceed the caches."""
 
-    from hf_hsdraft.cpu.packed_weights import PackedWeight
+    dtype: torch.dtype
+    packed: bool
+    size: int = 1536
+    weights: int = 96
+    times: dict[str, float] = field(default_factory=dict)
 
-    weights = [torch.randn(size, size, dtype=dtype) for _ in range(count)]
-    small = torch.randn(16, 16, dtype=dtype)
-    ways = {name: [PackedWeight(each) if packed else functools.partial(F.linear, weight=each) for each in some]
-            for name, some in (("large", weights), ("small", [small] * count))}  # fmt: skip
+    def run(self) -> None:
+        """Measures all, and keeps what is quicker than before: other programs only slow it down."""
+        import torch
+        import torch.nn.functional as F
 
-    def seconds(name: str, rows: int) -> float:
-        x = torch.randn(rows, size if name == "large" else 16, dtype=dtype)
-        begin = time.perf_counter()
-        for product in ways[name]:
-            product(x)
-        return time.perf_counter() - begin
+        from hf_hsdraft.cpu.packed_weights import PackedWeight
 
-    found: dict[Any, list[float]] = defaultdict(list)
-    with torch.inference_mode():
-        for _ in range(8):
-            for name, rows in itertools.product(ways, (1, 25)):
-                found[name, rows].append(seconds(name, rows))
-    one, many = (min(found["large", rows]) - min(found["small", rows]) for rows in (1, 25))
-    numbers = count * size * size
-    return Machine(operator, numbers * dtype.itemsize / one, 2 * numbers * 24 / max(many - one, 1e-9))
+        for name, (step, _) in self.forwards.items():
+            self._time(name, step, 40)
+        large = [torch.randn(self.size, self.size, dtype=self.dtype) for _ in range(self.weights)]
+        small = [torch.randn(16, 16, dtype=self.dtype)] * self.weights
+        for kind, (size, some) in itertools.product((False, True), ((self.size, large), (16, small))):
+            products = [
+                PackedWeight(each) if kind and self.packed else functools.partial(F.linear, weight=each)
+                for each in some
+            ]
+            for rows in (1, 25):
+                x = torch.randn(rows, size, dtype=self.dtype)
+                self._time(f"{kind}, {size}, {rows}", lambda x=x, all_of=products: [each(x) for each in all_of], 6)
 
+    @functools.cached_property
+    def forwards(self) -> dict[str, tuple[Callable[[], Any], int]]:
+        """Forwards of very small Llamas, and how many operators each dispatches."""
+        import torch
+        from gpu_bench.counts import dispatched, traced
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
-def time_of_operator(dtype: torch.dtype) -> float:
-    """Measures the seconds of an operator in transformers' modules."""
-    import torch
-    from gpu_bench.counts import dispatched, traced
-    from transformers import AutoModelForCausalLM, LlamaConfig
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+        found = {}
+        for name, layers in (("few", 2), ("many", 12)):
+            config = LlamaConfig(**sizes, num_hidden_layers=layers)
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+            step = functools.partial(model, torch.ones(1, 1, dtype=torch.long), use_cache=False)
+            found[name] = step, len(dispatched(traced(step, model.device)))
+        return found
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-    found: list[tuple[float, int]] = []
-    for layers in (2, 12):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=layers), dtype=dtype).eval()
-        step = functools.partial(model, torch.ones(1, 1, dtype=torch.long), use_cache=False)
-        times = []
+    def _time(self, name: str, call: Callable[[], Any], times: int) -> None:
+        import torch
+
         with torch.inference_mode():
-            for _ in range(60):
+            for _ in range(times):
                 begin = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - begin)
-            found.append((min(times), len(dispatched(traced(step, model.device)))))
-    (few, fewer), (many, more) = found
-    return (many - few) / (more - fewer)
+                call()
+                spent = time.perf_counter() - begin
+                self.times[name] = min(self.times.get(name, spent), spent)
+
+    def machine(self, packed: bool) -> Machine:
+        """The machine's numbers, for weights as they are stored or for packed ones."""
+        operators = self.forwards["many"][1] - self.forwards["few"][1]
+        one, many = (
+            self.times[f"{packed}, {self.size}, {rows}"] - self.times[f"{packed}, 16, {rows}"] for rows in (1, 25)
+        )
+        numbers = self.weights * self.size**2
+        return Machine(
+            operator=(self.times["many"] - self.times["few"]) / operators,
+            bandwidth=numbers * self.dtype.itemsize / one,
+            rate=2 * numbers * 24 / max(many - one, 0.02 * one),  # less is noise
+        )
 
 
 def watched(target: Any, inputs: Mapping[str, Any], drafter: Any, note: Callable[[str], None], tokens: int) -> None:
@@ -164,17 +182,17 @@ def cost_of(target: Any, inputs: Mapping[str, Any], drafter: Any = None) -> dict
     from gpu_bench.counts import dispatched, traced
 
     decode = functools.partial(watched, target, inputs, drafter)
-    decode(lambda part: None, 2 * _ROUNDS)
+    decode(lambda part: None, 2 * _TOKENS)
     clock: list[tuple[str, float]] = []
-    decode(lambda part: clock.append((part, time.perf_counter())), 2 * _ROUNDS)
+    decode(lambda part: clock.append((part, time.perf_counter())), 2 * _TOKENS)
     spans = ((part, after - begin) for (part, begin), (_, after) in itertools.pairwise(clock))
-    seconds = _typical(spans, lambda times: quantiles(times, n=4)[0])
+    seconds = _typical(spans, lambda times: sorted(times)[len(times) // 4])
 
     def mark(part: str) -> None:
         with torch.profiler.record_function(f"part {part}"):
             pass
 
-    events = traced(lambda: decode(mark, _ROUNDS), target.device)
+    events = traced(lambda: decode(mark, _TOKENS), target.device)
     marks = sorted((event["ts"], event["name"][5:]) for event in events if str(event.get("name")).startswith("part "))
     begun = dispatched(event for event in events if not str(event.get("name")).startswith("part "))
     operators = _typical(
@@ -182,7 +200,7 @@ def cost_of(target: Any, inputs: Mapping[str, Any], drafter: Any = None) -> dict
     )
     reads = _reading_mode()
     with reads:
-        decode(reads.begin, _ROUNDS)
+        decode(reads.begin, _TOKENS)
     read_bytes, operations = (_typical((part, each[i]) for part, each in reads.found) for i in (0, 1))
     return {part: Cost(operators[part], read_bytes[part], operations[part], seconds[part]) for part in seconds}
 
@@ -192,7 +210,7 @@ def _typical(found: Any, of: Callable[[list[float]], float] = median) -> dict[st
     by_part: dict[str, list[float]] = defaultdict(list)
     for part, number in found:
         by_part[part].append(number)
-    return {part: of(numbers[_SKIPPED:-1]) for part, numbers in by_part.items() if part != _END}
+    return {part: of(numbers[_SKIPPED:-1] or numbers) for part, numbers in by_part.items() if part != _END}
 
 
 def _reading_mode() -> Any:
@@ -343,35 +361,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from hf_hsdraft.bench.machine import processor
 
-    size, count = (64, 8) if given.tiny else (1536, 96)
-    operator = time_of_operator(dtype_of(given))
-    machines = {
-        name: probed(dtype_of(given), packed, operator, size, count)
-        for name, packed in (("stored", False), ("packed", bool(given.packed)))
-    }
-    report: dict[str, Any] = {
-        "machine": f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "dtype": given.dtype,
-        "probes": {name: asdict(each) for name, each in machines.items()},
-        "rows": [],
-    }
-    print(report["machine"])
-    for name, each in machines.items():
-        speeds = f"{each.bandwidth / 1e9:.1f} GB/s, {each.rate / 1e9:,.0f} billion operations/s"
-        print(f"{name} weights: an operator takes {1e6 * each.operator:.1f} us; {speeds}")
+    probes = Probes(dtype_of(given), bool(given.packed), *((64, 8) if given.tiny else ()))
+    probes.run()
+    found: dict[str, dict[str, Cost]] = {}
     for name in given.targets:
         if name != SHAPE:
-            report["rows"] += rows_of(name, loaded(name, given), machines)
+            found[name] = loaded(name, given)
             continue
         few, more = (random(given, layers) for layers in _LAYERS)
         layers = (TINY if given.tiny else Shape()).num_hidden_layers
-        scaled = {part: few[part].with_layers(more[part], _LAYERS, layers) for part in few}
-        for label, costs in ((f"{name}, {_LAYERS[0]} layers", few), (f"{name}, {layers} layers, scaled", scaled)):
-            report["rows"] += rows_of(label, costs, machines)
+        found[f"{name}, {_LAYERS[0]} layers"] = few
+        found[f"{name}, {layers} layers, scaled"] = {
+            part: few[part].with_layers(more[part], _LAYERS, layers) for part in few
+        }
+    probes.run()
+    machines = {"stored": probes.machine(False), "packed": probes.machine(True)}
+    rows = [row for name, costs in found.items() for row in rows_of(name, costs, machines)]
+    place = f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads"
+    print(place)
+    for name, each in machines.items():
+        speeds = f"{each.bandwidth / 1e9:.1f} GB/s, {each.rate / 1e9:,.0f} billion operations/s"
+        print(f"{name} weights: an operator takes {1e6 * each.operator:.1f} us; {speeds}")
     columns = ("target", "part", "operators", "MB", "GFLOP", "predicted, ms", "measured, ms", "limit, ms", "left")
-    print_table(columns, map(_cells, report["rows"]))
-    keep(given.json, json.loads(json.dumps(report)))
+    print_table(columns, map(_cells, rows))
+    numbers = {name: asdict(each) for name, each in machines.items()}
+    keep(
+        given.json,
+        {"machine": place, "torch": torch.__version__, "dtype": given.dtype, "probes": numbers, "rows": rows},
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Tuning:
     batch_share: Fraction = Fraction(2, 3)
     # Least number of nodes of each row of a batch - by hand.
     batch_least_nodes: int = 2
-    # Number of rounds without a draft whose hidden states may wait unread - by hand.
+    # Number of tokens of rounds without a draft whose hidden states may wait unread - by hand.
     most_pending: int = 64
 
     # --- Drafts by n-grams ---
@@ -111,6 +111,10 @@ class Tuning:
     first_saved: float = 3.0
     most_saved: float = 6.0
     allowed_loss: float = 0.02
+    # The same for batches, where a draft costs more and saves less - by hand: a call of 40 tokens may lose 3%.
+    batch_first_saved: float = 0.8
+    batch_most_saved: float = 2.0
+    batch_allowed_loss: float = 0.01
     # What a draft has to promise beyond its cost for each plain round of debt, as a multiple of the cost - by hand.
     worth_of_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
@@ -122,6 +126,9 @@ class Tuning:
     # - runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
     tree_cost: Assumption = Assumption(0.03, 0.1)
     node_cost: Assumption = Assumption(0.01, 0.05)
+    # What a further row adds to a forward over one row; a node of a batch is a further row of each text
+    # - measured on 2 cores with AMX, SmolLM2-135M in bfloat16: 0.02 to 0.03.
+    row_cost: float = 0.02
     draft_cost: Assumption = Assumption(0.1, 0.1)
     depth_cost: Assumption = Assumption(0.05, 0.05)
     # Standard deviation of one measured time - by hand.
@@ -188,6 +195,10 @@ class Tuning:
     trial_attempts: int = 4
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
+    # Number of rounds of batches for which a trial pays, in full and in half precision
+    # - measured: it takes 3 and 7 to 14 plain rounds of 8 texts.
+    trial_rounds: int = 96
+    trial_rounds_half: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
     most_unread: int = 12
 
@@ -213,6 +224,14 @@ class Tuning:
     small_rows: int = 96
     # Number of bytes of all copies in the process, unless they are asked for - by hand.
     packed_bytes: int = 2**31
+
+    # --- Compiled layers of a target, on CPUs ---
+    # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core some 30
+    # seconds, and a forward gets quicker by a third.
+    compiling_forwards: int = 100
+    # By how many times the precision of their dtype two ways to sum may differ, relative to the greatest number - by
+    # hand.
+    rounded_sums: float = 16.0
 
     # --- Products of a drafter, on CPUs ---
     # Number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many.

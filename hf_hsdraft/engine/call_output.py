@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..core.cache_name import CACHE
 from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
+from .row_outputs import stacked_scores, stacked_steps
 
 
 @dataclass
@@ -29,6 +30,7 @@ class DraftStatistics:
         exact: whether the text has the target's distribution; False only for a lossy verification rule.
         relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
         packed_weights: whether rounds used packed copies of the target's weights at some point.
+        compiled_layers: whether rounds ran the target's decoder layers as compiled programs at some point.
         reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 for
             other drafters.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time. The rest of the
@@ -45,6 +47,7 @@ class DraftStatistics:
     exact: bool = True
     relaxed_tokens: int = 0
     packed_weights: bool = False
+    compiled_layers: bool = False
     reused_share: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -111,12 +114,12 @@ def as_output(
     model_kwargs: dict[str, Any],
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
     def steps(name: str, wanted: bool) -> Any:
-        return texts.stacked_steps(name) if wanted else None
+        return stacked_steps(texts, name) if wanted else None
 
     common = {
         "sequences": texts.sequences(),
-        "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
-        "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
+        "scores": stacked_scores(texts, "scores") if texts.keeps_scores else None,
+        "logits": stacked_scores(texts, "logits") if texts.keeps_logits else None,
         CACHE: runtime.cache,
         "statistics": statistics,
     }

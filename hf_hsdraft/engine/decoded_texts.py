@@ -26,6 +26,7 @@ from ..core.tensors import on_device
 from ..verify.foresight import Draws, Foresight
 from ..verify.verdict import Nodes, Verdict, Verifier, draw_token
 from .row_processors import RowProcessors
+from .text_ids import TextIds
 
 # Library processors that depend on the scores alone, so they can process a drafter's too.
 _WARPERS = tuple(
@@ -42,7 +43,6 @@ StepOutputs = dict[str, tuple[torch.Tensor, ...]]
 
 @dataclass
 class _Row:
-    ids: torch.Tensor  # `[1, length]`, prompt and new tokens
     end: int = 0  # length at which it ended; 0 while it grows
     emitted: list[int] = field(default_factory=list)  # the tokens appended last
     ends: list[int] = field(default_factory=list)  # lengths after rounds not streamed yet
@@ -50,6 +50,22 @@ class _Row:
     logits: tuple[torch.Tensor, ...] = ()
     judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # raw, processed `[1, V]`
     steps: list[StepOutputs] = field(default_factory=list)  # further outputs of each new token, if asked for
+
+
+class _KnownEnds:
+    """Ends of texts by a token or a length, which are known without criteria's tensors."""
+
+    def __init__(self, criteria: Any) -> None:
+        eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
+        self._limits = [one for one in criteria if type(one) is MaxLengthCriteria]
+
+    def __call__(self, length: int, token: int) -> bool:
+        """Whether a text of `length` tokens ends with the last one. Criteria warn of the context window."""
+        for one in self._limits:
+            if one.max_position_embeddings is not None and length > one.max_position_embeddings:
+                one(torch.empty(1, length, dtype=torch.bool), None)
+        return token in self._eos or any(length >= one.max_length for one in self._limits)
 
 
 class DecodedTexts:
@@ -64,7 +80,8 @@ class DecodedTexts:
         streamer: Any,
         verifier: Verifier,
     ) -> None:
-        self.rows = [_Row(row[None]) for row in input_ids]
+        self.ids = TextIds(input_ids)  # prompts and new tokens
+        self.rows = [_Row() for _ in input_ids]
         self.prompt_length = input_ids.shape[1]
         self._config = generation_config
         self._process = logits_processor
@@ -84,8 +101,7 @@ class DecodedTexts:
         self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # These need only a text's length and last token, which are known without waiting for the device.
         self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in self._stop)
-        eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
-        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
+        self._known_ends = _KnownEnds(stopping_criteria)
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = 0 if pad is None else int(pad)
         self._processed = RowProcessors(logits_processor, len(self.rows))
@@ -99,16 +115,15 @@ class DecodedTexts:
                 index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)
             ]
         length = self.length()
-        return [index for index, row in enumerate(self.rows) if row.ids.shape[1] < length]
+        return [index for index, own in enumerate(self.ids.lengths) if own < length]
 
     def room(self, index: int) -> int:
         """Tokens that may still be emitted in a row."""
-        return max(self._config.max_length - self.rows[index].ids.shape[1], 0)
+        return max(self._config.max_length - self.ids.lengths[index], 0)
 
     def new_tokens(self, index: int) -> int:
         """Tokens of a row after its prompt, without those beyond an end found later."""
-        row = self.rows[index]
-        length = row.ids.shape[1]
+        row, length = self.rows[index], self.ids.lengths[index]
         return (min(length, row.end) if row.end and self._has_eos else length) - self.prompt_length
 
     def all_new_tokens(self) -> int:
@@ -120,23 +135,21 @@ class DecodedTexts:
         """For each row, the tokens beyond the end of the batch; 0 while a row grows."""
         if self.active:
             return [0] * len(self.rows)
-        return [max(row.ids.shape[1] - self.length(), 0) for row in self.rows]
+        longest = self.length()
+        return [max(own - longest, 0) for own in self.ids.lengths]
 
     def last_token(self, index: int) -> int:
         return self.rows[index].emitted[-1]
 
     def batch(self) -> torch.Tensor:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
-        if len(self.rows) == 1:
-            return self.rows[0].ids
-        length = max(row.ids.shape[1] for row in self.rows)
-        return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
+        return self.ids.all()
 
     def foresee(self, vocab_size: int) -> None:
         """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own."""
         if not self._config.do_sample or not self.verifier.own_draws:
             return
-        self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
+        self._draws = Draws.of_rows(len(self.rows), self.ids.device, vocab_size)
         if self._draws is not None:
             warpers = [one for one in self._process if type(one) in _WARPERS]
             self.foresight = Foresight(self._draws, warpers, vocab_size)
@@ -145,9 +158,9 @@ class DecodedTexts:
         """Processes the scores of all rows' first new tokens, `[B, V]`, at once, as plain decoding does."""
         if len(self.rows) == 1 or len(self._process) == 0:
             return
-        ids = torch.cat([row.ids for row in self.rows])
+        ids, rows = self.ids.all(), range(len(self.rows))
         raw = logits.to(ids.device, torch.float32, copy=True)
-        scores = self._processed.of_all_rows(ids, raw.clone() if self.keeps_logits else raw)
+        scores = self._processed.of_alike(rows, ids, raw.clone() if self.keeps_logits else raw)
         for row, *judged in zip(self.rows, raw.split(1), scores.to(ids.device).split(1), strict=True):
             row.judged[0] = judged[0], judged[1]
 
@@ -155,7 +168,7 @@ class DecodedTexts:
         """A row's tree without nodes that are known to be rejected. Rules for drawn nodes have to see all of them."""
         if self.verifier.drawn_nodes or not self._process:
             return tree
-        return self._processed.prune(index, self.rows[index].ids, tree)
+        return self._processed.prune(index, self.ids.of(index), tree)
 
     @property
     def processed(self) -> bool:
@@ -183,9 +196,8 @@ class DecodedTexts:
 
         def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
             if node not in row.judged:  # once, as some processors count
-                drafted = row.ids.new_tensor([tokens])
-                raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
-                ids = torch.cat([row.ids, drafted], dim=-1)
+                ids = self._followed(index, tokens)
+                raw = logits[node : node + 1].to(ids.device, torch.float32, copy=True)
                 scores = self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
                 row.judged[node] = raw, scores.to(ids.device)
             return row.judged[node][1]
@@ -215,13 +227,51 @@ class DecodedTexts:
         row.emitted = tokens
         if self._draws is not None:
             self._draws[index].settle(len(tokens))
-        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
-        row.ends.append(row.ids.shape[1])
+        self.ids.append(index, tokens)
+        length = self.ids.lengths[index]
+        row.ends.append(length)
         row.scores, row.logits = self._with_path(row, verdict.path)
         row.judged.clear()
         row.steps.extend(steps)
         if verdict.finished and not row.end:
-            row.end = row.ids.shape[1]
+            row.end = length
+
+    @property
+    def chosen_together(self) -> bool:
+        """Whether `choose` serves: rows without drafts need nothing but their most probable tokens."""
+        return self.verifier.own_choices and not (self._config.do_sample or self.keeps_scores or self.keeps_logits)
+
+    def choose(self, rows: Sequence[int], logits: torch.Tensor) -> dict[int, Verdict]:
+        """What `judge` decides for lone roots, by the target's `logits` `[n, V]`: as plain decoding, rows together.
+
+        Rows of equal length have processors and criteria in common; without these all rows have.
+        """
+        groups: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(self.ids.lengths[row] if self._process or not self._known_stop else 0, []).append(place)
+        verdicts: dict[int, Verdict] = {}
+        for places in groups.values():
+            alike = [rows[place] for place in places]
+            scores = logits if len(groups) == 1 else logits[on_device(places, logits.device)]
+            if self._process:
+                ids = self.ids.of_alike(alike)
+                scores = self._processed.of_alike(alike, ids, scores.to(ids.device, torch.float32, copy=True))
+            tokens = scores.max(dim=-1).indices.tolist()
+            for row, token, ends in zip(alike, tokens, self._end_with(alike, tokens), strict=True):
+                verdicts[row] = Verdict([], token, ends, 0)
+        return {row: verdicts[row] for row in rows}
+
+    def emit_chosen(self, verdicts: dict[int, Verdict]) -> None:
+        """Appends what `choose` has chosen."""
+        if not verdicts:
+            return
+        self.ids.append_to_each(list(verdicts), [verdict.next_token for verdict in verdicts.values()])
+        for index, verdict in verdicts.items():
+            row, length = self.rows[index], self.ids.lengths[index]
+            row.emitted = [verdict.next_token]
+            row.ends.append(length)
+            if verdict.finished and not row.end:
+                row.end = length
 
     def end_batch(self) -> None:
         """Asks criteria that may look at all rows, or keep state, once for each step that all rows have taken.
@@ -233,7 +283,7 @@ class DecodedTexts:
             length = self.prompt_length + self._steps_asked + 1
             if self.keeps_scores:
                 scores = [row.scores[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
-                self._step_scores = (*self._step_scores, _stacked(scores, self._steps_asked))
+                self._step_scores = (*self._step_scores, stacked(scores, self._steps_asked))
             ended = self._stop_batch(self.sequences(length), self._step_scores if self.keeps_scores else None)
             for row, has_ended in zip(self.rows, ended.tolist(), strict=True):
                 if has_ended and (not row.end or row.end > length):
@@ -272,50 +322,43 @@ class DecodedTexts:
 
     def length(self) -> int:
         """Length of the batch when all rows have ended."""
-        return max(row.end or row.ids.shape[1] for row in self.rows)
+        return max(row.end or own for row, own in zip(self.rows, self.ids.lengths, strict=True))
 
     def sequences(self, length: int | None = None) -> torch.Tensor:
         """`[B, length]`, with padding tokens after rows that ended earlier."""
         length = self.length() if length is None else length
         kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
-        rows = [row.ids[:, :end] for row, end in zip(self.rows, kept, strict=True)]
-        fill = self.pad_token_id
-        return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])
-
-    def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
-        """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
-        rows = [getattr(row, name)[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
-        return tuple(_stacked(rows, step) for step in range(self.length() - self.prompt_length))
-
-    def stacked_steps(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
-        """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
-        if any(name not in step for row in self.rows for step in row.steps):
-            return None
-        rows = [[step[name] for step in row.steps[: self.new_tokens(index)]] for index, row in enumerate(self.rows)]
-        count = self.length() - self.prompt_length
-        longest = max(rows, key=len)
-        return tuple(
-            tuple(
-                torch.cat([_like(row[step][layer] if step < len(row) else None, sample) for row in rows])
-                for layer, sample in enumerate(longest[step])
-            )
-            for step in range(count)
-        )
+        ids = self.ids.begin(length).clone()
+        if min(kept) < length:
+            places = torch.arange(length, device=ids.device)
+            ids.masked_fill_(places >= on_device(kept, ids.device)[:, None], self.pad_token_id)
+        return ids
 
     def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
         """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""
         row = self.rows[index]
-        length = row.ids.shape[1] + len(tokens)
+        length = self.ids.lengths[index] + len(tokens)
         if row.end:  # it grows until the other rows have ended
             return length >= self._config.max_length
         if self._known_stop:
-            limits = [one for one in self._stop if type(one) is MaxLengthCriteria]
-            for one in limits:
-                one(torch.empty(1, length, dtype=torch.bool), None)  # only for its context window warning
-            return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
-        ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
+            return self._known_ends(length, tokens[-1])
+        ids = self._followed(index, tokens)
         scores = self._with_path(row, path)[0] if self.keeps_scores else None
         return bool(self._stop(ids, scores)[0])
+
+    def _end_with(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """As `_ends`, for a token of each of several rows; of equal length, unless only length and token count."""
+        if self._known_stop:
+            return [self._ends(row, [], [token]) for row, token in zip(rows, tokens, strict=True)]
+        ids = torch.cat([self.ids.of_alike(rows), on_device(tokens, self.ids.device)[:, None]], dim=-1)
+        ended = self._stop(ids, None).tolist() if any(not self.rows[row].end for row in rows) else [False] * len(rows)
+        most = ids.shape[1] >= self._config.max_length
+        return [most if self.rows[row].end else end for row, end in zip(rows, ended, strict=True)]
+
+    def _followed(self, index: int, tokens: Sequence[int]) -> torch.Tensor:
+        """`[1, n]`, a row's text with further tokens."""
+        ids = self.ids.of(index)
+        return torch.cat([ids, on_device([tokens], ids.device)], dim=-1) if tokens else ids
 
     def _with_path(self, row: _Row, path: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         scores, logits = row.scores, row.logits
@@ -326,11 +369,7 @@ class DecodedTexts:
         return scores, logits
 
 
-def _stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
-    """`[B, V]` of one step; 0 where a row had ended."""
-    longest = max(rows, key=len)
-    return torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
-
-
-def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(sample) if given is None else given
+def stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
+    """`[B, ...]` of one step; 0 where a row had ended."""
+    sample = max(rows, key=len)[step]
+    return torch.cat([row[step] if step < len(row) else torch.zeros_like(sample) for row in rows])

@@ -86,6 +86,7 @@ def speculative_decoding(
     keeper.finish()
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
+    statistics.compiled_layers = runtime.acceleration.programs
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
@@ -94,8 +95,12 @@ def _read_prompts(
 ) -> TargetOutput:
     """Runs the prompts' forward and chooses the first token of each text."""
     output = runtime.prefill(input_ids, generation_config)
-    rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
     texts.foresee(output.logits.shape[-1])
+    if texts.chosen_together and not runtime.records:
+        texts.emit_chosen(texts.choose(range(len(input_ids)), output.logits[:, -1]))
+        texts.end_batch()
+        return output
+    rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
     texts.start(output.logits[:, -1])
     for row in range(len(input_ids)):
         tree = DraftTree.root(-1)
@@ -145,13 +150,18 @@ def _run_rounds(
     limits.find(output.logits[:, -1])
     target = LocalTarget(call, limits, drafter.taps_of(call.target))
     drafting = Drafting(drafter, replace(call, options=limits.options))
+    if limits.options.depth == 0 and call.rows > 1:
+        drafting.rest()
     memory = getattr(runtime.cache, _MEMORY, None)
     if memory is not None and call.rows == 1:
         drafting.session.resume(memory, runtime.cached_before)
     room = max(map(texts.room, range(call.rows)))
     # Asked again as the text grows: its length is part of the kind.
     runtime.acceleration.begin(
-        call.options.packed_weights, room, lambda: slower_packed(call.target, target.kind(drafting.session))
+        call.options.packed_weights,
+        room,
+        lambda: slower_packed(call.target, target.kind(drafting.session)),
+        call.options.compiled_layers,
     )
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
@@ -164,6 +174,8 @@ def _run_rounds(
         if limits.presumed:  # the cache holds what was emitted, so stream it too
             texts.stream()
         raise
+    if call.outlives and call.rows == 1:
+        drafting.catch_up()
     before = runtime.forwards
     if call.outlives and not call.synced_gpus:
         target.read_ends()
@@ -182,18 +194,19 @@ def _news_of_prompts(
 ) -> list[Accepted]:
     """The prompts' taps, each with the token that follows."""
     count, news, attended = output.taps.shape[1], [], runtime.rows.attended
-    for row, text in enumerate(texts.rows):
-        known = text.ids[0, :-1]
+    for row in range(len(texts.rows)):
+        ids = texts.ids.of(row)[0]
+        known = ids[:-1]
         if attended is not None and 0 < len(known) <= attended.shape[1]:  # padding is known
             known = known[attended[row, -len(known) :].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = target.own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
         earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
-        if inputs_embeds is not None and text.ids.shape[1] <= count:
+        if inputs_embeds is not None and len(ids) <= count:
             after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
             embeds = after[real[:-1].to(after.device)]
-            news.append(Accepted(row, tokens, taps, places, text.ids[0, -1:], earlier, embeds=embeds))
+            news.append(Accepted(row, tokens, taps, places, ids[-1:], earlier, embeds=embeds))
         else:
-            following = text.ids[0, -count:][real.to(text.ids.device)]
+            following = ids[-count:][real.to(ids.device)]
             news.append(Accepted(row, tokens, taps, places, following, earlier))
     return news

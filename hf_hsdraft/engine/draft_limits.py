@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..drafters.base.protocol import Call
-from ..runtime.target_ability import Ability, known_ability
+from ..runtime.target_ability import Ability, doubtful_ability, known_ability, trial_is_due
 from ..runtime.target_limits import furthest_read, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_probe import (
     PROBE_COLUMNS,
@@ -116,6 +116,11 @@ class DraftLimits:
         if self._in_any_process(bool(reason)):
             self._draft_nothing(reason or "another process cannot draft, and all of them run the same forwards")
             return
+        if known is None and not in_step and self._tries_late and not trial_is_due(runtime, room):
+            known = doubtful_ability(runtime)
+            if known is None:
+                self._draft_nothing("it is not known yet what the target can do, and a trial takes some rounds")
+                return
         if self._in_any_process(known is None):
             if self._tries_with_own_steps:
                 known, self.presumed = presumed_ability(runtime), True
@@ -176,6 +181,12 @@ class DraftLimits:
         single = len(self._texts.rows) == 1 and self._runtime.slots.size is None
         repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
+
+    @property
+    def _tries_late(self) -> bool:
+        """Whether a trial has to pay first: in a batch, where it reads tokens that the call does not need."""
+        repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
+        return len(self._texts.rows) > 1 and not self._synced_gpus and not repeats
 
     def _draft_nothing(self, reason: str) -> None:
         """From here on the texts grow as in plain decoding."""

@@ -19,6 +19,7 @@ from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .draft_limits import DraftLimits
 from .drafting import Drafting, Wanted
+from .late_news import LateNews
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Read:
 
     trees: dict[int, DraftTree]  # of each text; texts that have ended have no draft
     output: TargetOutput  # logits and taps, in the order of `trees`
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing was drafted."""
+        return all(len(tree) == 1 for tree in self.trees.values())
 
     def of(self, states: torch.Tensor, row: int) -> torch.Tensor:
         """A text's part `[nodes, ...]` of the logits or taps of all rows."""
@@ -51,6 +57,8 @@ class LocalTarget:
         self._closed: set[int] = set()  # texts whose last token has been read
         self._session: Session | None = None  # the drafter's
         several = call.rows > 1 and not call.synced_gpus and not call.runtime.records
+        if several:
+            call.runtime.leave_gaps(keep=call.outlives)
         self._texts_leave = several and call.runtime.let_rows_leave(keep=call.outlives)
 
     @property
@@ -58,7 +66,7 @@ class LocalTarget:
         return self._runtime.forwards
 
     def goes_on(self) -> bool:
-        call, device = self._call, self._texts.rows[0].ids.device
+        call, device = self._call, self._texts.ids.device
         return call.target._has_unfinished_sequences(not self._texts.active, call.synced_gpus, device=device)
 
     def prepare(self, drafting: Drafting) -> None:
@@ -123,16 +131,25 @@ class LocalTarget:
         return Read(read, output)
 
     def accept(self, read: Read) -> dict[int, Verdict]:
-        texts, output = self._texts, read.output
+        texts, output, active = self._texts, read.output, self._texts.active
+        if self._is_plain(read):
+            logits, places = output.logits[:, 0], list(read.trees)
+            if len(active) < len(places):
+                logits = logits[on_device([places.index(row) for row in active], logits.device)]
+            return texts.choose(active, logits)
         taps, choices = picked_taps(output.taps, self._runtime.tap_layers, texts.verifier.taps), self._followed(read)
         verdicts = {
             row: texts.judge(row, read.trees[row], read.of(output.logits, row), read.of(taps, row), choices)
-            for row in texts.active
+            for row in active
         }
         if self._runtime.in_step and verdicts:
             shortest = min(len(verdict.path) for verdict in verdicts.values())
             verdicts = {row: verdict.cut(read.trees[row], shortest) for row, verdict in verdicts.items()}
         return verdicts
+
+    def _is_plain(self, read: Read) -> bool:
+        """Whether a round is plain decoding's step, whose tokens are chosen together."""
+        return read.rests and self._texts.chosen_together and not self._runtime.records
 
     def _followed(self, read: Read) -> list[int] | None:
         """The target's choices at the nodes of a single text, where the session drafts behind the forward; else None.
@@ -147,8 +164,11 @@ class LocalTarget:
 
     def commit(self, read: Read, verdicts: dict[int, Verdict]) -> None:
         texts, runtime = self._texts, self._runtime
-        for row, verdict in verdicts.items():
-            texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
+        if self._is_plain(read):
+            texts.emit_chosen(verdicts)
+        else:
+            for row, verdict in verdicts.items():
+                texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
         texts.end_batch()
         if not self._limits.presumed:  # a refusal comes before anything is streamed
             texts.stream()
@@ -159,7 +179,14 @@ class LocalTarget:
         if self._runtime.in_step and verdicts:  # rows that have ended are still read
             for row in read.trees.keys() - verdicts.keys():
                 self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
+        if self._is_plain(read):
+            return [self._of_step(row, read, verdict.next_token) for row, verdict in verdicts.items()]
         return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
+
+    def _of_step(self, row: int, read: Read, token: int) -> Accepted:
+        begin, place = self._roots[row], list(read.trees).index(row)
+        self._roots[row] += 1
+        return LateNews(row, [token], begin, [(read.output.taps[:, :1], place)], self.own_taps)
 
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]
@@ -194,7 +221,7 @@ class LocalTarget:
     def read_ends(self) -> None:
         """Reads the last tokens of texts that ended in the last round but not as the longest, like plain decoding."""
         texts, runtime = self._texts, self._runtime
-        rows = [row for row in self.rows if row not in self._closed and texts.rows[row].ids.shape[1] < texts.length()]
+        rows = [row for row in self.rows if row not in self._closed and texts.ids.lengths[row] < texts.length()]
         if not rows or not runtime.trees:
             return
         trees = [self._undrafted(row) for row in self.rows]
@@ -223,6 +250,7 @@ class LocalTarget:
             runtime.num_texts,
             draws,
             runtime.acceleration.compile_config is not None,
+            runtime.acceleration.programs,
             *own,
             type(session).__qualname__,
             *session.kind,

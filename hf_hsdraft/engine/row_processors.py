@@ -11,6 +11,7 @@ that they are not verified in vain. Only the scores decide what is emitted.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,19 +134,29 @@ class RowProcessors:
                 tree = one.prune(ids, tree)
         return tree
 
-    def of_all_rows(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[B, V]` after texts `[B, L]` of equal length, as in plain decoding. May write to `scores`.
+    def of_alike(self, rows: Sequence[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[n, V]` of rows after their texts `[n, L]` of equal length, as in plain decoding. May write to them.
 
-        Processors that only the caller declares row-wise get single rows here too.
+        Processors that only the caller declares row-wise get single rows here too, as those with data for each row do
+        where some rows are missing.
         """
+        every = len(rows) == len(self._of_rows)
         for place, one in enumerate(self._all):
-            if _is_known(one):
+            if every if _holds_rows(one) else _is_known(one):
                 scores = LogitsProcessorList([one])(ids, scores)
             else:
-                singly = [LogitsProcessorList([of_row[place]]) for of_row in self._of_rows]
+                singly = [LogitsProcessorList([self._of_rows[row][place]]) for row in rows]
                 parts = zip(singly, ids.split(1), scores.split(1), strict=True)
                 scores = torch.cat([process(*part) for process, *part in parts])
         return scores
+
+
+def _holds_rows(processor: Any) -> bool:
+    """Whether a known processor has data for each row of a batch."""
+    kind = type(processor)
+    if kind is logits_process.PrefixConstrainedLogitsProcessor or kind in _READS_THE_START:
+        return True
+    return kind in _HOLDS_ROWS and isinstance(getattr(processor, _HOLDS_ROWS[kind]), torch.Tensor | list)
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:

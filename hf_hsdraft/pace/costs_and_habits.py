@@ -74,8 +74,14 @@ class MeasuredCosts:
 
     @classmethod
     def of_rows(cls, rows: int) -> MeasuredCosts:
-        """Returns the prior for a batch, where a further node is a further node of each row."""
-        return cls(Line(TUNING.tree_cost, Assumption(TUNING.node_cost.value * rows, TUNING.node_cost.spread)))
+        """Returns the prior for a batch, where a further node is a further node of each row.
+
+        The more rows a plain round has, the nearer a node comes to its whole time: then a machine is busy.
+        """
+        if rows == 1:
+            return cls()
+        node = TUNING.row_cost * rows / (1.0 + TUNING.row_cost * (rows - 1))
+        return cls(Line(TUNING.tree_cost, TUNING.node_cost.at(node)))
 
     def of_fewer(self, share: float) -> MeasuredCosts:
         """Returns the prior for rounds that read only this share of the rows."""
@@ -101,6 +107,12 @@ class MeasuredCosts:
         if count < TUNING.most_plain:
             return count < TUNING.first_plain or self._since >= TUNING.between_plain
         return self._since >= TUNING.plain_aged and rate < TUNING.hardly_faster
+
+    def draft_time(self, depth: int, seconds: float) -> float:
+        """Returns how long a draft took, in plain rounds; far above what is expected, something disturbed it."""
+        expected = self.costs.drafting(depth)
+        latest = TUNING.late_factor * expected + TUNING.late_rounds
+        return min(max(seconds / self.plain, expected), latest) if self.plain and depth else expected
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
         """Adds a round that verified `nodes` nodes after a draft of depth `depth`."""
@@ -200,11 +212,13 @@ class Habits:
     accepted: float = 0.0  # drafted tokens accepted
     expected: float = 0.0  # drafted tokens expected to be accepted
     saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
+    pause: int = 0  # rounds that a batch waits for its next trial
 
     @classmethod
-    def assumed(cls, depth: int) -> Habits:
-        """Returns the prior for a drafter's first text."""
-        return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
+    def assumed(cls, depth: int, rows: int = 1) -> Habits:
+        """Returns the prior for a drafter's first text, or first batch."""
+        gains = [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)]
+        return cls(Calibration(), gains, saved=TUNING.first_saved if rows == 1 else TUNING.batch_first_saved)
 
     def of_depth(self, depth: int) -> Habits:
         """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""

@@ -76,11 +76,12 @@ class CostPace(Pace):
 
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
     of the drafter (`Habits.saved`). In debt, a draft has to promise more than its cost, in proportion to the debt.
-    Each round pays a small part of the debt off.
+    Each round pays a small part of the debt off. A batch of `rows` texts, which a draft costs more and gains less, may
+    lose less; there a trial has to be paid for beforehand, and a call begins with the pause that the last one came to.
     """
 
-    def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
-        self.habits = Habits.assumed(depth)
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts, rows: int = 1) -> None:
+        self.habits, self._batch = Habits.assumed(depth, rows), rows > 1
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self.measures = self.measured is not None
         self._depth, self._costs = depth, costs
@@ -94,6 +95,12 @@ class CostPace(Pace):
         self.habits = before.habits.of_depth(self._depth)
         self._pause, self._waited = before._pause, before._waited
 
+    def begin_with(self, habits: Habits) -> None:
+        """Begins a text with the habits of the drafter's last one."""
+        self.habits = habits.for_another_text().of_depth(self._depth)
+        if self._batch:
+            self._pause = self.habits.pause
+
     @property
     def costs(self) -> Costs:
         return self._costs if isinstance(self._costs, Costs) else self._costs.costs
@@ -106,7 +113,7 @@ class CostPace(Pace):
         chosen = self._best_depth(certain)
         if chosen or certain > TUNING.certain:
             return chosen
-        if self._least_worth > 1.0:  # no trials in debt
+        if habits.saved < (self.costs.drafting(1) if self._batch else 0.0):  # no trials in debt
             return 0
         self._waited += 1
         if self._waited <= self._pause:
@@ -114,6 +121,7 @@ class CostPace(Pace):
         # The text may have changed, so what was accepted and expected before counts half.
         habits.accepted, habits.expected = habits.accepted / 2, habits.expected / 2
         self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
+        habits.pause = self._pause
         return min(1, self._depth)
 
     @property
@@ -148,7 +156,7 @@ class CostPace(Pace):
                 ratio = known[level - 1] / before if before else TUNING.unknown_gain_ratio
                 known[level] = known[level - 1] * min(ratio, TUNING.most_gain_ratio)
         if sum(gains) > habits.rate * self.costs.drafting(depth):
-            self._pause = 0
+            self._pause = habits.pause = 0
 
     def _gains(self, trees: Sequence[DraftTree], depth: int) -> list[float]:
         """Returns for each depth how many tokens its nodes add, less what verifying them costs.
@@ -218,7 +226,13 @@ class CostPace(Pace):
         self._promised = 0.0
         progress = emitted if progress is None else progress
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
-        habits.saved = min(habits.saved + progress - time + TUNING.allowed_loss, TUNING.most_saved)
+        most, allowed = TUNING.most_saved, TUNING.allowed_loss
+        lost = time
+        if self._batch:
+            most, allowed = TUNING.batch_most_saved, TUNING.batch_allowed_loss
+            if self.measured is not None:  # a first draft reads the prompts too
+                lost += self.measured.draft_time(depth, draft_seconds) - costs.drafting(depth)
+        habits.saved = min(habits.saved + progress - lost + allowed, most)
         if not self._is_plain:  # a plain round shows nothing about drafting
             newest = 1.0 - TUNING.pace_fading
             habits.tokens += newest * (progress - habits.tokens)
@@ -253,7 +267,7 @@ def pace_for(
         share: share of the rows that stay, of those read until now.
     """
     if given is not None:
-        pace = CostPace(kind.depth, given)
+        pace = CostPace(kind.depth, given, kind.rows)
         if before is not None:
             pace.take_over(before)
         return pace
@@ -261,11 +275,11 @@ def pace_for(
     if kind not in known:
         former = before.measured if before is not None and share < 1.0 else None
         known[kind] = former.of_fewer(share) if former is not None else MeasuredCosts.of_rows(kind.rows)
-    pace = CostPace(kind.depth, known[kind])
+    pace = CostPace(kind.depth, known[kind], kind.rows)
     if before is not None:
         pace.take_over(before)
     elif kind.habits_by in habits:
-        pace.habits = habits[kind.habits_by].for_another_text().of_depth(kind.depth)
+        pace.begin_with(habits[kind.habits_by])
     habits[kind.habits_by] = pace.habits
     return pace
 

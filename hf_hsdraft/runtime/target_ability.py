@@ -60,12 +60,22 @@ class _Refusal:
 _Known = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]]
 _Refused = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusal]]
 
+
+@dataclass
+class _Postponed:
+    """Rounds of batches since the last trial, and what that found if it was doubtful."""
+
+    rounds: int = 0
+    ability: Ability | None = None
+
+
 # Bounds the cache for targets that change from call to call.
 _MOST_KINDS = 64
 
 # By target and kind of call; separate for trees and for chains alone, which may have been found at other lengths.
 known: _Known = weakref.WeakKeyDictionary()
 refused: _Refused = weakref.WeakKeyDictionary()
+_postponed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Postponed]] = weakref.WeakKeyDictionary()
 _doubts: weakref.WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -80,7 +90,7 @@ def known_ability(
         ragged: whether rows may differ in length, where only trees can be read.
     """
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
-    if unknown and runtime.rows.attended is not None:
+    if unknown and runtime.rows.padded:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
     target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
     refusal = refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged))
@@ -99,6 +109,31 @@ def known_ability(
         if length <= until:
             return Ability(False, False, refusal.reason, tried=refusal.tried, until=until)
     return None
+
+
+def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
+    """Whether to try the target of a batch whose ability is unknown, in a call of up to `rounds` rounds.
+
+    A trial takes as long as some plain rounds, which a short call does not win back. So a target is tried once its
+    batches have had so many rounds that a trial hardly counts. Until then `doubtful_ability` is all that is known.
+    """
+    kinds, target = _postponed.setdefault(runtime.target, {}), runtime.target
+    while len(kinds) > _MOST_KINDS:
+        kinds.pop(next(iter(kinds)))
+    waiting = kinds.setdefault(kind_of_call(runtime), _Postponed())
+    waiting.rounds += rounds
+    least = TUNING.trial_rounds_half if target.dtype.itemsize < 4 else TUNING.trial_rounds
+    due = waiting.rounds >= least
+    if due:
+        waiting.rounds = 0
+    return due
+
+
+def doubtful_ability(runtime: TargetRuntime) -> Ability | None:
+    """What the last trial of such a batch has found, if it was doubtful and holds for this length of text."""
+    waiting = _postponed.get(runtime.target, {}).get(kind_of_call(runtime), _Postponed())
+    ability = waiting.ability
+    return ability if ability is not None and runtime.length < ability.until else None
 
 
 def remembered(
@@ -121,7 +156,10 @@ def remembered(
             kept.pop(next(iter(kept)), None)
     doubts[kind] = doubts[kind] + 1 if ability.doubtful or ability.unclear else 0
     if 0 < doubts[kind] < TUNING.most_doubts:
-        return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+        doubtful = replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+        if ability.chains and of_call in (waiting := _postponed.get(runtime.target, {})):
+            waiting[of_call].ability = doubtful
+        return doubtful
     before = refusals.get(kind)
     if ability.chains:
         found = known.setdefault(runtime.target, {}).setdefault((*of_call, chains), {})
@@ -145,7 +183,7 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     device = device_of(target)
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     rows = runtime.num_texts > 1
-    call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.attended is not None
+    call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.padded
     return fingerprint(target), attention, *call
 
 

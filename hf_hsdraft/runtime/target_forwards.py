@@ -15,12 +15,13 @@ import torch
 from ..core.cache_name import CACHE, returned_cache
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import CacheSlots, Mark
 from .target_limits import check_cache, check_mask, refusal
-from .target_parts import LastState
+from .target_parts import LastState, decoder_list
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,16 @@ class Acceleration:
         compile_config: for forwards over trees; `None` if they are not compiled.
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
+        programs: whether decoder layers run as compiled programs.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
         self._compiled: CompiledCalls | None = None
         self._packing: Packing | None = None
+        self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
-        self.packed = self.packs = False
+        self.packed = self.packs = self.programs = False
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
         """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
@@ -98,25 +101,38 @@ class Acceleration:
         """Compiles a function of fixed shapes if forwards are compiled."""
         return function if self._compiled is None else compiled(function, self.compile_config)
 
-    def begin(self, asked_for: bool | None, room: int, slower: Callable[[], bool]) -> None:
+    def begin(
+        self, asked_for: bool | None, room: int, slower: Callable[[], bool], programs: bool | None = False
+    ) -> None:
         """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
 
         Args:
             asked_for: the option `packed_weights`.
+            programs: the option `compiled_layers`.
             room: number of tokens that the call may emit.
             slower: returns whether packed weights are known to slow down this kind of call.
         """
         self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None
+        if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
+            with contextlib.suppress(ValueError):  # no list of layers
+                self._layers = CompiledLayers(list(decoder_list(self._target)[1]), programs)
 
     def after_round(self) -> bool:
-        """Counts a round; returns whether forwards have just become packed, so that costs must be measured again."""
+        """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
         if self._packing is None:
             return False
-        self.packs, before = self._packing.after_round(), self.packed
+        before = self.packed, self.programs
+        self.packs = self._packing.after_round()
         self.packed = self._packing.weights is not None
-        return self.packed and not before
+        if self._layers is not None:
+            compiled = self._layers.after_forward()
+            self.packs = self.packs or compiled  # the first forward compares them with the layers
+            if self._layers.running and self._packing.weights is not None:
+                self.packs = self._packing.weights.join(self._layers.groups) or self.packs
+            self.programs = self._layers.running
+        return (self.packed, self.programs) != before
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
         """Returns the target's outputs.
@@ -131,6 +147,8 @@ class Acceleration:
             stack.enter_context(grouped_attention(device_of(self._target)))
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())
+            if self._layers is not None:
+                stack.enter_context(self._layers.in_use())
             return (self._target if model is None else model)(**inputs, return_dict=True)
 
 
@@ -144,12 +162,14 @@ class TextRows:
         attended: `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none.
         last_positions: `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None`
             without position ids.
+        gapless: these rows without the slots that `with_gaps` has left over; `None` if it has not.
     """
 
     kept: list[int]
     prompt_slots: int
     attended: torch.Tensor | None
     last_positions: torch.Tensor | None
+    gapless: TextRows | None = None
 
     @property
     def next_positions(self) -> list[int] | None:
@@ -168,7 +188,36 @@ class TextRows:
         return [kept - self.prompt_slots + count for kept, count in zip(self.kept, real, strict=True)]
 
     def keeping(self, counts: Sequence[int]) -> TextRows:
-        return replace(self, kept=[kept + count for kept, count in zip(self.kept, counts, strict=True)])
+        kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
+        gapless = None if self.gapless is None else self.gapless.keeping(counts)
+        return replace(self, kept=kept, gapless=gapless)
+
+    def with_gaps(self, read: Sequence[bool], device: torch.device) -> TextRows:
+        """The rows after each has read a token into the last slot, of equal length.
+
+        Slots that longer rows have left over before it stay in the shorter ones, and are masked like padding. So no
+        keys and values are moved. Tokens must be at their places for other inputs and masks: not for windows.
+
+        Args:
+            read: for each row, whether its token is kept.
+            device: of the masks.
+        """
+        assert self.last_positions is not None
+        longest = max(self.kept)
+        kept = on_device(self.kept, device)[:, None]
+        seen = torch.arange(longest, device=device) < kept
+        if self.attended is not None:
+            seen[:, : self.prompt_slots] &= self.attended
+        last = on_device([[each] for each in read], device, dtype=torch.bool)
+        tokens = kept[:, 0] + last[:, 0] - self.prompt_slots
+        gapless = (self.gapless or self).keeping([int(each) for each in read])
+        attended, slots = torch.cat([seen, last], dim=1), longest + 1
+        return TextRows([slots] * len(read), slots, attended, self.last_positions + tokens, gapless)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the prompts are."""
+        return (self.gapless or self).attended is not None
 
     def of(self, places: Sequence[int]) -> TextRows:
         attended, positions, before = self.attended, self.last_positions, len(self.kept)
@@ -176,7 +225,8 @@ class TextRows:
             attended = attended[on_device(places, attended.device)]
         if positions is not None and positions.shape[-1] == before:
             positions = positions[..., on_device(places, positions.device)]
-        return TextRows([self.kept[place] for place in places], self.prompt_slots, attended, positions)
+        gapless = None if self.gapless is None else self.gapless.of(places)
+        return TextRows([self.kept[place] for place in places], self.prompt_slots, attended, positions, gapless)
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -207,6 +257,7 @@ class TargetCall:
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: state of the cache before the last chains, with recurrent layers.
         entered: its state before the round.
+        leaves_gaps: whether rounds without drafts leave slots between tokens; see `TextRows.with_gaps`.
         drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
         further: number of columns of each input along the text beyond the cache after the prompts; negative where the
             caller gave only the new tokens' columns.
@@ -221,7 +272,8 @@ class TargetCall:
         self.fixed = self.forwards = self.unread = 0
         self.marked: Mark | None = None
         self.entered: Mark | None = None
-        self.drops, self.further = False, dict[str, int]()
+        self.leaves_gaps = self.drops = False
+        self.further = dict[str, int]()
 
     def hold(self, outputs: Any, num_texts: int) -> None:
         """Takes over the cache from the prompts' forward; raises a DraftingRefused if it cannot roll back."""
@@ -235,6 +287,8 @@ class TargetCall:
         mask, positions = self.kwargs.get(self.names.mask), self.kwargs.get(self.names.positions)
         check_mask(self.target, mask, length)
         attended = None if mask is None else mask[:, :length].bool().to(device)
+        if attended is not None and bool(attended.all()):
+            attended = None
         last = None if positions is None else positions[..., -1].to(device)
         self.slots, self.rows, self.forwards = slots, TextRows([length] * num_texts, length, attended, last), 1
         given = {name: self.kwargs.get(name) for name in (self.names.mask, self.names.positions, *TOKEN_TYPES)}

@@ -28,9 +28,11 @@ from .tree_reading import (
     AheadReader,
     AttentionKind,
     TreeBatch,
+    close_gaps,
     commit_trees,
     kinds_of_attention,
     read_batch,
+    read_roots,
     tokens_kept,
 )
 
@@ -70,6 +72,7 @@ class TargetRuntime(TargetCall):
         self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
         self._ahead: AheadReader | None = None
+        self._keeps_slots = True
         if (cache := given_cache(self.kwargs)) is not None:
             check_cache(target, cache)
 
@@ -137,14 +140,19 @@ class TargetRuntime(TargetCall):
         # `input_ids` and the model's inputs still have rows that have left.
         with self._last_state_kept():
             if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
-                ahead = None if self._ahead is None else self._ahead.verify(trees, self._columns)
-                if ahead is None:
-                    self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
-                    ahead = read_batch(self, self.batch, self.kinds)
-                self._outputs, self._again = ahead, 0
+                self._outputs, self._again = self._read_trees(trees), 0
             else:
                 self._outputs, self._again = read_chains(self, trees, input_ids, self._columns), self.unread
         return self._output().last(self._columns)
+
+    def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
+        kept = self.rows.kept
+        if self._ahead is not None and (ahead := self._ahead.verify(trees, self._columns)) is not None:
+            return ahead
+        if self._columns == 1 and self.slots.static is None and min(kept) == max(kept):
+            return read_roots(self, trees, self.kinds)
+        self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
+        return read_batch(self, self.batch, self.kinds)
 
     def _last_state_kept(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._last_state is None else self._last_state.kept()
@@ -164,7 +172,9 @@ class TargetRuntime(TargetCall):
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
-        end = self.rows.prompt_slots + input_ids.shape[1] - self._prompt_length - 1
+        if self._keeps_slots:
+            close_gaps(self)
+        end = (self.rows.gapless or self.rows).prompt_slots + input_ids.shape[1] - self._prompt_length - 1
         with self.undone_on_error():
             if self.unread:
                 catch_up(self, input_ids[:, :-1])
@@ -212,6 +222,15 @@ class TargetRuntime(TargetCall):
             self._ended = EndedRows(len(self.rows.kept), keep)
         return self._ended is not None
 
+    def leave_gaps(self, keep: bool) -> None:
+        """Lets rounds without drafts leave gaps between tokens, where slots need no order; closed with `keep`.
+
+        Not in a cache of the caller's, which has to be in order after an interrupt too.
+        """
+        alike = self.trees and self.slots.static is None and not any(kind.width for kind in self.kinds)
+        self.leaves_gaps = alike and not getattr(self.cache, "_is_user_defined", False)
+        self._keeps_slots = keep
+
     @property
     def rows_can_be_apart(self) -> bool:
         """Whether cache and inputs allow reading some rows without the others."""
@@ -221,6 +240,8 @@ class TargetRuntime(TargetCall):
     def keep_rows(self, places: Sequence[int]) -> None:
         """Restricts forwards to rows by their places in the current batch, after the others' last tokens were read."""
         assert self._ended is not None
+        if self._keeps_slots:
+            close_gaps(self)
         self._ended.take_out(self.cache, places, self.rows.kept)
         self.rows = self.rows.of(places)
         self.slots.drop(self.length - max(self.rows.kept))

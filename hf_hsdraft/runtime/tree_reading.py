@@ -208,6 +208,26 @@ def read_batch(call: TargetCall, batch: TreeBatch, kinds: Sequence[AttentionKind
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
 
 
+def read_roots(call: TargetCall, roots: Sequence[DraftTree], kinds: Sequence[AttentionKind]) -> Any:
+    """The target's outputs for lone roots of rows of equal length, read as in plain decoding; see `read_trees`."""
+    rows, device = call.rows, device_of(call.target)
+    assert rows.last_positions is not None
+    slots, depths = rows.kept[0] + 1, [tree.depths for tree in roots]
+    ahead = slots - rows.prompt_slots  # of the prompt's last position
+    # Only idle nodes have another depth than 0.
+    further = on_device(depths, device) + ahead if any(depth for [depth] in depths) else ahead
+    tokens = on_device([tree.tokens for tree in roots], device)
+    if rows.attended is None:
+        mask = torch.ones(len(roots), slots, dtype=torch.int64, device=device)
+    else:
+        mask = F.pad(rows.attended, (0, slots - rows.prompt_slots), value=True).expand(len(roots), -1)
+        if [(kind.width, kind.attention) for kind in kinds] == [(0, "sdpa")]:
+            mask = as_attention_takes_it(mask[:, None], "sdpa", call.slots.layers[kinds[0].layer].keys.dtype)
+    inputs = call.inputs(tokens, 1, None, positions=rows.last_positions[..., None] + further)
+    inputs[call.names.mask] = mask
+    return call.forward(inputs, 1)
+
+
 def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:
     """The inputs of a forward over the last `columns` nodes of a batch of trees, whose other nodes are in the cache."""
     rows, device = call.rows, device_of(call.target)
@@ -245,6 +265,9 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
         columns: of the forward that read the trees.
     """
     slots, total = call.slots, call.slots.length
+    if columns == 1 and call.leaves_gaps and min(call.rows.kept) < max(call.rows.kept):
+        call.rows = call.rows.with_gaps([path is not None for path in paths], device_of(call.target))
+        return
     fixed_shape = call.acceleration.compile_config is not None  # a compiled move has one shape only
     source, goal = slots_to_move(call.rows.kept, paths, total - columns, columns if fixed_shape else 0)
     call.rows = call.rows.keeping([tokens_kept(path) for path in paths])
@@ -258,6 +281,22 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
     # Sliding layers keep what the shortest row still sees.
     slots.widen_windows(max(kept) - min(growing, default=max(kept)))
     slots.drop(total - max(kept))
+
+
+def close_gaps(call: TargetCall) -> None:
+    """Moves the tokens of rows with gaps to where they are without; see `TextRows.with_gaps`."""
+    rows, slots = call.rows, call.slots
+    if rows.gapless is None or rows.attended is None:
+        return
+    real = F.pad(rows.attended, (0, slots.length - rows.prompt_slots), value=True)
+    real[:, : rows.gapless.prompt_slots] = True
+    order = (~real).int().argsort(dim=1, stable=True)[:, None, :, None]
+    for layer in slots.layers_with_keys:
+        layer.keys, layer.values = (
+            states.gather(2, order.to(states.device).expand_as(states)) for states in (layer.keys, layer.values)
+        )
+    call.rows = rows.gapless
+    slots.drop(slots.length - max(call.rows.kept))
 
 
 def slots_to_move(

@@ -54,7 +54,7 @@ def test_a_small_target_is_measured_and_scaled(tmp_path):
     out = tmp_path / "cost.json"
     round_cost.main(["--tiny", "--targets", "8b", "--rows", "9", "--dtype", "float32", "--json", str(out)])
     report = json.loads(out.read_text())
-    assert report["probes"].keys() == {"stored", "packed"}
+    assert report["probes"].keys() == {"stored", "packed"} and report["probes"]["stored"]["bandwidth"] > 0
     parts = ["plain step", "round, 9 rows", "verify, 9 rows"]
     assert [row["part"] for row in report["rows"]] == parts * 2
     assert {row["target"] for row in report["rows"]} == {"8b, 2 layers", "8b, 4 layers, scaled"}

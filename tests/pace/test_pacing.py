@@ -129,6 +129,39 @@ def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
     assert worth[cut_size(pace, trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
+def test_a_node_of_a_batch_costs_less_than_a_plain_round_however_many_rows():
+    nodes = [MeasuredCosts.of_rows(rows).costs.node for rows in (1, 2, 4, 8, 16, 32, 1024)]
+    assert nodes == sorted(nodes) and nodes[-1] < 1.0
+    assert nodes[0] == MeasuredCosts().costs.node
+
+
+@pytest.mark.parametrize("rows", [2, 8, 32])
+@pytest.mark.parametrize("right", [0.0, 0.02])
+def test_a_useless_drafter_costs_a_batch_at_most_a_few_percent_from_the_first_call_on(rows, right):
+    """Calls of 40 tokens; each first draft reads the prompts, which takes as long as a plain round."""
+    costs, habits, draw = MeasuredCosts.of_rows(rows), Habits.assumed(4, rows), random.Random(1)
+    lost = []
+    for _ in range(6):
+        pace, time, tokens, drafts = CostPace(4, costs, rows), 0.0, 0, 0
+        pace.begin_with(habits)
+        habits = pace.habits
+        while tokens < 40:
+            depth = pace.plan()
+            trees = draft(pace, [chain(*[0.6] * depth)] * rows, depth)
+            size = cut_size(pace, trees)
+            length = int(size > 0 and draw.random() < right)
+            draft_seconds = 0.0 if not depth else 0.12 + (0.9 if not drafts else 0.0)
+            forward_seconds = 1.0 + size * 0.1
+            drafts += depth > 0
+            for tree in trees if depth else ():
+                pace.learn(tree, [*range(1, length + 1), 99])
+            pace.note_round(size, 1 + length, forward_seconds, depth, draft_seconds)
+            time, tokens = time + forward_seconds + draft_seconds, tokens + 1 + length
+        lost.append(time - tokens)
+    assert lost[0] < 0.04 * 40
+    assert sum(lost) < 0.02 * 40 * len(lost)
+
+
 def batch_rounds(rows, costs, rounds=60):
     """Rounds over a batch, with for each row how probable its next token is; drafts made, and those not verified."""
     pace, drafts, unused = CostPace(1, costs), 0, 0

@@ -192,7 +192,7 @@ class ReadingSession(TreeSession):
             row.anchor = columns[-1][-1:] + 1
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            if len(row.pending) > TUNING.most_pending:  # no draft for a long time
+            if sum(len(part[-1]) for part in row.pending[1:]) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
 
     def read_pending(self, rows: Sequence[int]) -> None:

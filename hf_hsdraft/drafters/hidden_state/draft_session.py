@@ -224,7 +224,8 @@ class HSDraftSession(TreeSession):
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if len(self._rows) == 1 and len(pending) > TUNING.most_pending:  # no draft for a long time
+        waiting = sum(len(part[2]) for part in pending[1:])
+        if len(self._rows) == 1 and waiting > TUNING.most_pending:  # no draft for a long time
             self._roll_out.read(*_joined(pending[:-1]))
             del pending[:-1]
 

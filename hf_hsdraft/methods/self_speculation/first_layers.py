@@ -155,7 +155,7 @@ class FirstLayers:
     def _kind(self) -> tuple[Any, ...]:
         """Cache key of the split-layers trial."""
         target, rows = self._call.target, self._call.rows
-        call = len(rows.kept) > 1, rows.attended is not None
+        call = len(rows.kept) > 1, rows.padded
         return self._made_of, self.count, device_of(target), text_config(target)._attn_implementation, *call
 
     def _without_idle(self, batch: TreeBatch) -> TreeBatch:

@@ -1,0 +1,163 @@
+"""Times batches with and without a drafter, and with one that is of no use, so that drafting soon rests.
+
+    python benchmarks/batches.py --prompts spec_bench_dev.jsonl --json batches.json --batch-sizes 8 --dtypes bfloat16
+
+It stops after `--seconds`, before a call that would take longer; the same command goes on where the file ends. So each
+part of the table may be measured in a short time of its own, and all of them are printed each time.
+
+- plain / ours: time of plain decoding over that with the drafter, for the same batch, one after the other and in
+  changing order; median, with quartiles, over all batches and repeats. Above 1 drafting gains.
+- at rest: the same with a drafter whose weights are random.
+- --one-thread: one thread, whose own time is counted, so that other processes on the machine disturb less.
+- rows as plain: rows whose text is plain decoding's. In bfloat16 near-ties may fall otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner import counts, keep, loaded_target, names, options, print_table, prompt_texts
+
+REST, ON = "at rest", "on"
+COLUMNS = (
+    "dtype",
+    "batch",
+    "drafting",
+    "plain / ours",
+    "quartiles",
+    "pairs",
+    "tokens a row and forward",
+    "rows as plain",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = options(__doc__, target=None, drafter=None, prompts=None, max_new_tokens=36, repeats=8, seed=0, json=...)
+    parser.add_argument("--batch-sizes", type=counts, default=[2, 4, 8, 16, 32], help="default: 2,4,8,16,32")
+    parser.add_argument("--dtypes", type=names, default=["bfloat16", "float32"], help="default: bfloat16,float32")
+    parser.add_argument("--longest", type=int, default=400, help="characters of a prompt; default: 400")
+    parser.add_argument("--seconds", type=float, default=100.0, help="time of this run; default: 100")
+    parser.add_argument("--one-thread", action="store_true", help="see above")
+    given = parser.parse_args(arguments)
+    given.drafter = given.drafter[0] if given.drafter else None
+    ends = time.monotonic() + given.seconds
+    cells = _kept(given.json)
+    for dtype in given.dtypes:
+        todo = [
+            (size, kind)
+            for size in given.batch_sizes
+            for kind in (ON, REST)
+            if len(cells.get(f"{dtype} {size} {kind}", [])) < given.repeats
+        ]
+        if not todo or time.monotonic() > ends:
+            continue
+        given.dtype = dtype
+        pair = _Pair(given)
+        for size, kind in todo:
+            done = cells.setdefault(f"{dtype} {size} {kind}", [])
+            for found in pair.timed(size, kind, len(done), ends):
+                done.append(found)
+                keep(given.json, {"cells": cells})
+    print_table(COLUMNS, (_row(name, found) for name, found in sorted(cells.items(), key=_order) if found))
+    return 0
+
+
+class _Pair:
+    """A target with its drafter, and one of the same shape whose weights are random."""
+
+    def __init__(self, given: Any) -> None:
+        import torch
+
+        from hf_hsdraft.cli._shared import drafter_of
+        from hf_hsdraft.generate.by_name import load_drafter
+
+        self.given, self._tried = given, False
+        self._clock = time.perf_counter
+        if given.one_thread:
+            torch.set_num_threads(1)
+            self._clock = time.thread_time
+        self.target, self.tokenizer = loaded_target(given)
+        name, dtype = drafter_of(given.target, given.drafter), getattr(torch, given.dtype)
+        self.drafters = {kind: load_drafter(name, dtype) for kind in (ON, REST)}
+        torch.manual_seed(given.seed)
+        for weight in self.drafters[REST].parameters():
+            weight.data.normal_(0.0, 0.02)
+
+    def timed(self, size: int, kind: str, begin: int, ends: float) -> Iterator[dict[str, Any]]:
+        """Yields pairs of calls from number `begin` on, until there are enough or the time is over."""
+        batches = self._batches(size)
+        self._try_target(self.drafters[kind])
+        for _ in range(2):  # packs weights, and learns what a forward costs
+            self._call(batches[0], self.drafters[kind])
+        for number in range(begin, self.given.repeats):
+            before = time.monotonic()
+            batch, found = batches[number % len(batches)], {}
+            for drafter in (None, self.drafters[kind])[:: -1 if number % 2 else 1]:
+                found["plain" if drafter is None else "ours"] = self._call(batch, drafter)
+            plain, ours = found["plain"], found["ours"]
+            yield {
+                "ratio": plain["seconds"] / ours["seconds"],
+                "tau": ours["tau"],
+                "same": sum(one == other for one, other in zip(plain["texts"], ours["texts"], strict=True)),
+                "rows": size,
+            }
+            if 2 * time.monotonic() - before > ends:
+                return
+
+    def _try_target(self, drafter: Any) -> None:
+        """Decodes so much that drafting for batches is tried, which is done once in a process."""
+        from hf_hsdraft.core.tuning import TUNING
+
+        if not self._tried:
+            self._call(self._batches(2)[0], drafter, TUNING.trial_rounds_half + 1)
+            self._tried = True
+
+    def _batches(self, size: int) -> list[Any]:
+        """Batches of prompts of similar length."""
+        from hf_hsdraft.bench.prompts import padded_batches
+
+        texts = [text for text in prompt_texts(self.given) if len(text) <= self.given.longest]
+        return [each for each in padded_batches(self.tokenizer, texts, size, "cpu") if len(each["input_ids"]) == size]
+
+    def _call(self, batch: Any, drafter: Any, most: int = 0) -> dict[str, Any]:
+        import torch
+
+        from hf_hsdraft.engine.call_output import DraftStatistics
+
+        most = most or self.given.max_new_tokens
+        call = {"max_new_tokens": most, "do_sample": False, "return_dict_in_generate": True}
+        begin = self._clock()
+        with torch.inference_mode():
+            output = self.target.generate(**batch, **call, assistant_model=drafter)
+        seconds = self._clock() - begin
+        texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
+        counted = getattr(output, "statistics", DraftStatistics())
+        return {"seconds": seconds, "texts": texts, "tau": counted.tau}
+
+
+def _kept(path: Path) -> dict[str, list[dict[str, Any]]]:
+    return json.loads(path.read_text())["cells"] if path.exists() else {}
+
+
+def _order(cell: tuple[str, Any]) -> tuple[str, int, str]:
+    dtype, size, kind = cell[0].split(" ", 2)
+    return dtype, int(size), kind
+
+
+def _row(name: str, found: Sequence[dict[str, Any]]) -> Sequence[Any]:
+    dtype, size, kind = name.split(" ", 2)
+    ratios = [each["ratio"] for each in found]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    same, rows = sum(each["same"] for each in found), sum(each["rows"] for each in found)
+    tau = statistics.mean(each["tau"] for each in found)
+    return dtype, size, kind, middle, f"{low:.2f} to {high:.2f}", len(found), tau, f"{same} of {rows}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
