@@ -225,6 +225,14 @@ class Tuning:
     # Number of bytes of all copies in the process, unless they are asked for - by hand.
     packed_bytes: int = 2**31
 
+    # --- Compiled layers of a target, on CPUs ---
+    # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core some 30
+    # seconds, and a forward gets quicker by a third.
+    compiling_forwards: int = 100
+    # By how many times the precision of their dtype two ways to sum may differ, relative to the greatest number - by
+    # hand.
+    rounded_sums: float = 16.0
+
     # --- Products of a drafter, on CPUs ---
     # Number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many.
     rows_in_8_bits: int = 8

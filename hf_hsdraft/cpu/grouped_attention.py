@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.tuning import TUNING
 
-_grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
+Attend = Callable[..., torch.Tensor | None]  # query, key, value, mask, scaling; `None` where it does not apply
+_grouped: ContextVar[Attend | None] = ContextVar("hsdraft_grouped", default=None)
 
 _BLOCK, _FEW = 32, 192  # the kernel's block of query rows, used for fewer rows than this
 
@@ -56,11 +57,15 @@ def grouped_attention(device: torch.device) -> Iterator[None]:
 
     transformers' sdpa is wrapped at the first forward of a target on a CPU.
     """
-    if device.type != "cpu":
+    with attention_by(_attend_tree) if device.type == "cpu" else contextlib.nullcontext():
         yield
-        return
+
+
+@contextlib.contextmanager
+def attention_by(function: Attend) -> Iterator[None]:
+    """Within, in this thread, layers on a CPU attend by `function` where they would by transformers' sdpa."""
     _install()
-    token = _grouped.set(True)
+    token = _grouped.set(function)
     try:
         yield
     finally:
@@ -91,9 +96,11 @@ def _install() -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # First, as a context variable would break a compiled graph in each layer.
-        ours = not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu" and not args
-        if ours and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
-            return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
+        ours = None if torch.compiler.is_compiling() else _grouped.get()
+        if ours and query.device.type == "cpu" and not args and all(map(_is_known, kwargs, kwargs.values())):
+            mixed = ours(query, key, value, attention_mask, kwargs.get("scaling"))
+            if mixed is not None:
+                return mixed, None
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     sdpa_attention_forward._hsdraft = _grouped  # type: ignore[attr-defined]
@@ -101,7 +108,7 @@ def _install() -> None:
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Whether `_attend` may ignore a keyword, or handles it."""
+    """Whether `attend` may ignore a keyword, or handles it."""
     return value is None or name in _KNOWN or (name in _OFF and not value)
 
 
@@ -113,7 +120,13 @@ def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) 
     return n == 1 if mask is None else mask.dim() == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == n
 
 
-def _attend(
+def _attend_tree(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor | None:
+    return attend(query, key, value, mask, scaling) if _is_tree(query, key, mask) else None
+
+
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
     """Attention of `n` tokens `[B, heads, n, size]` over keys and values `[B, key heads, length, size]`.

@@ -16,17 +16,16 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as _of_all_modules
 
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
 from .small_weights import quantised_parts
+from .stand_ins import in_use, is_compiled, standing_in
 from .weight_copies import Copy, copy_of, has_kernel, is_worth_it, product, stamps_of, sums_of
 
 
@@ -39,7 +38,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     if asked_for is False or target.device.type != "cpu" or not _are_products_torchs_own():
         return []
     modules = list(target.modules())
-    if any(map(_is_compiled, modules)):  # it would be recompiled
+    if any(map(is_compiled, modules)):  # it would be recompiled
         return []
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
     if asked_for:
@@ -52,7 +51,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
 def packed_now(target: nn.Module) -> list[nn.Linear]:
     """The layers of a target that multiply by packed copies in this context."""
     modules: Any = target.modules()
-    return [module for module in modules if module in _in_use.get()]
+    return [module for module in modules if isinstance(in_use.get().get(module), PackedLinears)]
 
 
 def _are_products_torchs_own() -> bool:
@@ -65,34 +64,34 @@ class PackedWeight:
     """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
     Args:
-        weight: `[out, in]`, accepted by `has_kernel`.
-        shared: whether `holds` will be called, for which the copy records sums of the weight.
+        weights: `[out, in]` each, accepted by `has_kernel`; of several W is joined along `out`.
+        shared: whether `holds` will be called, for which the copy records sums of the weights.
     """
 
-    def __init__(self, weight: torch.Tensor, shared: bool = False) -> None:
-        self._weight = weight
+    def __init__(self, *weights: torch.Tensor, shared: bool = False) -> None:
+        self._weights = weights
         self._copy: Copy | None = None
         self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, threading.Lock()
-        self._stamps = stamps_of([weight])
-        self.size = weight.numel() * weight.element_size()  # of the copy, in bytes, or more
+        self._stamps = stamps_of(weights)
+        self.size = sum(weight.numel() * weight.element_size() for weight in weights)  # of the copy, in bytes, or more
 
     @property
     def made(self) -> bool:
         """Whether the copy has been made, or has failed."""
         return self._copy is not None or self._failed
 
-    def is_of(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` is unchanged, as far as its version tells: `.data` may be written to."""
-        return stamps_of([weight]) == self._stamps
+    def is_of(self, *weights: torch.Tensor) -> bool:
+        """Whether these weights are unchanged, as far as their versions tell: `.data` may be written to."""
+        return stamps_of(weights) == self._stamps
 
-    def holds(self, weight: torch.Tensor) -> bool:
-        """Whether the copy still matches `weight`, compared by value to detect writes to `.data`."""
-        if self._failed or not self.is_of(weight):
+    def holds(self, *weights: torch.Tensor) -> bool:
+        """Whether the copy still matches the weights, compared by value to detect writes to `.data`."""
+        if self._failed or not self.is_of(*weights):
             return False
         if self._copy is None:
             return True
-        return self._sums is not None and all(map(torch.equal, self._sums, sums_of([weight])))
+        return self._sums is not None and all(map(torch.equal, self._sums, sums_of(weights)))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
@@ -101,23 +100,21 @@ class PackedWeight:
             self._make()
         if self._copy is not None and usual and x.numel() and is_worth_it(self._copy, x):
             return product(x, self._copy, bias)
-        return F.linear(x, self._weight, bias)
+        if len(self._weights) == 1:
+            return F.linear(x, self._weights[0], bias)
+        outputs = torch.cat([F.linear(x, weight) for weight in self._weights], dim=-1)
+        return outputs if bias is None else outputs + bias
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode
             if self.made:  # by another thread
                 return
             try:
-                self._sums = sums_of([self._weight]) if self._shared else None
-                self._copy = copy_of([self._weight])
+                self._sums = sums_of(self._weights) if self._shared else None
+                self._copy = copy_of(self._weights)
             except RuntimeError:  # out of memory
                 pass
             self._failed = self._copy is None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    compiled = module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, _Forward)
-    return compiled or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
@@ -131,12 +128,70 @@ def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
 
 
 _FORWARD = nn.Linear.forward
-_in_use: ContextVar[dict[nn.Module, PackedWeight]] = ContextVar("hsdraft_packed", default={})  # noqa: B039 never written
 
 
-# Copies of each layer's weight that new calls may share, and all copies; only calls keep them alive.
-_to_share: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PackedWeight]] = weakref.WeakKeyDictionary()
-_alive: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
+class PackedLinears(PackedWeight):
+    """Linear layers of one input that multiply by one packed copy; most often a single layer."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__(*(linear.weight for linear in linears), shared=True)
+        self.linears = linears
+        self._joint = threading.local()  # the last input of this thread, and the parts of its product
+
+    @property
+    def unchanged(self) -> bool:
+        """As `holds`, for the layers' weights now."""
+        return self.holds(*(linear.weight for linear in self.linears))
+
+    def run(self, linear: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1 or kwargs:
+            return NotImplemented
+        if len(self.linears) == 1:
+            return self._product(args[0])
+        x, place = args[0], self.linears.index(linear)
+        state = x, None if x.is_inference() else x._version
+        if place == 0:
+            outputs = self._product(x)
+            if outputs is NotImplemented:
+                return outputs
+            parts = outputs.split([linear.out_features for linear in self.linears], dim=-1)
+            self._joint.state, self._joint.parts = state, parts
+            return parts[0]
+        known = getattr(self._joint, "state", None)
+        if known is None or known[0] is not x or known[1] != state[1]:
+            return NotImplemented
+        if place == len(self.linears) - 1:
+            self._joint.state = None
+        return self._joint.parts[place]
+
+    def _product(self, x: torch.Tensor) -> Any:
+        """The outputs side by side, or `NotImplemented` if the layers might compute another product."""
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):  # autocast chooses dtypes
+            return NotImplemented
+        linears = self.linears
+        if not all(is_unhooked(linear) and linear.weight.dtype == x.dtype for linear in linears):
+            return NotImplemented
+        if not self.is_of(*(linear.weight for linear in linears)):
+            return NotImplemented
+        biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        if biases and len(biases) < len(linears):
+            return NotImplemented
+        return self(x, None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases))
+
+
+def joined_product(linears: tuple[nn.Linear, ...], x: torch.Tensor) -> torch.Tensor:
+    """The outputs of layers of one input, side by side; by one packed copy, if they have one in this context."""
+    packed = in_use.get().get(linears[0])
+    if isinstance(packed, PackedLinears) and packed.linears == linears:
+        outputs = packed._product(x)
+        if outputs is not NotImplemented:
+            return outputs
+    return linears[0](x) if len(linears) == 1 else torch.cat([linear(x) for linear in linears], dim=-1)
+
+
+# Copies that new calls may share, by each of their layers, and all copies; only calls keep them alive.
+_to_share: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PackedLinears]] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakSet[PackedLinears] = weakref.WeakSet()
 _sharing = threading.RLock()
 
 
@@ -147,11 +202,20 @@ class PackedWeights:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._of: dict[Any, PackedLinears] = {}
         with _sharing:
-            found = {linear: copy for linear in linears if (copy := _copy_to_share(linear)) is not None}
-            if not all(copy.holds(linear.weight) for linear, copy in found.items()):
-                found = {}
-            self._of: dict[Any, PackedWeight] = {linear: found.get(linear) or _new_copy(linear) for linear in linears}
+            shared = {copy for linear in linears if (copy := _copy_to_share(linear)) is not None}
+            shared = {copy for copy in shared if set(copy.linears) <= set(linears)}
+            for copy in shared if all(copy.unchanged for copy in shared) else ():
+                self._add(copy)
+            for linear in linears:
+                if linear not in self._of:
+                    self._add(PackedLinears(linear))
+
+    def _add(self, copy: PackedLinears) -> None:
+        _alive.add(copy)
+        for linear in copy.linears:
+            self._of[linear], _to_share[linear] = copy, weakref.ref(copy)
 
     @classmethod
     def of(cls, target: Any, asked_for: bool | None) -> PackedWeights | None:
@@ -165,6 +229,17 @@ class PackedWeights:
             fits = asked_for or sum(copy.size for copy in _alive) <= TUNING.packed_bytes
             return packed if linears and fits else None
 
+    def join(self, groups: Iterable[tuple[nn.Linear, ...]]) -> bool:
+        """Lets layers that read the same input share a copy, which replaces those they have; whether any is new."""
+        new = False
+        with _sharing:
+            for group in groups:
+                held = [self._of.get(linear) for linear in group]
+                if len(group) > 1 and all(copy is not None and len(copy.linears) == 1 for copy in held):
+                    self._add(PackedLinears(*group))
+                    new = True
+        return new
+
     def serve(self, target: Any, asked_for: bool | None) -> bool:
         """Whether these copies include those that a target would get now; compares all the weights.
 
@@ -174,7 +249,7 @@ class PackedWeights:
         if not wanted or not wanted <= set(self._of) <= able:
             return False
         with _sharing:
-            return all(copy.holds(linear.weight) for linear, copy in self._of.items())
+            return all(copy.unchanged for copy in set(self._of.values()))
 
     @property
     def made(self) -> bool:
@@ -183,77 +258,10 @@ class PackedWeights:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, in this thread, the layers multiply by the copies."""
-        if _is_any_module_hooked() or not _are_products_torchs_own():
+        with standing_in(self._of) if _are_products_torchs_own() else contextlib.nullcontext():
             yield
-            return
-        placed, token = list[_Forward](), _in_use.set(self._of)
-        try:
-            _stand_in(self._of, placed)
-            yield
-        finally:
-            _in_use.reset(token)  # first: if interrupted, what remains calls the layer itself
-            _stand_back(placed)
 
 
-def _copy_to_share(linear: nn.Linear) -> PackedWeight | None:
+def _copy_to_share(linear: nn.Linear) -> PackedLinears | None:
     copy = _to_share.get(linear)
     return None if copy is None else copy()
-
-
-def _new_copy(linear: nn.Linear) -> PackedWeight:
-    copy = PackedWeight(linear.weight, shared=True)
-    _to_share[linear] = weakref.ref(copy)
-    _alive.add(copy)
-    return copy
-
-
-def _is_any_module_hooked() -> bool:
-    return bool(_of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks)
-
-
-# torch calls this attribute instead of a module's hooks and forward, as `Module.compile` uses it. Copies of a module,
-# in memory or stored, lack it, and no `forward` is touched.
-_PLACE = "_compiled_call_impl"
-_standing = threading.RLock()
-
-
-class _Forward:
-    """A layer's call while any thread has packed copies in use, in that thread and in others; `users` counts them."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        self._linear: Any = linear
-        self.users = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        linear, packed = self._linear, _in_use.get().get(self._linear)
-        if packed is not None and len(args) == 1 and not kwargs and _can_take_place(packed, linear, args[0]):
-            return packed(args[0], linear.bias)
-        return linear._call_impl(*args, **kwargs)
-
-
-def _stand_in(linears: Iterable[nn.Module], placed: list[_Forward]) -> None:
-    """Puts a `_Forward` before each layer that is not compiled, and appends it to `placed`."""
-    with _standing:
-        for linear in linears:
-            forward = vars(linear).get(_PLACE) or _Forward(linear)
-            if isinstance(forward, _Forward):
-                vars(linear)[_PLACE] = forward
-                forward.users += 1
-                placed.append(forward)
-
-
-def _stand_back(placed: Sequence[_Forward]) -> None:
-    """Removes each `_Forward` that no other thread needs."""
-    with _standing:
-        for forward in placed:
-            forward.users -= 1
-            if not forward.users and vars(forward._linear).get(_PLACE) is forward:
-                del vars(forward._linear)[_PLACE]
-
-
-def _can_take_place(packed: PackedWeight, linear: nn.Linear, input: torch.Tensor) -> bool:
-    """Whether the layer would compute just the same product."""
-    weight = linear.weight
-    if not is_unhooked(linear) or not packed.is_of(weight) or input.dtype != weight.dtype:
-        return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))  # autocast chooses dtypes

@@ -30,6 +30,7 @@ class DraftStatistics:
         exact: whether the text has the target's distribution; False only for a lossy verification rule.
         relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
         packed_weights: whether rounds used packed copies of the target's weights at some point.
+        compiled_layers: whether rounds ran the target's decoder layers as compiled programs at some point.
         reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 for
             other drafters.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time. The rest of the
@@ -46,6 +47,7 @@ class DraftStatistics:
     exact: bool = True
     relaxed_tokens: int = 0
     packed_weights: bool = False
+    compiled_layers: bool = False
     reused_share: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

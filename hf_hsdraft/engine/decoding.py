@@ -86,6 +86,7 @@ def speculative_decoding(
     keeper.finish()
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
+    statistics.compiled_layers = runtime.acceleration.programs
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
@@ -157,7 +158,10 @@ def _run_rounds(
     room = max(map(texts.room, range(call.rows)))
     # Asked again as the text grows: its length is part of the kind.
     runtime.acceleration.begin(
-        call.options.packed_weights, room, lambda: slower_packed(call.target, target.kind(drafting.session))
+        call.options.packed_weights,
+        room,
+        lambda: slower_packed(call.target, target.kind(drafting.session)),
+        call.options.compiled_layers,
     )
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))

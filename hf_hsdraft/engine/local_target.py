@@ -250,6 +250,7 @@ class LocalTarget:
             runtime.num_texts,
             draws,
             runtime.acceleration.compile_config is not None,
+            runtime.acceleration.programs,
             *own,
             type(session).__qualname__,
             *session.kind,

@@ -15,12 +15,13 @@ import torch
 from ..core.cache_name import CACHE, returned_cache
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import CacheSlots, Mark
 from .target_limits import check_cache, check_mask, refusal
-from .target_parts import LastState
+from .target_parts import LastState, decoder_list
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,16 @@ class Acceleration:
         compile_config: for forwards over trees; `None` if they are not compiled.
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
+        programs: whether decoder layers run as compiled programs.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
         self._compiled: CompiledCalls | None = None
         self._packing: Packing | None = None
+        self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
-        self.packed = self.packs = False
+        self.packed = self.packs = self.programs = False
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
         """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
@@ -98,25 +101,38 @@ class Acceleration:
         """Compiles a function of fixed shapes if forwards are compiled."""
         return function if self._compiled is None else compiled(function, self.compile_config)
 
-    def begin(self, asked_for: bool | None, room: int, slower: Callable[[], bool]) -> None:
+    def begin(
+        self, asked_for: bool | None, room: int, slower: Callable[[], bool], programs: bool | None = False
+    ) -> None:
         """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
 
         Args:
             asked_for: the option `packed_weights`.
+            programs: the option `compiled_layers`.
             room: number of tokens that the call may emit.
             slower: returns whether packed weights are known to slow down this kind of call.
         """
         self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None
+        if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
+            with contextlib.suppress(ValueError):  # no list of layers
+                self._layers = CompiledLayers(list(decoder_list(self._target)[1]), programs)
 
     def after_round(self) -> bool:
-        """Counts a round; returns whether forwards have just become packed, so that costs must be measured again."""
+        """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
         if self._packing is None:
             return False
-        self.packs, before = self._packing.after_round(), self.packed
+        before = self.packed, self.programs
+        self.packs = self._packing.after_round()
         self.packed = self._packing.weights is not None
-        return self.packed and not before
+        if self._layers is not None:
+            compiled = self._layers.after_forward()
+            self.packs = self.packs or compiled  # the first forward compares them with the layers
+            if self._layers.running and self._packing.weights is not None:
+                self.packs = self._packing.weights.join(self._layers.groups) or self.packs
+            self.programs = self._layers.running
+        return (self.packed, self.programs) != before
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
         """Returns the target's outputs.
@@ -131,6 +147,8 @@ class Acceleration:
             stack.enter_context(grouped_attention(device_of(self._target)))
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())
+            if self._layers is not None:
+                stack.enter_context(self._layers.in_use())
             return (self._target if model is None else model)(**inputs, return_dict=True)
 
 

@@ -25,6 +25,7 @@ from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
+from hf_hsdraft.cpu.stand_ins import Placed
 from hf_hsdraft.cpu.weight_copies import has_kernel
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.costs_and_habits import MeasuredCosts
@@ -44,16 +45,15 @@ def target():
 @pytest.fixture
 def packings(monkeypatch):
     """Layers whose weights were packed, call by call."""
-    made, original = [], module._Forward.__call__
+    made, original = [], module.PackedLinears.run
 
-    def noting(self, input):
-        packed = module._in_use.get().get(self._linear)
-        new, output = packed is not None and packed._copy is None, original(self, input)
-        if new and packed._copy is not None:
-            made.append(self._linear)
+    def noting(self, linear, args, kwargs):
+        new, output = self._copy is None, original(self, linear, args, kwargs)
+        if new and self._copy is not None:
+            made.append(linear)
         return output
 
-    monkeypatch.setattr(module._Forward, "__call__", noting)
+    monkeypatch.setattr(module.PackedLinears, "run", noting)
     return made
 
 
@@ -495,7 +495,7 @@ def test_a_thread_goes_on_when_another_has_ended():
         linear(x)
     ended.wait()
     thread.join()
-    assert events == [module._Forward] and own_forwards(linear) == []
+    assert events == [Placed] and own_forwards(linear) == []
 
 
 @torch.no_grad()
@@ -511,7 +511,7 @@ def test_what_is_compiled_meanwhile_is_the_layer(target):
 @torch.no_grad()
 def test_what_an_interrupt_leaves_behind_does_nothing(target):
     linear, x = target.lm_head, torch.randn(3, 32)
-    vars(linear)["_compiled_call_impl"] = module._Forward(linear)
+    vars(linear)["_compiled_call_impl"] = Placed(linear)
     linear.weight.data *= 2.0
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight)) and linear in linears_to_pack(target, True)
     with PackedWeights([linear]).in_use():
@@ -535,17 +535,17 @@ def test_a_profile_repeats_forwards_by_packed_weights(target):
 def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch):
     echo = CachebackDrafter([text(target, max_new_tokens=60)[0].tolist()], packed_weights=asked_for)
     events = []
-    original, timed = module._Forward.__call__, MeasuredCosts.add
+    original, timed = module.PackedLinears.run, MeasuredCosts.add
 
-    def running(self, input):
-        events.append("packs" if module._in_use.get()[self._linear]._copy is None else "runs")
-        return original(self, input)
+    def running(self, *call):
+        events.append("packs" if self._copy is None else "runs")
+        return original(self, *call)
 
     def timing(self, *args):
         events.append("timed")
         return timed(self, *args)
 
-    monkeypatch.setattr(module._Forward, "__call__", running)
+    monkeypatch.setattr(module.PackedLinears, "run", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
     monkeypatch.setattr(SLOWER, lambda *kind: False)  # so small, a layout may not gain
     for _ in range(10):

@@ -32,6 +32,7 @@ TREE_SIZINGS = ("cost", "fixed")
 _COMMON = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
     "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
+    "compiled_layers",
 }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ class DraftOptions:
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes.
         costs: used by `"cost"`; None to measure them.
         packed_weights: pack the target's weights on CPUs; None once drafting has saved the time that packing takes.
+        compiled_layers: compile the target's decoder layers on CPUs; None after many forwards, True at once.
         own: options of the drafter's family and of verification rules, by name.
     """
 
@@ -68,6 +70,7 @@ class DraftOptions:
     tree_sizing: str = "fixed"
     costs: Costs | None = None
     packed_weights: bool | None = None
+    compiled_layers: bool | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_by(self, rows: int) -> DraftOptions:
@@ -133,6 +136,7 @@ class DraftOptions:
             tree_sizing="fixed" if draws or whole else option("tree_sizing"),  # "cost" keeps only the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
+            compiled_layers=option("compiled_layers"),
             own={name: each.checked(option(name)) for name, each in own.items()},
         )
         drafter.check_together(options)
@@ -158,6 +162,9 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         "tree_builder": choice(*TREE_BUILDERS),
         "packed_weights": Limit(
             lambda value: value is None or isinstance(value, bool), "True, False, or None for packing where it pays"
+        ),
+        "compiled_layers": Limit(
+            lambda value: value is None or isinstance(value, bool), "True, False, or None for compiling where it pays"
         ),
     }
 
@@ -204,6 +211,7 @@ def default_options(
         node_cost=None,
         depth_cost=None,
         packed_weights=None,
+        compiled_layers=None,
         **{option.name: option.default for option in own},
     )
 

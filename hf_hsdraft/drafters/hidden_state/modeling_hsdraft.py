@@ -48,6 +48,8 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
       rounds by default;
     - `packed_weights`: use copies of the target's weights laid out for small products on a CPU; by default once a call
       has saved the time for that, if they take at most 2 GiB;
+    - `compiled_layers`: run the target's decoder layers as compiled programs on a CPU; by default from some hundred
+      forwards on, when another process has compiled them, or at once where they are on disk; `True` waits for them;
     - `tree_builder`: `"beam"`, `"p_best"` (best whole paths), or `"gumbel"` and `"stochastic_beam"`, which draw nodes;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """

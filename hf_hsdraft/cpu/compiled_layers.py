@@ -1,0 +1,191 @@
+"""On CPUs, decoder layers run as one compiled program each, in which all that is no product or attention is fused.
+
+A layer of a small model dispatches some forty operators, each of which takes longer to start than to run. Its program
+starts nine. All layers of a kind share one program, which serves any number of texts and tokens; it is compiled once,
+by another process, and kept on disk. Until it is there, and wherever it does not fit, layers run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import output_capturing
+
+from ..core.tuning import TUNING
+from .layer_form import MASK, CannotCompile, Form, arguments_of, cache_of, description_of, form_of
+from .layer_operators import Step
+from .layer_programs import Entry, Needs, Program, entry_of
+from .packed_weights import joined_product
+from .stand_ins import is_compiled, standing_in
+
+Group = tuple[nn.Linear, ...]
+
+
+class CompiledLayers:
+    """The layers of a target in one call.
+
+    Args:
+        layers: decoder layers of the target.
+        asked_for: the option `compiled_layers`.
+
+    Attributes:
+        groups: layers whose products the programs that run join.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], asked_for: bool | None) -> None:
+        self._at_once, self.groups = bool(asked_for), list[Group]()
+        self._layers: dict[Any, _Layer] = {}
+        self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
+        if asked_for is False or not layers or not all(_is_worth_it(layer, bool(asked_for)) for layer in layers):
+            return
+        described = dict[int, str]()
+        for layer in layers:
+            try:
+                self._layers[layer] = _Layer(self, layer, description_of(layer, described))
+            except CannotCompile:
+                continue
+
+    @property
+    def running(self) -> bool:
+        """Whether a program runs."""
+        return bool(self.groups)
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Within, in this thread, layers run as programs, where there are any."""
+        return standing_in(self._layers) if self._layers else contextlib.nullcontext()
+
+    def after_forward(self) -> bool:
+        """Counts a forward, and returns whether layers run as programs from the next one on that did not before."""
+        ready = [entry.after_forward(layer, form, self._at_once) for entry, layer, form in self._waiting.values()]
+        self._waiting.clear()
+        return any(ready)
+
+    def wait_for(self, entry: Entry, layer: nn.Module, form: Form) -> None:
+        if not entry.why_not:
+            self._waiting.setdefault(entry.key, (entry, layer, form))
+
+
+class _Layer:
+    """Stands in for a layer."""
+
+    def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str) -> None:
+        self._owner, self._description = owner, description
+        parts = [vars(module) for module in layer.modules()]
+        self._own, self._parts = parts[0], parts
+        self._before = [each["_forward_pre_hooks"] for each in parts]
+        self._inside = [each["_forward_hooks"] for each in parts[1:]]
+        self._entries: dict[Form, Entry] = {}
+        self._bound: dict[int, _Bound] = {}
+
+    def run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or self._is_watched():
+            return NotImplemented
+        found = form_of(args[0], kwargs)
+        if found is None:
+            return NotImplemented
+        form, tensors = found
+        entry = self._entries.get(form)
+        if entry is None:
+            entry = self._entries[form] = entry_of(self._description, form)
+        if entry.program is None:
+            self._owner.wait_for(entry, layer, form)
+            return NotImplemented
+        bound = self._bound.get(id(entry))
+        if bound is None:
+            bound = self._bound[id(entry)] = _Bound(layer, entry.program)
+            self._owner.groups += bound.groups
+        sizes = args[0].shape[0] > 1, args[0].shape[1] > 1
+        if sizes not in entry.tried:
+            entry.tried.add(sizes)
+            if not bound.agrees(layer, form, tensors):
+                entry.program, entry.why_not = None, "its program computes something else"
+                return NotImplemented
+        output = bound(tensors, cache_of(kwargs), kwargs.get(MASK))
+        return _after_hooks(layer, args, kwargs, output) if self._own["_forward_hooks"] else output
+
+    def _is_watched(self) -> bool:
+        """Whether a forward was replaced, or a hook sees what passes through the layer's parts."""
+        if any(self._before) or any("forward" in part for part in self._parts):
+            return True
+        return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
+
+
+def _is_silent(hook: Any) -> bool:
+    """Whether a hook is one by which transformers captures outputs, of a kind that this forward does not capture."""
+    if getattr(hook, "__module__", None) != output_capturing.__name__:
+        return False
+    key = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["key"].cell_contents
+    wanted = output_capturing._active_collector.get()
+    return wanted is None or key not in wanted
+
+
+class _Bound:
+    """A program with the weights of one layer."""
+
+    def __init__(self, layer: nn.Module, program: Program) -> None:
+        needs: Needs = program.needs
+        self._program = program
+        self._weights = [_place_of(layer, name) for name in needs.weights]
+        self._index_of: Any = layer.get_submodule(needs.index_of)
+        self.groups: list[Group] = [
+            tuple(layer.get_submodule(name) for name in names)  # type: ignore[misc]
+            for names in needs.products
+        ]
+        self._products = [partial(joined_product, group) for group in self.groups]
+
+    def __call__(self, tensors: list[torch.Tensor], cache: Any, mask: torch.Tensor | None) -> Any:
+        weights = [held[name] for held, name in self._weights]
+        return self._program([*weights, *tensors], Step(self._products, cache, self._index_of.layer_idx, mask))
+
+    def agrees(self, layer: Any, form: Form, tensors: list[torch.Tensor]) -> bool:
+        """Whether it computes what the layer does, but for rounding, for these inputs without a past."""
+        rows, count = tensors[0].shape[:2]
+        mask = torch.ones(count, count, dtype=torch.bool).tril().expand(rows, 1, count, count)
+        nothing = _Nothing()
+        hidden_states, kwargs = arguments_of(form, tensors, mask, nothing)
+        expected = type(layer).forward(layer, hidden_states, **kwargs)
+        found = self(tensors, nothing, mask)
+        pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True)
+        return all(_are_close(a, b) for a, b in pairs)
+
+
+class _Nothing:
+    """A cache that holds nothing but what it is given."""
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return keys, values
+
+
+def _are_close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    allowed = TUNING.rounded_sums * torch.finfo(expected.dtype).eps * expected.abs().max().float()
+    return bool((expected.float() - found.float()).abs().max() <= allowed)
+
+
+def _place_of(layer: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a module holds a parameter or buffer; another one may be put there."""
+    owner, _, own = name.rpartition(".")
+    held = vars(layer.get_submodule(owner))
+    return held["_parameters"] if own in held["_parameters"] else held["_buffers"], own
+
+
+def _after_hooks(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    for number, hook in tuple(layer._forward_hooks.items()):
+        given = (args, kwargs) if number in layer._forward_hooks_with_kwargs else (args,)
+        changed = hook(layer, *given, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _is_worth_it(layer: nn.Module, asked_for: bool) -> bool:
+    """Whether a layer is on a CPU, of plain weights, and large enough, if that was not asked for."""
+    weights = [module.weight for module in layer.modules() if type(module) is nn.Linear]
+    if not weights or any(map(is_compiled, layer.modules())) or any(part.device.type != "cpu" for part in weights):
+        return False
+    return asked_for or max(weight.numel() for weight in weights) >= TUNING.packed_least_numbers

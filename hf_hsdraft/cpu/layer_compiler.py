@@ -1,0 +1,194 @@
+"""Compiles a decoder layer, in a process for this alone: a compiler in a thread would stop the others for seconds.
+
+    python -m hf_hsdraft.cpu.layer_compiler < request
+
+`layer_programs` makes the request and loads the package that this writes.
+
+The program keeps products and attention as operators, which the process that runs it provides: products that read the
+same input are joined, and attention updates the cache. So what is compiled are the norms, activations, rotations and
+sums between them, for any number of texts and tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import pickle
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .grouped_attention import attention_by
+from .layer_form import CannotCompile, Form, arguments_of
+from .layer_operators import ATTEND, PRODUCT
+from .layer_programs import METADATA
+
+_OPTIONS = {"size_asserts": False, "alignment_asserts": False}
+_AT_MOST = 600  # seconds that a compiler takes
+_TEXTS, _TOKENS = 2, 9  # what is compiled is chosen for these numbers, and runs for others
+
+
+class _Index:
+    """Stands for the index of a layer, which nothing but its cache may read."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+
+    def __eq__(self, other: object) -> bool:
+        raise CannotCompile("a layer reads its index")
+
+    def __bool__(self) -> bool:
+        raise CannotCompile("a layer reads its index")
+
+    def __hash__(self) -> int:
+        raise CannotCompile("a layer reads its index")
+
+
+class _Product(nn.Module):
+    def __init__(self, place: int, size: int) -> None:
+        super().__init__()
+        self.place, self.size = place, size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return PRODUCT(x, self.place, self.size)
+
+
+class _Recorder:
+    """Stands for the cache and its attention while a layer is traced."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self._mask, self._given = mask, list[tuple[Any, Any]]()
+        self.owners = list[str]()  # names of the modules whose index the cache was given
+        self.attended = 0
+
+    def update(self, keys: Any, values: Any, layer_idx: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not isinstance(layer_idx, _Index) or args or kwargs.keys() - {"kwargs"}:  # which no cache of keys reads
+            raise CannotCompile("the cache is given more than keys, values and the layer's index")
+        self._given.append((keys, values))
+        self.owners.append(layer_idx.owner)
+        return keys, values
+
+    def attend(self, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> Any:
+        if not any(key is keys and value is values for keys, values in self._given) or mask is not self._mask:
+            raise CannotCompile("attention does not read the cache as it is, under the given mask")
+        self.attended += 1
+        return ATTEND(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Tensor], dict[str, Any]]:
+    """A layer as a graph, its example inputs, and what runs it has to know. Replaces parts of the layer."""
+    linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+    for place, (name, module) in enumerate(linears):
+        layer.set_submodule(name, _Product(place, module.out_features))
+    for name, module in layer.named_modules():
+        if "layer_idx" in vars(module):
+            module.layer_idx = _Index(name)
+    weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    mask = torch.zeros(_TEXTS, 1, _TOKENS, _TOKENS)
+    recorder, tuples = _Recorder(mask), list[bool]()
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        held = dict(zip(weights, inputs, strict=False))
+        hidden_states, kwargs = arguments_of(form, inputs[len(held) :], mask, recorder)
+        with attention_by(recorder.attend):
+            outputs = torch.func.functional_call(layer, held, (hidden_states,), kwargs)
+        tuples.append(isinstance(outputs, tuple))
+        outputs = outputs if tuples[-1] else (outputs,)
+        if not all(isinstance(each, torch.Tensor) for each in outputs):
+            raise CannotCompile("a layer returns something else than tensors")
+        return outputs
+
+    inputs = [torch.zeros(weight.shape, dtype=weight.dtype) for weight in weights.values()]
+    for each in form:
+        if each.dtype is not None:
+            inputs.append(torch.zeros((1 if each.shared else _TEXTS), _TOKENS, *each.sizes, dtype=each.dtype))
+    graph = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    if recorder.attended != 1 or len(recorder.owners) != 1:
+        raise CannotCompile("a layer attends several times, or not by sdpa")
+    groups = _join(graph)
+    products = [[linears[place][0] for place in group] for group in groups]
+    return (
+        graph,
+        inputs,
+        {
+            "weights": list(weights),
+            "products": products,
+            "index_of": recorder.owners[0],
+            "returns_tuple": tuples[-1],
+        },
+    )
+
+
+def _join(graph: fx.GraphModule) -> list[list[int]]:
+    """Replaces products of one input by a single one, and numbers these; returns what each joins."""
+    nodes, groups = graph.graph, defaultdict[Any, list[fx.Node]](list)
+    for node in nodes.find_nodes(op="call_function", target=PRODUCT):
+        groups[node.args[0]].append(node)
+    for place, (x, parts) in enumerate(groups.items()):
+        sizes: list[Any] = [part.args[2] for part in parts]
+        with nodes.inserting_before(parts[0]):
+            whole = nodes.call_function(PRODUCT, (x, place, sum(sizes)))
+            pieces = nodes.call_function(torch.ops.aten.split_with_sizes.default, (whole, sizes, -1))
+            for index, part in enumerate(parts):
+                part.replace_all_uses_with(nodes.call_function(operator.getitem, (pieces, index)))
+    joined: list[list[Any]] = [[part.args[1] for part in parts] for parts in groups.values()]
+    for part in [part for parts in groups.values() for part in parts]:
+        nodes.erase_node(part)
+    graph.recompile()
+    return joined
+
+
+def compile_layer(layer: nn.Module, form: Form, package: Path) -> None:
+    """Writes the program of a layer, whose weights are empty, as `package`."""
+    with torch.no_grad():
+        graph, inputs, needs = traced(layer, form)
+        texts, tokens = torch.export.Dim("texts", min=2), torch.export.Dim("tokens", min=2)
+        axes = [{1: tokens} if each.shared else {0: texts, 1: tokens} for each in form if each.dtype is not None]
+        shapes = [*([None] * (len(inputs) - len(axes))), *axes]
+        exported = torch.export.export(graph, tuple(inputs), dynamic_shapes=tuple(shapes))
+        options = {**_OPTIONS, "aot_inductor.metadata": {METADATA: json.dumps(needs)}}
+        partial = package.with_name(f"{package.stem}.{os.getpid()}.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
+    os.replace(partial, package)
+
+
+def main() -> None:
+    """Compiles what the standard input asks for; notes the reason beside the package where that fails."""
+    layer, form, threads, name = pickle.load(sys.stdin.buffer)
+    package = Path(name)
+    if hasattr(os, "nice"):
+        os.nice(19)
+    torch.set_num_threads(threads)
+    try:
+        with _alone(package.with_suffix(".compiling")):
+            compile_layer(layer, form, package)
+    except FileExistsError:  # another process is at it
+        sys.exit(1)
+    except Exception as error:  # whatever a layer does when it is traced
+        package.with_suffix(".failed").write_text(f"{type(error).__name__}: {error}"[:2000], encoding="utf-8")
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Holds a file that no other process holds; one that was left by an interrupted process is removed in time."""
+    if place.exists() and time.time() - place.stat().st_mtime > _AT_MOST:
+        place.unlink(missing_ok=True)
+    place.touch(exist_ok=False)
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What a compiled decoder layer was traced from: the layer without its weights, and the form of its call.
+
+Layers of equal `description` called in equal forms run the same program with different weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+MASK, CACHE = "attention_mask", "cache"
+_OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not read it
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class CannotCompile(Exception):
+    """A layer, or its call, does something that a program cannot repeat."""
+
+
+def description_of(layer: nn.Module, described: dict[int, str]) -> str:
+    """All that decides what a layer computes, except for the numbers in its weights and its index.
+
+    `described` has the configurations that were described before, by their `id`. Raises a CannotCompile if an attribute
+    is neither plain, a configuration nor a function.
+    """
+    return "\n".join(f"{name}: {_describe(module, described)}" for name, module in layer.named_modules())
+
+
+def _describe(module: nn.Module, described: dict[int, str]) -> str:
+    own, tensors = vars(module), dict[str, Any]()
+    for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
+        tensors[name] = None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+    parts = [f"{_plain(type(module))} {tensors}"]
+    for name, value in own.items():
+        if isinstance(value, PreTrainedConfig):
+            if id(value) not in described:
+                described[id(value)] = f"{value.to_json_string()} {value._attn_implementation}"
+            parts.append(described[id(value)])
+        elif name == "forward":
+            raise CannotCompile("its forward was replaced")
+        elif name not in _OF_EVERY_MODULE and name != "layer_idx":
+            parts.append(f"{name}={_plain(value)}")
+    return " ".join(parts)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list | set | frozenset):
+        return f"{type(value).__name__}({', '.join(map(_plain, value))})"
+    if isinstance(value, dict):
+        return str({_plain(key): _plain(each) for key, each in value.items()})
+    if isinstance(value, functools.partial):
+        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+    if hasattr(value, "__qualname__") and hasattr(value, "__module__"):  # a function or class
+        return f"{value.__module__}.{value.__qualname__}"
+    raise CannotCompile(f"an attribute is a {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a layer's call, or one item of a tuple among them.
+
+    Attributes:
+        name: its keyword; `None` for the first positional one, the only one.
+        item: its index in a tuple; `None` if it is no tuple's.
+        dtype: of a tensor `[B or 1, n, ...]`; `None` otherwise.
+        shared: whether a tensor has one row for all texts of a batch.
+        sizes: of a tensor, after the first two axes.
+        constant: the value of what is no tensor; `MASK` and `CACHE` stand for the mask and the cache.
+    """
+
+    name: str | None
+    item: int | None = None
+    dtype: torch.dtype | None = None
+    shared: bool = False
+    sizes: tuple[int, ...] = ()
+    constant: Any = None
+
+
+Form = tuple[Argument, ...]
+
+
+def form_of(hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, list[torch.Tensor]] | None:
+    """The form of a layer's call, and its tensors; `None` if it is no call of a tree or a single token."""
+    mask, rows = kwargs.get(MASK), hidden_states.shape[:2]
+    if cache_of(kwargs) is None or (rows[1] > 1 and (mask is None or mask.dim() != 4)):
+        return None
+    form, tensors = [], []
+    for name, value in ((None, hidden_states), *kwargs.items()):
+        if name == MASK or isinstance(value, Cache):
+            form.append(Argument(name, constant=MASK if name == MASK else CACHE))
+            continue
+        if name == _OF_THE_MODEL:
+            continue
+        items = enumerate(value) if isinstance(value, tuple) else ((None, value),)
+        for item, each in items:
+            if isinstance(each, torch.Tensor):
+                shared = each.shape[0] == 1 < rows[0] if each.dim() > 1 else True
+                if each.dim() < 2 or each.shape[:2] != ((1 if shared else rows[0]), rows[1]):
+                    return None
+                form.append(Argument(name, item, each.dtype, shared, tuple(each.shape[2:])))
+                tensors.append(each)
+            elif isinstance(each, _PLAIN):
+                form.append(Argument(name, item, constant=each))
+            else:
+                return None
+    return tuple(form), tensors
+
+
+def cache_of(kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the keywords of a layer's call, whatever its name there."""
+    return next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+
+
+def arguments_of(form: Form, tensors: Sequence[torch.Tensor], mask: Any, cache: Any) -> tuple[Any, dict[str, Any]]:
+    """The hidden states and keywords of a call of this form."""
+    given, kwargs, named = iter(tensors), dict[str | None, Any](), {MASK: mask, CACHE: cache}
+    for each in form:
+        value = next(given) if each.dtype is not None else named.get(each.constant, each.constant)
+        kwargs[each.name] = value if each.item is None else (*kwargs.get(each.name, ()), value)
+    return kwargs.pop(None), {str(name): value for name, value in kwargs.items()}

@@ -1,0 +1,183 @@
+"""Programs of decoder layers: found on disk, or compiled by another process while this one goes on without them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging
+
+from ..core.tuning import TUNING
+from .layer_form import Form
+from .layer_operators import Step, running
+
+logger = logging.get_logger(__name__)
+METADATA = "hf_hsdraft"  # key in a compiled package
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What runs a program has to know about the layer.
+
+    Attributes:
+        weights: names of the parameters and buffers that the program reads, its first inputs.
+        products: names of the linear layers of each product, which are joined as they read the same input.
+        index_of: name of the module whose `layer_idx` the cache is given.
+        returns_tuple: whether the layer returns a tuple of tensors.
+    """
+
+    weights: tuple[str, ...]
+    products: tuple[tuple[str, ...], ...]
+    index_of: str
+    returns_tuple: bool
+
+
+class Program:
+    """A compiled layer, for any layer of its description in any of its calls' sizes."""
+
+    def __init__(self, package: Path) -> None:
+        load: Any = torch._C._aoti.AOTIModelPackageLoader  # what `aoti_load_package` wraps, without its imports
+        self._package = load(str(package), "model", True, 1, -1)
+        needs = json.loads(self._package.get_metadata()[METADATA])
+        self.needs = Needs(
+            tuple(needs["weights"]), tuple(map(tuple, needs["products"])), needs["index_of"], needs["returns_tuple"]
+        )
+        self._lock = threading.Lock()  # the package runs for a single thread
+
+    def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:
+        """The layer's outputs. `inputs` are its weights, and the tensors of its call."""
+        running.step = step
+        try:
+            with self._lock:
+                outputs = self._package.boxed_run(list(inputs))
+        finally:
+            del running.step
+        return tuple(outputs) if self.needs.returns_tuple else outputs[0]
+
+
+@dataclass
+class Entry:
+    """Where the program for one description and form stands.
+
+    Attributes:
+        tried: the sizes for which it has been compared with the layer: whether there are several texts, and tokens.
+        why_not: why there will be none in this process.
+    """
+
+    key: str
+    program: Program | None = None
+    tried: set[tuple[bool, bool]] = field(default_factory=set)
+    why_not: str = ""
+    _forwards: int = 0
+    _compiler: subprocess.Popen[bytes] | None = None
+
+    def after_forward(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
+        """Counts a forward without a program; returns whether there is one now. `at_once` compiles and waits."""
+        if self.program is not None or self.why_not:
+            return False
+        self._forwards += 1
+        package = _folder() / f"{self.key}.pt2"
+        if self._compiler is None and not package.exists():
+            if self._forwards < TUNING.compiling_forwards and not at_once:
+                return False
+            self._begin(layer, form, package)
+        if self._compiler is not None:
+            if at_once:
+                self._compiler.wait()
+            if self._compiler.poll() is None:
+                return False
+        if not package.exists():
+            self.why_not = self.why_not or _reason(package) or "another process is compiling it, or was interrupted"
+            return False
+        return self._load(package)
+
+    def _begin(self, layer: nn.Module, form: Form, package: Path) -> None:
+        self.why_not = _reason(package) or _no_compiler()
+        if self.why_not:
+            return
+        package.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            request = pickle.dumps((_without_weights(layer), form, torch.get_num_threads(), str(package)))
+        except Exception as error:  # whatever a class of other libraries raises
+            self.why_not = f"the layer cannot be pickled: {error}"
+            return
+        self._compiler = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.layer_compiler"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
+        )
+        assert self._compiler.stdin is not None
+        with self._compiler.stdin as pipe:
+            pipe.write(request)
+
+    def _load(self, package: Path) -> bool:
+        try:
+            self.program = Program(package)
+        except Exception as error:  # of another torch, or cut short
+            self.why_not = f"{package} cannot be loaded: {error}"
+            logger.warning_once(f"{self.why_not}. Decoding goes on without it; remove the file to compile it again.")
+        return self.program is not None
+
+
+_entries: dict[str, Entry] = {}
+_lock = threading.Lock()
+
+
+def entry_of(description: str, form: Form) -> Entry:
+    """The one entry of this process for a layer's description and a form of its calls."""
+    parts = (description, repr(form), torch.get_num_threads(), *_of_this_process())
+    key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+    with _lock:
+        return _entries.setdefault(key, Entry(key))
+
+
+def _of_this_process() -> tuple[Any, ...]:
+    """What a package depends on besides the layer: libraries, the code that compiles, and the processor."""
+    code = [Path(__file__).with_name(f"layer_{name}.py").read_bytes() for name in ("compiler", "form", "operators")]
+    processor = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else platform.processor()
+    return torch.__version__, transformers.__version__, hashlib.sha256(b"".join(code)).hexdigest(), processor
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft" / "layers"
+
+
+def _no_compiler() -> str:
+    names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl"))
+    return "" if any(map(shutil.which, names)) else "there is no C++ compiler"
+
+
+def _reason(package: Path) -> str:
+    """Why a compiler made no package, as it has noted; empty if it has not tried."""
+    noted = package.with_suffix(".failed")
+    return noted.read_text(encoding="utf-8") if noted.exists() else ""
+
+
+def _without_weights(layer: nn.Module) -> nn.Module:
+    """A copy whose weights have shapes and types only, and without hooks."""
+    tensors = [*layer.parameters(), *layer.buffers()]
+    kinds = [nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor for tensor in tensors]
+    empty = [tensor.detach().to("meta") for tensor in tensors]
+    few = [nn.Parameter(each, False) if kind is nn.Parameter else each for kind, each in zip(kinds, empty, strict=True)]
+    copied = copy.deepcopy(layer, {id(tensor): each for tensor, each in zip(tensors, few, strict=True)})
+    for module in copied.modules():
+        module._forward_hooks.clear()
+    return copied

@@ -1,0 +1,249 @@
+"""Layers that run as programs: the same texts and states, where they fit, and the layer itself where they do not."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, MixtralConfig, Qwen2Config, Qwen3Config
+
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.cpu import compiled_layers, layer_programs
+from hf_hsdraft.cpu.layer_compiler import traced
+from hf_hsdraft.cpu.layer_form import CannotCompile, description_of
+from hf_hsdraft.cpu.layer_operators import running
+from hf_hsdraft.cpu.layer_programs import Needs
+
+IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+class TracedProgram:
+    """A program as it is handed to the compiler, interpreted."""
+
+    runs = 0
+
+    def __init__(self, layer, form) -> None:
+        with torch.no_grad():
+            self._graph, _, needs = traced(layer_programs._without_weights(layer), form)
+        self.needs = Needs(**needs)
+
+    def __call__(self, inputs, step):
+        running.step = step
+        TracedProgram.runs += 1
+        outputs = self._graph(*inputs)
+        return tuple(outputs) if self.needs.returns_tuple else outputs[0]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Programs are interpreted: as soon as a layer has run once, and without a compiler."""
+
+    def after_forward(self, layer, form, at_once):
+        try:
+            self.program = TracedProgram(layer, form)
+        except Exception as error:
+            self.why_not = repr(error)
+        return self.program is not None
+
+    TracedProgram.runs = 0
+    monkeypatch.setattr(layer_programs, "_entries", {})
+    monkeypatch.setattr(layer_programs.Entry, "after_forward", after_forward)
+
+
+def target_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def compiling(target):
+    drafter = make_drafter(target)
+    drafter.generation_config.compiled_layers = True
+    return drafter
+
+
+TARGETS = {
+    "llama": make_target,
+    "biases": lambda: make_target(attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: target_of(Qwen2Config(**SIZES)),
+    "qwen3": lambda: target_of(Qwen3Config(**SIZES, head_dim=8)),
+    "gemma3": lambda: target_of(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6)),
+    "neox": lambda: target_of(GPTNeoXConfig(**SIZES)),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_and_states_are_plain_decodings(kind, rows):
+    target = TARGETS[kind]()
+    call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain = target.generate(IDS[:rows], **call)
+    drafted = target.generate(IDS[:rows], assistant_model=compiling(target), **call)
+    why_not = {entry.why_not for entry in layer_programs._entries.values()}
+    assert drafted.statistics.compiled_layers and TracedProgram.runs >= 6, why_not
+    assert torch.equal(drafted.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
+
+
+def test_hidden_states_are_returned():
+    target = make_target()
+    call = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain = target.generate(IDS[:1], **call)
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
+    assert TracedProgram.runs
+    for before, after in zip(plain.hidden_states, drafted.hidden_states, strict=True):
+        for expected, found in zip(before, after, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_all_layers_of_a_kind_share_a_program():
+    target = TARGETS["gemma3"]()
+    target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12)
+    programs = [entry.program for entry in layer_programs._entries.values() if entry.program is not None]
+    kinds = {description_of(layer, {}) for layer in target.model.layers}
+    assert len(programs) == len(kinds) < target.config.num_hidden_layers
+
+
+def test_products_of_one_input_are_joined():
+    target = make_target()
+    target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12)
+    program = next(entry.program for entry in layer_programs._entries.values())
+    assert [len(names) for names in program.needs.products] == [3, 1, 2, 1]
+
+
+def test_layers_that_choose_what_they_run_run_as_they_are():
+    target = target_of(MixtralConfig(**SIZES, num_local_experts=4))
+    expected = target.generate(IDS[:1], max_new_tokens=12, do_sample=False)
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12, do_sample=False)
+    assert torch.equal(drafted, expected)
+    assert not TracedProgram.runs or not any(entry.why_not for entry in layer_programs._entries.values())
+
+
+class ByIndex(nn.Module):
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, 0
+
+    def forward(self, hidden_states, **kwargs):
+        return self.layer(hidden_states, **kwargs) * (2.0 if self.layer_idx == 0 else 1.0)
+
+
+def test_a_layer_that_reads_its_index_has_no_program():
+    target = make_target()
+    target.model.layers[2] = ByIndex(target.model.layers[2])
+    drafter = CachebackDrafter()  # reads no hidden states, which hooks inside of the layer would capture
+    drafter.generation_config.compiled_layers = True
+    expected = target.generate(IDS[:1], max_new_tokens=12, do_sample=False)
+    drafted = target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    assert torch.equal(drafted, expected) and TracedProgram.runs
+    why_not = [entry.why_not for entry in layer_programs._entries.values()]
+    assert any("reads its index" in each for each in why_not), why_not
+
+
+@pytest.mark.parametrize("where", ["layer", "part"])
+def test_hooks_see_and_change_what_they_would(where):
+    target = make_target()
+    layer = target.model.layers[1]
+    part = layer if where == "layer" else layer.mlp
+    part.register_forward_hook(lambda module, args, output: output * 1.5)
+    expected = target.generate(IDS[:1], max_new_tokens=20, do_sample=False)
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=20, do_sample=False)
+    assert torch.equal(drafted, expected) and TracedProgram.runs
+
+
+def test_a_changed_attribute_is_another_layer():
+    layer = make_target().model.layers[0]
+    before = description_of(layer, {})
+    layer.self_attn.scaling *= 2.0
+    assert description_of(layer, {}) != before
+
+
+def test_a_replaced_forward_is_not_compiled():
+    layer = make_target().model.layers[0]
+    layer.mlp.forward = lambda x: x
+    with pytest.raises(CannotCompile, match="forward"):
+        description_of(layer, {})
+
+
+def test_a_program_that_computes_something_else_is_dropped(monkeypatch):
+    target = make_target()
+    expected = target.generate(IDS[:1], max_new_tokens=20, do_sample=False)
+    right = TracedProgram.__call__
+    monkeypatch.setattr(TracedProgram, "__call__", lambda self, *args: right(self, *args) * 1.01)
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=20, do_sample=False)
+    assert torch.equal(drafted, expected)
+    assert all("something else" in entry.why_not for entry in layer_programs._entries.values())
+
+
+def test_weights_that_are_written_to_count_at_once():
+    target, other = make_target(), make_target(seed=5)
+    drafter = compiling(target)
+    target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=12)
+    target.load_state_dict(other.state_dict())
+    expected = other.generate(IDS[:1], max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=20, do_sample=False), expected)
+
+
+def test_nothing_stays_on_the_target():
+    target = make_target()
+    target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12)
+    assert not [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
+    assert not hasattr(running, "step") or TracedProgram.runs
+    copy.deepcopy(target)
+
+
+def test_threads_run_their_own_layers():
+    targets = [make_target(seed=seed) for seed in (0, 7)]
+    expected = [target.generate(IDS[:1], max_new_tokens=30, do_sample=False) for target in targets]
+    found: dict[int, torch.Tensor] = {}
+
+    def decode(index):
+        drafter = compiling(targets[index])
+        found[index] = targets[index].generate(IDS[:1], assistant_model=drafter, max_new_tokens=30, do_sample=False)
+
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[index], expected[index]) for index in range(2))
+
+
+def test_small_layers_are_compiled_only_if_asked_for():
+    layers = list(make_target().model.layers)
+    assert compiled_layers.CompiledLayers(layers, True)._layers
+    assert not compiled_layers.CompiledLayers(layers, None)._layers
+    assert not compiled_layers.CompiledLayers(layers, False)._layers
+
+
+@pytest.mark.slow
+def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(layer_programs, "_entries", {})
+    target = make_target()
+    call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    for rows in (1, 3):
+        expected = target.generate(IDS[:rows], **call).sequences
+        for _ in range(2):
+            drafted = target.generate(IDS[:rows], assistant_model=compiling(target), **call)
+            assert torch.equal(drafted.sequences, expected) and drafted.statistics.compiled_layers
+    package = next((tmp_path / "hf_hsdraft" / "layers").glob("*.pt2"))
+    made = package.stat().st_mtime_ns
+    monkeypatch.setattr(layer_programs, "_entries", {})
+    drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
+    assert drafted.statistics.compiled_layers and package.stat().st_mtime_ns == made
