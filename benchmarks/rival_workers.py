@@ -5,7 +5,7 @@
 CONFIG is JSON: `gguf`, `threads`, `longest` (tokens that a text may have), for transformers `dtype`, `drafter`,
 `variant`, and for llama.cpp `repack` (whether it lays weights out for this processor). Reads orders as lines of JSON,
 `{"ids": [...], "tokens": 64}`, and answers each with a line: the new tokens, seconds until the first of them and until
-the last, and the process's peak memory in bytes.
+the last, seconds of processors, and the process's peak memory in bytes.
 """
 
 from __future__ import annotations
@@ -160,9 +160,10 @@ def answer(decode: Decode, order: dict[str, Any]) -> dict[str, Any]:
         found.extend(tokens)
         times.append(time.perf_counter())
 
-    begin = time.perf_counter()
+    begin, worked = time.perf_counter(), time.process_time()
     decode(order["ids"], order["tokens"], arrived)
-    return {"tokens": found, "first": times[0] - begin, "last": times[-1] - begin, "peak": peak_memory()}
+    seconds = {"first": times[0] - begin, "last": times[-1] - begin, "processor": time.process_time() - worked}
+    return {"tokens": found, **seconds, "peak": peak_memory()}
 
 
 def peak_memory() -> int | None:

@@ -149,7 +149,7 @@ def test_under_autocast():
     static = StaticRollOut(working, drafter, 40, STEPS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
-            static(*pieces(drafter, 3), STEPS).float(), growing(*pieces(drafter, 3), STEPS).float(), atol=0.2, rtol=0.2
+            static(*pieces(drafter, 3), STEPS).float(), growing(*pieces(drafter, 3), STEPS).float(), atol=0.4, rtol=0.2
         )
 
 
