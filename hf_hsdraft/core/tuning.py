@@ -229,8 +229,7 @@ class Tuning:
     # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core some 30
     # seconds, and a forward gets quicker by a third.
     compiling_forwards: int = 100
-    # Least number of numbers of a layer's largest weight: in smaller models operators take all the time, and no time that
-    # matters - by hand.
+    # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
     # By how many times the precision of their dtype two ways to sum may differ, relative to the greatest number - by
     # hand.
