@@ -25,7 +25,8 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
 
 def is_unhooked(module: nn.Module) -> bool:
     """Whether calling a module runs only its class's forward, on weights where they are."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    own = vars(module)
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:

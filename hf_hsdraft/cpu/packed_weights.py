@@ -168,13 +168,14 @@ class PackedLinears(PackedWeight):
         """The outputs side by side, or `NotImplemented` if the layers might compute another product."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):  # autocast chooses dtypes
             return NotImplemented
-        linears = self.linears
-        if not all(is_unhooked(linear) and linear.weight.dtype == x.dtype for linear in linears):
-            return NotImplemented
-        if not self.is_of(*(linear.weight for linear in linears)):
-            return NotImplemented
-        biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        if biases and len(biases) < len(linears):
+        biases = list[torch.Tensor]()
+        for linear, weight in zip(self.linears, self._weights, strict=True):
+            own = vars(linear)["_parameters"]  # quicker than by the module's attributes
+            if own["weight"] is not weight or weight.dtype != x.dtype or not is_unhooked(linear):
+                return NotImplemented
+            if own["bias"] is not None:
+                biases.append(own["bias"])
+        if (biases and len(biases) < len(self.linears)) or stamps_of(self._weights) != self._stamps:
             return NotImplemented
         return self(x, None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases))
 
