@@ -35,11 +35,11 @@ class CompiledLayers:
         asked_for: the option `compiled_layers`.
 
     Attributes:
-        groups: layers whose products the programs that run join.
+        running: whether a program runs.
     """
 
     def __init__(self, layers: Sequence[nn.Module], asked_for: bool | None) -> None:
-        self._at_once, self.groups = bool(asked_for), list[Group]()
+        self._at_once, self.running, self._groups = bool(asked_for), False, list[Group]()
         self._layers: dict[Any, _Layer] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
@@ -52,11 +52,6 @@ class CompiledLayers:
             except CannotCompile:
                 continue
 
-    @property
-    def running(self) -> bool:
-        """Whether a program runs."""
-        return bool(self.groups)
-
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Within, in this thread, layers run as programs, where there are any."""
         return standing_in(self._layers) if self._layers else contextlib.nullcontext()
@@ -66,6 +61,16 @@ class CompiledLayers:
         ready = [entry.after_forward(layer, form, self._at_once) for entry, layer, form in self._waiting.values()]
         self._waiting.clear()
         return any(ready)
+
+    def new_groups(self) -> list[Group]:
+        """Layers whose products programs join, those that were not returned before."""
+        groups, self._groups = self._groups, []
+        return groups
+
+    def runs(self, groups: Sequence[Group]) -> None:
+        """Notes that a program runs that joins these products."""
+        self.running = True
+        self._groups += groups
 
     def form_of(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, list[torch.Tensor]] | None:
         """As `layer_form.form_of`; most layers of a forward are called with the same keywords."""
@@ -119,7 +124,7 @@ class _Layer:
         bound = self._bound.get(id(entry))
         if bound is None:
             bound = self._bound[id(entry)] = _Bound(layer, entry.program)
-            self._owner.groups += bound.groups
+            self._owner.runs(bound.groups)
         sizes = args[0].shape[0] > 1, args[0].shape[1] > 1
         if sizes not in entry.tried:
             entry.tried.add(sizes)

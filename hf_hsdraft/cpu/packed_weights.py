@@ -41,8 +41,13 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     if any(map(is_compiled, modules)):  # it would be recompiled
         return []
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
-    if asked_for:
-        return linears
+    return _wanted(linears, asked_for)
+
+
+def _wanted(linears: list[nn.Linear], asked_for: bool | None) -> list[nn.Linear]:
+    """Those of all that can be packed."""
+    if asked_for is not None:
+        return linears if asked_for else []
     linears = [linear for linear in linears if linear.weight.numel() >= TUNING.packed_least_numbers]
     size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
     return linears if size <= TUNING.packed_bytes else []
@@ -246,8 +251,9 @@ class PackedWeights:
 
         They may be more than the default packs, if a call asked for more.
         """
-        wanted, able = set(linears_to_pack(target, asked_for)), set(linears_to_pack(target, True))
-        if not wanted or not wanted <= set(self._of) <= able:
+        able = linears_to_pack(target, True)
+        wanted = set(_wanted(able, asked_for))
+        if not wanted or not wanted <= set(self._of) <= set(able):
             return False
         with _sharing:
             return all(copy.unchanged for copy in set(self._of.values()))

@@ -129,8 +129,8 @@ class Acceleration:
         if self._layers is not None:
             compiled = self._layers.after_forward()
             self.packs = self.packs or compiled  # the first forward compares them with the layers
-            if self._layers.running and self._packing.weights is not None:
-                self.packs = self._packing.weights.join(self._layers.groups) or self.packs
+            if self._packing.weights is not None and self._packing.weights.join(self._layers.new_groups()):
+                self.packs = True
             self.programs = self._layers.running
         return (self.packed, self.programs) != before
 
