@@ -115,8 +115,10 @@ def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
 
 
 def _why_more(statistics: Any) -> str:
-    if statistics.packed_weights:
-        return "rounds also multiply by packed weights, which plain generate() does not have"
+    if statistics.packed_weights or statistics.compiled_layers:
+        found = {"packed weights": statistics.packed_weights, "compiled layers": statistics.compiled_layers}
+        names = " and ".join(name for name, used in found.items() if used)
+        return f"rounds also have {names}, which plain generate() does not have"
     return "a forward took less time with the drafter than without, so something else slowed plain decoding down"
 
 

@@ -262,7 +262,7 @@ def test_a_demo_says_why_it_gained_more_than_tau(target, tokenizer, monkeypatch,
         monkeypatch.setattr(chat, "time", SimpleNamespace(perf_counter=times.__next__))
         chat.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
         said = printed.getvalue()
-        assert ("rounds also multiply by packed weights" in said) == packed and "more than tau" in said
+        assert ("rounds also have packed weights" in said) == packed and "more than tau" in said
         assert ("something else slowed plain decoding down" in said) != packed and "same text      yes" in said
 
 

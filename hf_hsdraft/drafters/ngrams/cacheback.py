@@ -25,6 +25,7 @@ from .ngram_session import NgramSession
 _OPTIONS = (
     "assistant_confidence_threshold",
     "beam_width",
+    "compiled_layers",
     "depth_cost",
     "node_cost",
     "num_assistant_tokens",
@@ -55,7 +56,8 @@ class CachebackDrafter(WeightlessDrafter):
         texts: token ids of similar texts. Their n-grams are consulted when the current text has no match.
         ngram_length: longest leader in tokens, 1 to 16.
         options: drafting options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`,
-            `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
+            `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`,
+            `compiled_layers`.
 
     Raises:
         ValueError: `ngram_length` is out of range, or an option is unknown.
