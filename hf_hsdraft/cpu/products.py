@@ -20,6 +20,7 @@ from ..core.tensors import RMSNorm, Transform, is_unhooked, side_by_side
 from ..core.tuning import TUNING
 from .packed_weights import PackedWeight
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
+from .small_weights import KERNEL, SmallCopy, fits, in_int8
 from .weight_copies import has_kernel
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
@@ -52,12 +53,17 @@ class Product:
         self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
         self._small = _in_8_bits(self._weight)
         self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
+        self._by_kernel = None if self._small is None else _for_kernel(*self._small)
+        if self._by_kernel is not None and self._by_kernel.has_tiles:
+            self._few = TUNING.small_rows
         small = self._weight.numel() * self._weight.element_size() <= TUNING.product_bytes
         self._packed = PackedWeight(self._weight) if _rounding.get() and small and has_kernel(self._weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = _rows(x)
         if self._small is not None and 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
+            if self._by_kernel is not None and x.dtype == self._weight.dtype and not torch.compiler.is_compiling():
+                return self._by_kernel(x, self._bias)
             y = _times_8_bits(x, *self._small)
             return y if self._bias is None else y + self._bias
         if self._packed is not None and 0 < rows <= TUNING.product_rows and self._is_plain(x):
@@ -90,6 +96,12 @@ def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -
     if x.dim() == 2:
         return product_in_8_bits(x.contiguous(), weight, scales)
     return product_in_8_bits(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
+
+
+def _for_kernel(small: torch.Tensor, scales: torch.Tensor) -> SmallCopy | None:
+    """The same 8-bit weights for our own kernel, where it runs: it is quicker than torch's from two rows on."""
+    operators = KERNEL.operators() if fits(small) else None
+    return None if operators is None else in_int8(operators, small, scales)
 
 
 def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
