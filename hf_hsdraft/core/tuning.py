@@ -231,8 +231,11 @@ class Tuning:
     compiling_forwards: int = 100
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
-    # By how many times the precision of their dtype two ways to sum may differ, relative to the greatest number - by
-    # hand.
+    # Seconds after which a compiler is taken for stuck - by hand.
+    compiling_seconds: float = 600.0
+    # Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
+    most_kinds_of_layers: int = 4
+    # By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.
     rounded_sums: float = 16.0
 
     # --- Products of a drafter, on CPUs ---

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +19,15 @@ from torch import nn
 from transformers.utils import output_capturing
 
 from ..core.tuning import TUNING
-from .layer_form import MASK, CannotCompile, Form, arguments_of, cache_of, description_of, form_of
+from .grouped_attention import is_in_place
+from .layer_form import MASK, Form, arguments_of, cache_of, description_of, form_of
 from .layer_operators import Step
 from .layer_programs import Entry, Needs, Program, entry_of
 from .packed_weights import joined_product
 from .stand_ins import is_compiled, standing_in
 
 Group = tuple[nn.Linear, ...]
+_MUTABLE = frozenset(vars(nn.Module())) - {"training"}  # replaced with each module, and looked at where they matter
 
 
 class CompiledLayers:
@@ -43,18 +46,25 @@ class CompiledLayers:
         self._layers: dict[Any, _Layer] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
-        if asked_for is False or not layers or not all(_is_worth_it(layer, bool(asked_for)) for layer in layers):
+        if (
+            asked_for is False
+            or sys.platform != "linux"
+            or not layers
+            or not all(_is_worth_it(layer, bool(asked_for)) for layer in layers)
+        ):
             return
         described = dict[int, str]()
         for layer in layers:
             try:
                 self._layers[layer] = _Layer(self, layer, description_of(layer, described))
-            except CannotCompile:
+            except Exception:  # attributes and weights of other libraries may not be describable
                 continue
+        if len({each.description for each in self._layers.values()}) > TUNING.most_kinds_of_layers:
+            self._layers.clear()
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Within, in this thread, layers run as programs, where there are any."""
-        return standing_in(self._layers) if self._layers else contextlib.nullcontext()
+        return standing_in(self._layers) if self._layers and is_in_place() else contextlib.nullcontext()
 
     def after_forward(self) -> bool:
         """Counts a forward, and returns whether layers run as programs from the next one on that did not before."""
@@ -75,8 +85,13 @@ class CompiledLayers:
     def form_of(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, list[torch.Tensor]] | None:
         """As `layer_form.form_of`; most layers of a forward are called with the same keywords."""
         last, sizes = self._last, (hidden_states.shape, hidden_states.dtype)
-        alike = last is not None and last.sizes == sizes and last.kwargs.keys() == kwargs.keys()
-        if last is not None and alike and all(map(operator.is_, last.kwargs.values(), kwargs.values())):
+        if (
+            last is not None
+            and last.sizes == sizes
+            and last.kwargs.keys() == kwargs.keys()
+            and hidden_states.is_contiguous()
+            and all(map(operator.is_, last.kwargs.values(), kwargs.values()))
+        ):
             return last.form, [hidden_states, *last.tensors[1:]]
         found = form_of(hidden_states, kwargs)
         self._last = None if found is None else _Call(sizes, kwargs, *found)
@@ -100,13 +115,15 @@ class _Layer:
     """Stands in for a layer."""
 
     def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str) -> None:
-        self._owner, self._description = owner, description
+        self._owner, self.description = owner, description
         parts = [vars(module) for module in layer.modules()]
         self._own, self._parts = parts[0], parts
+        self._attributes = [(part, name, part[name]) for part in parts for name in part if name not in _MUTABLE]
+        self._attributes += [(part["_modules"], name, own) for part in parts for name, own in part["_modules"].items()]
         self._before = [each["_forward_pre_hooks"] for each in parts]
         self._inside = [each["_forward_hooks"] for each in parts[1:]]
         self._entries: dict[Form, Entry] = {}
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[tuple[int, bool, bool], _Bound] = {}
 
     def run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or self._is_watched():
@@ -117,35 +134,59 @@ class _Layer:
         form, tensors = found
         entry = self._entries.get(form)
         if entry is None:
-            entry = self._entries[form] = entry_of(self._description, form)
-        if entry.program is None:
+            entry = self._entries[form] = entry_of(self.description, form)
+        program = entry.program
+        if program is None:
             self._owner.wait_for(entry, layer, form)
             return NotImplemented
-        bound = self._bound.get(id(entry))
-        if bound is None:
-            bound = self._bound[id(entry)] = _Bound(layer, entry.program)
-            self._owner.runs(bound.groups)
         sizes = args[0].shape[0] > 1, args[0].shape[1] > 1
-        if sizes not in entry.tried:
-            entry.tried.add(sizes)
-            if not bound.agrees(layer, form, tensors):
-                entry.program, entry.why_not = None, "its program computes something else"
+        bound = self._bound.get((id(entry), *sizes))
+        if bound is None:
+            bound = self._tried(layer, program, entry, form, tensors)
+            if bound is None:
                 return NotImplemented
+            self._bound[id(entry), *sizes] = bound
+        if not bound.fits():
+            return NotImplemented
         output = bound(tensors, cache_of(kwargs), kwargs.get(MASK))
         return _after_hooks(layer, args, kwargs, output) if self._own["_forward_hooks"] else output
 
+    def _tried(
+        self, layer: Any, program: Program, entry: Entry, form: Form, tensors: list[torch.Tensor]
+    ) -> _Bound | None:
+        """The program with this layer's weights, if it computes what the layer does."""
+        try:
+            bound = _Bound(layer, program)
+            sizes = tensors[0].shape[0] > 1, tensors[0].shape[1] > 1
+            right = sizes in entry.tried or bound.agrees(layer, form, tensors)
+        except Exception as error:  # a package of something else
+            right, entry.why_not = False, f"its program fails: {error}"
+        if not right:
+            entry.program, entry.why_not = None, entry.why_not or "its program computes something else"
+            return None
+        entry.tried.add(sizes)
+        self._owner.runs(bound.groups)
+        return bound
+
     def _is_watched(self) -> bool:
         """Whether a forward was replaced, or a hook sees what passes through the layer's parts."""
-        if any(self._before) or any("forward" in part for part in self._parts):
+        if any(self._before) or any("forward" in part for part in self._parts) or self._is_changed():
             return True
         return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
+
+    def _is_changed(self) -> bool:
+        """Whether an attribute or a part of the layer was replaced within the call."""
+        return any(part.get(name) is not value for part, name, value in self._attributes)
 
 
 def _is_silent(hook: Any) -> bool:
     """Whether a hook is one by which transformers captures outputs, of a kind that this forward does not capture."""
     if getattr(hook, "__module__", None) != output_capturing.__name__:
         return False
-    key = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["key"].cell_contents
+    try:
+        key = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["key"].cell_contents
+    except (AttributeError, KeyError, TypeError):  # another version of transformers
+        return False
     wanted = output_capturing._active_collector.get()
     return wanted is None or key not in wanted
 
@@ -157,12 +198,17 @@ class _Bound:
         needs: Needs = program.needs
         self._program = program
         self._weights = [_place_of(layer, name) for name in needs.weights]
+        self._kinds = [_kind_of(held[name]) for held, name in self._weights]
         self._index_of: Any = layer.get_submodule(needs.index_of)
         self.groups: list[Group] = [
             tuple(layer.get_submodule(name) for name in names)  # type: ignore[misc]
             for names in needs.products
         ]
         self._products = [partial(joined_product, group) for group in self.groups]
+
+    def fits(self) -> bool:
+        """Whether the weights still have the shapes and types that the program was made for."""
+        return all(_kind_of(held[name]) == kind for (held, name), kind in zip(self._weights, self._kinds, strict=True))
 
     def __call__(self, tensors: list[torch.Tensor], cache: Any, mask: torch.Tensor | None) -> Any:
         weights = [held[name] for held, name in self._weights]
@@ -177,7 +223,7 @@ class _Bound:
         expected = type(layer).forward(layer, hidden_states, **kwargs)
         found = self(tensors, nothing, mask)
         pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True)
-        return all(_are_close(a, b) for a, b in pairs)
+        return all(_are_close(a, b, hidden_states) for a, b in pairs)
 
 
 class _Nothing:
@@ -187,11 +233,18 @@ class _Nothing:
         return keys, values
 
 
-def _are_close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+def _are_close(expected: torch.Tensor, found: torch.Tensor, entered: torch.Tensor) -> bool:
+    """Whether outputs differ by no more than rounding, relative to what the layer has added to its inputs."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
-    allowed = TUNING.rounded_sums * torch.finfo(expected.dtype).eps * expected.abs().max().float()
-    return bool((expected.float() - found.float()).abs().max() <= allowed)
+    added = expected.float() - (entered.float() if entered.shape == expected.shape else 0.0)
+    largest = TUNING.rounded_sums * torch.finfo(expected.dtype).eps
+    rounding = torch.finfo(expected.dtype).eps * expected.float().norm()
+    return bool((expected.float() - found.float()).norm() <= largest * added.norm() + rounding)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _place_of(layer: nn.Module, name: str) -> tuple[dict[str, Any], str]:

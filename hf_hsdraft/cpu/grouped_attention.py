@@ -107,6 +107,11 @@ def _install() -> None:
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
+def is_in_place() -> bool:
+    """Whether layers with sdpa attend by this module within `attention_by`, and no other library replaced that."""
+    return getattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_hsdraft", None) is _grouped
+
+
 def _is_known(name: str, value: Any) -> bool:
     """Whether `attend` may ignore a keyword, or handles it."""
     return value is None or name in _KNOWN or (name in _OFF and not value)

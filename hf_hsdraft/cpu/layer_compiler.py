@@ -12,6 +12,7 @@ sums between them, for any number of texts and tokens.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import operator
 import os
@@ -27,13 +28,13 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..core.tuning import TUNING
 from .grouped_attention import attention_by
 from .layer_form import CannotCompile, Form, arguments_of
 from .layer_operators import ATTEND, PRODUCT
 from .layer_programs import METADATA
 
 _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
-_AT_MOST = 600  # seconds that a compiler takes
 _TEXTS, _TOKENS = 2, 9  # what is compiled is chosen for these numbers, and runs for others
 
 
@@ -93,7 +94,12 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
         if "layer_idx" in vars(module):
             module.layer_idx = _Index(name)
     weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    mask = torch.zeros(_TEXTS, 1, _TOKENS, _TOKENS)
+    # Numbers that are no size of something else: equal ones would be taken for the same variable.
+    fixed = {size for weight in weights.values() for size in weight.shape}
+    fixed |= {size for each in form for size in each.sizes}
+    texts = next(count for count in itertools.count(_TEXTS) if count not in fixed)
+    tokens = next(count for count in itertools.count(_TOKENS) if count not in fixed)
+    mask = torch.zeros(texts, 1, tokens, tokens)
     recorder, tuples = _Recorder(mask), list[bool]()
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -110,8 +116,9 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
     inputs = [torch.zeros(weight.shape, dtype=weight.dtype) for weight in weights.values()]
     for each in form:
         if each.dtype is not None:
-            inputs.append(torch.zeros((1 if each.shared else _TEXTS), _TOKENS, *each.sizes, dtype=each.dtype))
+            inputs.append(torch.zeros((1 if each.shared else texts), tokens, *each.sizes, dtype=each.dtype))
     graph = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    _check_sizes(graph, len(weights))
     if recorder.attended != 1 or len(recorder.owners) != 1:
         raise CannotCompile("a layer attends several times, or not by sdpa")
     groups = _join(graph)
@@ -126,6 +133,16 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
             "returns_tuple": tuples[-1],
         },
     )
+
+
+def _check_sizes(graph: fx.GraphModule, count: int) -> None:
+    """Refuses a graph that holds for some numbers of texts or tokens only. `count` inputs are weights."""
+    placeholders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    sizes = [size for value in placeholders[count:] for size in value.shape[:2] if isinstance(size, torch.SymInt)]
+    free = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    guards = placeholders[-1].fake_mode.shape_env.guards
+    if not free or any(guard.expr.free_symbols & free for guard in guards):
+        raise CannotCompile("it depends on the number of texts or tokens")
 
 
 def _join(graph: fx.GraphModule) -> list[list[int]]:
@@ -157,13 +174,16 @@ def compile_layer(layer: nn.Module, form: Form, package: Path) -> None:
         exported = torch.export.export(graph, tuple(inputs), dynamic_shapes=tuple(shapes))
         options = {**_OPTIONS, "aot_inductor.metadata": {METADATA: json.dumps(needs)}}
         partial = package.with_name(f"{package.stem}.{os.getpid()}.pt2")
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
-    os.replace(partial, package)
+        try:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)
+            os.replace(partial, package)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def main() -> None:
-    """Compiles what the standard input asks for; notes the reason beside the package where that fails."""
-    layer, form, threads, name = pickle.load(sys.stdin.buffer)
+    """Compiles what the standard input asks for; notes beside the package why a layer cannot be compiled."""
+    name, threads, form, layer = pickle.load(sys.stdin.buffer)
     package = Path(name)
     if hasattr(os, "nice"):
         os.nice(19)
@@ -171,7 +191,7 @@ def main() -> None:
     try:
         with _alone(package.with_suffix(".compiling")):
             compile_layer(layer, form, package)
-    except FileExistsError:  # another process is at it
+    except (OSError, MemoryError):  # the next process may have more room, or finds it being compiled
         sys.exit(1)
     except Exception as error:  # whatever a layer does when it is traced
         package.with_suffix(".failed").write_text(f"{type(error).__name__}: {error}"[:2000], encoding="utf-8")
@@ -181,7 +201,7 @@ def main() -> None:
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Holds a file that no other process holds; one that was left by an interrupted process is removed in time."""
-    if place.exists() and time.time() - place.stat().st_mtime > _AT_MOST:
+    if place.exists() and time.time() - place.stat().st_mtime > TUNING.compiling_seconds:
         place.unlink(missing_ok=True)
     place.touch(exist_ok=False)
     try:

@@ -6,6 +6,8 @@ Layers of equal `description` called in equal forms run the same program with di
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +40,7 @@ def _describe(module: nn.Module, described: dict[int, str]) -> str:
     own, tensors = vars(module), dict[str, Any]()
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         tensors[name] = None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
-    parts = [f"{_plain(type(module))} {tensors}"]
+    parts = [f"{_plain(type(module))} {_code_of(type(module))} {tensors}"]
     for name, value in own.items():
         if isinstance(value, PreTrainedConfig):
             if id(value) not in described:
@@ -49,6 +51,25 @@ def _describe(module: nn.Module, described: dict[int, str]) -> str:
         elif name not in _OF_EVERY_MODULE and name != "layer_idx":
             parts.append(f"{name}={_plain(value)}")
     return " ".join(parts)
+
+
+@functools.cache
+def _code(function: Any) -> str:
+    code = function.__code__
+    constants = [each for each in code.co_consts if not hasattr(each, "co_code")]
+    called = [function.__globals__.get(name) for name in code.co_names]
+    names = [
+        f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}" for each in called if callable(each)
+    ]
+    return hashlib.sha256(repr((code.co_code, code.co_names, constants, names)).encode()).hexdigest()[:16]
+
+
+def _code_of(kind: type) -> str:
+    """A digest of the code of a module's forward, which may be replaced at any time."""
+    forward: Any = inspect.unwrap(getattr(kind, "forward"))  # noqa: B009 classes of modules have one
+    if not hasattr(forward, "__code__"):
+        raise CannotCompile("its forward is no Python function")
+    return _code(forward)
 
 
 def _plain(value: Any) -> str:
@@ -104,6 +125,8 @@ def form_of(hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, 
         items = enumerate(value) if isinstance(value, tuple) else ((None, value),)
         for item, each in items:
             if isinstance(each, torch.Tensor):
+                if not each.is_contiguous():
+                    return None
                 shared = each.shape[0] == 1 < rows[0] if each.dim() > 1 else True
                 if each.dim() < 2 or each.shape[:2] != ((1 if shared else rows[0]), rows[1]):
                     return None

@@ -31,23 +31,33 @@ class Step:
     cache: Any
     layer_idx: int
     mask: torch.Tensor | None
+    error: BaseException | None = None  # raised by an operator, which the program reports as one of its own
 
 
 class _Running(threading.local):
-    step: Step
+    step: Any = None  # a `Step`, while a program runs
 
 
 running = _Running()
 
 
 def _product(x: torch.Tensor, place: int, size: int) -> torch.Tensor:
-    return running.step.products[place](x)
+    step = running.step
+    try:
+        return step.products[place](x)
+    except BaseException as error:
+        step.error = error
+        raise
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     step = running.step
-    keys, values = step.cache.update(key, value, step.layer_idx)
-    return attend(query, keys, values, step.mask, scaling)
+    try:
+        keys, values = step.cache.update(key, value, step.layer_idx)
+        return attend(query, keys, values, step.mask, scaling)
+    except BaseException as error:
+        step.error = error
+        raise
 
 
 _library.impl("product", _product, "CPU")

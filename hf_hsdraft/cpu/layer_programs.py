@@ -1,8 +1,9 @@
-"""Programs of decoder layers: found on disk, or compiled by another process while this one goes on without them."""
+"""Programs of decoder layers: found on disk, or compiled by another process while this one continues without them."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -57,16 +58,20 @@ class Program:
         self.needs = Needs(
             tuple(needs["weights"]), tuple(map(tuple, needs["products"])), needs["index_of"], needs["returns_tuple"]
         )
-        self._lock = threading.Lock()  # the package runs for a single thread
+        self._lock = threading.RLock()  # the package runs for a single thread
 
     def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:
         """The layer's outputs. `inputs` are its weights, and the tensors of its call."""
-        running.step = step
+        before, running.step = getattr(running, "step", None), step
         try:
             with self._lock:
                 outputs = self._package.boxed_run(list(inputs))
+        except RuntimeError:
+            if step.error is not None:  # such as an interrupt
+                raise step.error from None
+            raise
         finally:
-            del running.step
+            running.step = before
         return tuple(outputs) if self.needs.returns_tuple else outputs[0]
 
 
@@ -85,55 +90,53 @@ class Entry:
     why_not: str = ""
     _forwards: int = 0
     _compiler: subprocess.Popen[bytes] | None = None
+    _advancing: threading.Lock = field(default_factory=threading.Lock)
 
     def after_forward(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         """Counts a forward without a program; returns whether there is one now. `at_once` compiles and waits."""
-        if self.program is not None or self.why_not:
-            return False
+        with self._advancing:
+            if self.program is not None or self.why_not:
+                return False
+            try:
+                return self._advance(layer, form, at_once)
+            except (
+                OSError,
+                RuntimeError,
+                ValueError,
+                subprocess.SubprocessError,
+            ) as error:  # of the folder, or the process
+                self.why_not = f"{type(error).__name__}: {error}"
+                return False
+
+    def _advance(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         self._forwards += 1
         package = _folder() / f"{self.key}.pt2"
         if self._compiler is None and not package.exists():
             if self._forwards < TUNING.compiling_forwards and not at_once:
                 return False
-            self._begin(layer, form, package)
+            self.why_not = _reason(package) or _no_compiler()
+            if self.why_not:
+                return False
+            self._compiler = _compiler(layer, form, package)
         if self._compiler is not None:
             if at_once:
-                self._compiler.wait()
+                self._compiler.wait(TUNING.compiling_seconds)
             if self._compiler.poll() is None:
                 return False
-        if not package.exists():
-            self.why_not = self.why_not or _reason(package) or "another process is compiling it, or was interrupted"
-            return False
-        return self._load(package)
-
-    def _begin(self, layer: nn.Module, form: Form, package: Path) -> None:
-        self.why_not = _reason(package) or _no_compiler()
-        if self.why_not:
-            return
-        package.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            request = pickle.dumps((_without_weights(layer), form, torch.get_num_threads(), str(package)))
-        except Exception as error:  # whatever a class of other libraries raises
-            self.why_not = f"the layer cannot be pickled: {error}"
-            return
-        self._compiler = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.layer_compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
-        )
-        assert self._compiler.stdin is not None
-        with self._compiler.stdin as pipe:
-            pipe.write(request)
+        if package.exists():
+            return self._load(package)
+        if package.with_suffix(".compiling").exists():  # another process is at it
+            self._compiler, self._forwards = None, 0
+        else:
+            self.why_not = _reason(package) or "the compiler was interrupted"
+        return False
 
     def _load(self, package: Path) -> bool:
         try:
             self.program = Program(package)
         except Exception as error:  # of another torch, or cut short
             self.why_not = f"{package} cannot be loaded: {error}"
-            logger.warning_once(f"{self.why_not}. Decoding goes on without it; remove the file to compile it again.")
+            logger.warning_once(f"{self.why_not}. Layers run as they are; remove the file to compile it again.")
         return self.program is not None
 
 
@@ -149,6 +152,41 @@ def entry_of(description: str, form: Form) -> Entry:
         return _entries.setdefault(key, Entry(key))
 
 
+def _compiler(layer: nn.Module, form: Form, package: Path) -> subprocess.Popen[bytes]:
+    """Starts a process that compiles a layer; raises a ValueError if it cannot be handed over."""
+    if any(type(module).__module__ == "__main__" for module in layer.modules()):
+        raise ValueError("another process cannot import its class from the program that runs")
+    try:
+        request = pickle.dumps((str(package), torch.get_num_threads(), form, _without_weights(layer)))
+    except Exception as error:  # whatever a class of other libraries raises
+        raise ValueError(f"it cannot be pickled: {error}") from error
+    # Nothing is imported from the current folder that this process would not import from there.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    command = [sys.executable, "-P", "-m", f"{__package__}.layer_compiler"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
+    )
+    threading.Thread(target=_hand_over, args=(process, request), name="hsdraft-compiler", daemon=True).start()
+    return process
+
+
+def _hand_over(process: subprocess.Popen[bytes], request: bytes) -> None:
+    """Writes the request, and waits for the process, so that none is left behind."""
+    try:
+        process.communicate(request, timeout=TUNING.compiling_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    except (OSError, ValueError):  # it ended early
+        process.wait()
+
+
+@functools.cache
 def _of_this_process() -> tuple[Any, ...]:
     """What a package depends on besides the layer: libraries, the code that compiles, and the processor."""
     code = [Path(__file__).with_name(f"layer_{name}.py").read_bytes() for name in ("compiler", "form", "operators")]
@@ -157,18 +195,25 @@ def _of_this_process() -> tuple[Any, ...]:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft" / "layers"
+    """Where programs are kept; raises an OSError if other users could write there, as what it holds is run."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache.expanduser().absolute() / "hf_hsdraft" / "layers"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} can be written to by others: expected a folder of this user alone")
+    return folder
 
 
 def _no_compiler() -> str:
-    names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl"))
-    return "" if any(map(shutil.which, names)) else "there is no C++ compiler"
+    names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
+    return "" if sys.executable and any(map(shutil.which, names)) else "there is no C++ compiler"
 
 
 def _reason(package: Path) -> str:
     """Why a compiler made no package, as it has noted; empty if it has not tried."""
     noted = package.with_suffix(".failed")
-    return noted.read_text(encoding="utf-8") if noted.exists() else ""
+    return noted.read_text(encoding="utf-8", errors="replace") if noted.exists() else ""
 
 
 def _without_weights(layer: nn.Module) -> nn.Module:
@@ -177,7 +222,7 @@ def _without_weights(layer: nn.Module) -> nn.Module:
     kinds = [nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor for tensor in tensors]
     empty = [tensor.detach().to("meta") for tensor in tensors]
     few = [nn.Parameter(each, False) if kind is nn.Parameter else each for kind, each in zip(kinds, empty, strict=True)]
-    copied = copy.deepcopy(layer, {id(tensor): each for tensor, each in zip(tensors, few, strict=True)})
-    for module in copied.modules():
-        module._forward_hooks.clear()
-    return copied
+    memo: dict[int, Any] = {id(tensor): each for tensor, each in zip(tensors, few, strict=True)}
+    for module in layer.modules():  # hooks may hold the whole model
+        memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
+    return copy.deepcopy(layer, memo)

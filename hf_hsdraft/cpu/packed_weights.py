@@ -154,20 +154,23 @@ class PackedLinears(PackedWeight):
         if len(self.linears) == 1:
             return self._product(args[0])
         x, place = args[0], self.linears.index(linear)
-        state = x, None if x.is_inference() else x._version
+        if x.is_inference():  # it has no version to tell whether it was changed in between
+            return NotImplemented
+        state = x, x._version
         if place == 0:
             outputs = self._product(x)
             if outputs is NotImplemented:
                 return outputs
             parts = outputs.split([linear.out_features for linear in self.linears], dim=-1)
             self._joint.state, self._joint.parts = state, parts
-            return parts[0]
+            return parts[0].contiguous()
         known = getattr(self._joint, "state", None)
         if known is None or known[0] is not x or known[1] != state[1]:
             return NotImplemented
+        parts = self._joint.parts
         if place == len(self.linears) - 1:
-            self._joint.state = None
-        return self._joint.parts[place]
+            self._joint.state = self._joint.parts = None
+        return parts[place].contiguous()
 
     def _product(self, x: torch.Tensor) -> Any:
         """The outputs side by side, or `NotImplemented` if the layers might compute another product."""

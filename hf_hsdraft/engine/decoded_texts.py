@@ -239,7 +239,8 @@ class DecodedTexts:
     @property
     def chosen_together(self) -> bool:
         """Whether `choose` serves: rows without drafts need nothing but their most probable tokens."""
-        return self.verifier.own_choices and not (self._config.do_sample or self.keeps_scores or self.keeps_logits)
+        more = self._config.do_sample or self.keeps_scores or self.keeps_logits or self.verifier.taps
+        return self.verifier.own_choices and not more
 
     def choose(self, rows: Sequence[int], logits: torch.Tensor) -> dict[int, Verdict]:
         """What `judge` decides for lone roots, by the target's `logits` `[n, V]`: as plain decoding, rows together.

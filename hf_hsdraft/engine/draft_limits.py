@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..drafters.base.protocol import Call
-from ..runtime.target_ability import Ability, doubtful_ability, known_ability, trial_is_due
+from ..runtime.target_ability import Ability, doubtful_ability, known_ability, postpones_trials, trial_is_due
 from ..runtime.target_limits import furthest_read, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_probe import (
     PROBE_COLUMNS,
@@ -133,7 +133,10 @@ class DraftLimits:
             ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
         refusal = self._refusal(ability)
         if refusal is not None:
-            self._refused(refusal)
+            if self._tries_late and postpones_trials(runtime.target):  # earlier batches were decoded plainly too
+                logger.warning_once(f"Batches are decoded plainly: {refusal}")
+            else:
+                self._refused(refusal)
             self._draft_nothing(str(refusal))
             return
         runtime.trees = ability.trees

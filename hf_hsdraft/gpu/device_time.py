@@ -13,14 +13,14 @@ class DeviceTime(AbstractContextManager["DeviceTime"]):
     """The time that a device takes for what is queued within, without waiting for it; elsewhere the host's time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._ends: list[Any] = []
 
     def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def __enter__(self) -> Self:

@@ -122,11 +122,19 @@ def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
         kinds.pop(next(iter(kinds)))
     waiting = kinds.setdefault(kind_of_call(runtime), _Postponed())
     waiting.rounds += rounds
-    least = TUNING.trial_rounds_half if target.dtype.itemsize < 4 else TUNING.trial_rounds
-    due = waiting.rounds >= least
+    due = waiting.rounds >= _rounds_before_a_trial(target)
     if due:
         waiting.rounds = 0
     return due
+
+
+def postpones_trials(target: Any) -> bool:
+    """Whether batches of a target decode plainly before they are tried."""
+    return _rounds_before_a_trial(target) > 0
+
+
+def _rounds_before_a_trial(target: Any) -> int:
+    return TUNING.trial_rounds_half if target.dtype.itemsize < 4 else TUNING.trial_rounds
 
 
 def doubtful_ability(runtime: TargetRuntime) -> Ability | None:
@@ -146,9 +154,10 @@ def remembered(
 ) -> Ability:
     """Caches what was found with texts of `length` tokens for later calls; see `known_ability`.
 
-    A doubtful result holds for this call only, unless several calls in a row are doubtful.
+    A doubtful result holds for this call only, in batches until their next trial, unless several are doubtful in a row.
     """
     refusals, of_call = refused.setdefault(runtime.target, {}), kind_of_call(runtime)
+    waiting = _postponed.get(runtime.target, {}).get(of_call)
     kind = _kind_of_refusal(of_call, runtime, chains, ragged)
     doubts = _doubts.setdefault(runtime.target, Counter())
     for kept in (refusals, known.get(runtime.target, {}), doubts):
@@ -157,9 +166,11 @@ def remembered(
     doubts[kind] = doubts[kind] + 1 if ability.doubtful or ability.unclear else 0
     if 0 < doubts[kind] < TUNING.most_doubts:
         doubtful = replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
-        if ability.chains and of_call in (waiting := _postponed.get(runtime.target, {})):
-            waiting[of_call].ability = doubtful
+        if waiting is not None:
+            waiting.ability = doubtful if ability.chains and not chains else None
         return doubtful
+    if waiting is not None:
+        waiting.ability = None
     before = refusals.get(kind)
     if ability.chains:
         found = known.setdefault(runtime.target, {}).setdefault((*of_call, chains), {})

@@ -58,7 +58,7 @@ def target_output(
     logits, states = outputs.logits, outputs.get(states_name)
     states = states if last is None else last.behind(states)
     if not tap_layers:
-        return TargetOutput(logits, logits[..., :0])
+        return TargetOutput(logits, logits.new_empty(*logits.shape[:-1], 0))  # no view, which would hold the logits
     if states and len(states) <= tap_layers[-1]:
         returned = f"and it returns only {len(states)}"
         raise refusal(target, f"the drafter reads hidden state {tap_layers[-1]} of its layers, {returned}.")

@@ -17,7 +17,7 @@ from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
-from .cache_slots import as_given
+from .cache_slots import as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
 from .static_cache import slots_of_prompts
@@ -149,7 +149,7 @@ class TargetRuntime(TargetCall):
         kept = self.rows.kept
         if self._ahead is not None and (ahead := self._ahead.verify(trees, self._columns)) is not None:
             return ahead
-        if self._columns == 1 and self.slots.static is None and min(kept) == max(kept):
+        if self._columns == 1 and self.slots.static is None and min(kept) == max(kept) == self.length:
             return read_roots(self, trees, self.kinds)
         self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
         return read_batch(self, self.batch, self.kinds)
@@ -227,7 +227,8 @@ class TargetRuntime(TargetCall):
 
         Not in a cache of the caller's, which has to be in order after an interrupt too.
         """
-        alike = self.trees and self.slots.static is None and not any(kind.width for kind in self.kinds)
+        in_place = self.slots.static is None and not text_cache(self.cache).offloading
+        alike = self.trees and in_place and not any(kind.width for kind in self.kinds)
         self.leaves_gaps = alike and not getattr(self.cache, "_is_user_defined", False)
         self._keeps_slots = keep
 

@@ -265,7 +265,8 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
         columns: of the forward that read the trees.
     """
     slots, total = call.slots, call.slots.length
-    if columns == 1 and call.leaves_gaps and min(call.rows.kept) < max(call.rows.kept):
+    longest = max(call.rows.kept)
+    if columns == 1 and call.leaves_gaps and min(call.rows.kept) < longest == total - 1:
         call.rows = call.rows.with_gaps([path is not None for path in paths], device_of(call.target))
         return
     fixed_shape = call.acceleration.compile_config is not None  # a compiled move has one shape only

@@ -9,12 +9,21 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
-from hf_hsdraft.cpu.layer_form import CannotCompile, description_of
+from hf_hsdraft.cpu.layer_form import CannotCompile, description_of, form_of
 from hf_hsdraft.cpu.layer_operators import running
 from hf_hsdraft.cpu.layer_programs import Needs
 
@@ -85,7 +94,6 @@ TARGETS = {
     "qwen2": lambda: target_of(Qwen2Config(**SIZES)),
     "qwen3": lambda: target_of(Qwen3Config(**SIZES, head_dim=8)),
     "gemma3": lambda: target_of(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6)),
-    "neox": lambda: target_of(GPTNeoXConfig(**SIZES)),
 }
 
 
@@ -205,7 +213,7 @@ def test_nothing_stays_on_the_target():
     target = make_target()
     target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12)
     assert not [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
-    assert not hasattr(running, "step") or TracedProgram.runs
+    assert TracedProgram.runs
     copy.deepcopy(target)
 
 
@@ -231,6 +239,68 @@ def test_small_layers_are_compiled_only_if_asked_for():
     assert compiled_layers.CompiledLayers(layers, True)._layers
     assert not compiled_layers.CompiledLayers(layers, None)._layers
     assert not compiled_layers.CompiledLayers(layers, False)._layers
+
+
+def test_what_replaces_attention_or_code_between_calls_counts(monkeypatch):
+    target = make_target()
+    drafter, call = compiling(target), {"max_new_tokens": 20, "do_sample": False}
+    target.generate(IDS[:1], assistant_model=drafter, **call)
+
+    def louder(original):
+        def forward(self, *args, **kwargs):
+            output, weights = original(self, *args, **kwargs)
+            return output * (1.5 if self.layer_idx == 1 else 1.0), weights
+
+        return forward
+
+    monkeypatch.setattr(LlamaAttention, "forward", louder(LlamaAttention.forward))
+    expected = target.generate(IDS[:1], **call)
+    assert torch.equal(target.generate(IDS[:1], assistant_model=drafter, **call), expected)
+
+
+@pytest.mark.parametrize("what", ["scaling", "mlp"])
+def test_what_is_changed_in_a_call_runs_as_it_is(what):
+    layers = list(make_target().model.layers)
+    held = compiled_layers.CompiledLayers(layers, True)._layers[layers[1]]
+    assert not held._is_watched()
+    if what == "scaling":
+        layers[1].self_attn.scaling = 0.6
+    else:
+        layers[1].mlp = nn.Identity()
+    assert held._is_watched()
+
+
+def test_a_graph_for_some_numbers_of_tokens_is_refused():
+    class Counting(nn.Module):
+        def __init__(self, layer) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden_states, **kwargs):
+            return self.layer(hidden_states, **kwargs) * (2.0 if hidden_states.shape[1] > 16 else 1.0)
+
+    layer, hidden_states = make_target().model.layers[0], torch.zeros(1, 9, 32)
+    places, mask = torch.arange(9)[None], torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    ropes = make_target().model.rotary_emb(hidden_states, places)
+    cache = DynamicCache()
+    found = form_of(hidden_states, {"attention_mask": mask, "position_embeddings": ropes, CACHE: cache})
+    assert found is not None
+    with torch.no_grad():
+        traced(layer_programs._without_weights(layer), found[0])
+        with pytest.raises(CannotCompile, match="number of texts or tokens"):
+            traced(layer_programs._without_weights(Counting(layer)), found[0])
+    across = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
+    assert form_of(across, {"attention_mask": mask, CACHE: cache}) is None, "a program has one layout"
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    layer = make_target().model.layers[0]
+    folder = layer_programs._folder()
+    folder.chmod(0o777)
+    entry = layer_programs.Entry("key")
+    assert not entry.after_forward(layer, (), True) and "written to by others" in entry.why_not
 
 
 @pytest.mark.slow

@@ -458,8 +458,9 @@ def test_what_a_target_can_is_tried_once():
 @pytest.mark.parametrize(
     ("rows", "dtype", "most"), [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6)]
 )
-def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most):
+def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tuned):
     """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults."""
+    tuned(trial_rounds=0)  # a batch is tried at once
     target, calls = make_target().to(dtype), []
     drafter = make_drafter(target).to(dtype)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
@@ -695,8 +696,9 @@ def test_a_refusal_that_the_next_call_does_not_share_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["trees", "drafts"])
-def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(monkeypatch, what):
+def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(monkeypatch, tuned, what):
     """They are at different lengths by then, so each is read as a tree of one node."""
+    tuned(trial_rounds=0)  # a batch is tried at once
     target = make_target()
     target.config.keep_last = 32
     misread_beyond(monkeypatch, target, 32, what)
