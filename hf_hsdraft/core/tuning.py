@@ -226,8 +226,8 @@ class Tuning:
     packed_bytes: int = 2**31
 
     # --- Compiled layers of a target, on CPUs ---
-    # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core some 30
-    # seconds, and a forward gets quicker by a third.
+    # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core about a
+    # minute, and a forward gets quicker by a third.
     compiling_forwards: int = 100
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16

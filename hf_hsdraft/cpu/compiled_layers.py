@@ -1,7 +1,7 @@
-"""On CPUs, decoder layers run as one compiled program each, in which all that is no product or attention is fused.
+"""On CPUs, decoder layers run as compiled programs, which fuse everything but products and attention.
 
-A layer of a small model dispatches some forty operators, each of which takes longer to start than to run. Its program
-starts nine. All layers of a kind share one program, which serves any number of texts and tokens; it is compiled once,
+A layer of a small model dispatches some sixty operators, each of which takes longer to start than to run. Its program
+starts ten. All layers of a kind share one program, which serves any number of texts and tokens; it is compiled once,
 by another process, and kept on disk. Until it is there, and wherever it does not fit, layers run as they are.
 """
 
@@ -227,7 +227,7 @@ class _Bound:
 
 
 class _Nothing:
-    """A cache that holds nothing but what it is given."""
+    """A cache that returns its input."""
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return keys, values

@@ -1,4 +1,4 @@
-// Products of a few rows by weights of 8 or 4 bits; see few_rows.py for the layout of the copies.
+// Products of a few rows by weights of 8 or 4 bits; see small_weights.py for the layout of the copies.
 //
 // A block is 16 outputs of 32 inputs: 16 vectors, each of 2 inputs by 16 outputs, pairs of inputs side by side, as the
 // dot products of AVX-512 and AMX read them. They are dequantised to the inputs' dtype in registers.

@@ -96,7 +96,7 @@ class Argument:
         dtype: of a tensor `[B or 1, n, ...]`; `None` otherwise.
         shared: whether a tensor has one row for all texts of a batch.
         sizes: of a tensor, after the first two axes.
-        constant: the value of what is no tensor; `MASK` and `CACHE` stand for the mask and the cache.
+        constant: the value, if not a tensor; `MASK` and `CACHE` stand for the mask and the cache.
     """
 
     name: str | None

@@ -45,7 +45,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
 
 
 def _wanted(linears: list[nn.Linear], asked_for: bool | None) -> list[nn.Linear]:
-    """Those of all that can be packed."""
+    """The layers to pack among all that can be."""
     if asked_for is not None:
         return linears if asked_for else []
     linears = [linear for linear in linears if linear.weight.numel() >= TUNING.packed_least_numbers]
