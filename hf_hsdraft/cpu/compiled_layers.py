@@ -20,14 +20,13 @@ from transformers.utils import output_capturing
 
 from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
-from .layer_form import MASK, Form, arguments_of, cache_of, description_of, form_of
+from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of, description_of, form_of
 from .layer_operators import Step
 from .layer_programs import Entry, Needs, Program, entry_of
 from .packed_weights import joined_product
 from .stand_ins import is_compiled, standing_in
 
 Group = tuple[nn.Linear, ...]
-_MUTABLE = frozenset(vars(nn.Module())) - {"training"}  # replaced with each module, and looked at where they matter
 
 
 class CompiledLayers:
@@ -118,7 +117,7 @@ class _Layer:
         self._owner, self.description = owner, description
         parts = [vars(module) for module in layer.modules()]
         self._own, self._parts = parts[0], parts
-        self._attributes = [(part, name, part[name]) for part in parts for name in part if name not in _MUTABLE]
+        self._attributes = [(part, name, part[name]) for part in parts for name in part if name not in OF_EVERY_MODULE]
         self._attributes += [(part["_modules"], name, own) for part in parts for name, own in part["_modules"].items()]
         self._before = [each["_forward_pre_hooks"] for each in parts]
         self._inside = [each["_forward_hooks"] for each in parts[1:]]

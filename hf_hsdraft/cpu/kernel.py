@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..core.cache_folder import cache_folder, private_folder
 from .private_operators import works
 
 logger = logging.get_logger(__name__)
@@ -62,6 +63,7 @@ class Kernel:
 
     def _run(self) -> None:
         try:
+            private_folder("kernels")
             if not self._file.is_file():
                 self._compile()
             torch.ops.load_library(str(self._file))
@@ -77,7 +79,7 @@ class Kernel:
         of_this_kind = sys.platform == "linux" and platform.machine() == "x86_64"
         if not of_this_kind or torch.backends.cpu.get_cpu_capability() != "AVX512":
             return False
-        return self._file.is_file() or _compiler() is not None
+        return self._file.is_file() or cpp_compiler() is not None
 
     @cached_property
     def _library(self) -> str:
@@ -86,17 +88,15 @@ class Kernel:
 
     @cached_property
     def _file(self) -> Path:
-        cached = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft" / "kernels"
-        return cached / f"{self._source.stem}-{self._library}.so"
+        return cache_folder("kernels") / f"{self._source.stem}-{self._library}.so"
 
     def _compile(self) -> None:
         # Imported here: it looks for toolkits of GPUs.
         from torch.utils.cpp_extension import include_paths, library_paths
 
-        compiler = _compiler()
+        compiler = cpp_compiler()
         if compiler is None:
             raise OSError("no C++ compiler")
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(f".{os.getpid()}")
         places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
         command = [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, str(self._source)]
@@ -107,5 +107,6 @@ class Kernel:
         os.replace(partial, self._file)
 
 
-def _compiler() -> str | None:
+def cpp_compiler() -> str | None:
+    """The path of a C++ compiler: `$CXX`, or the first that is installed."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))), None)

@@ -103,7 +103,7 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
     recorder, tuples = _Recorder(mask), list[bool]()
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        held = dict(zip(weights, inputs, strict=False))
+        held = dict(zip(weights, inputs[: len(weights)], strict=True))
         hidden_states, kwargs = arguments_of(form, inputs[len(held) :], mask, recorder)
         with attention_by(recorder.attend):
             outputs = torch.func.functional_call(layer, held, (hidden_states,), kwargs)

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 MASK, CACHE = "attention_mask", "cache"
 _OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not read it
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class CannotCompile(Exception):
@@ -48,7 +48,7 @@ def _describe(module: nn.Module, described: dict[int, str]) -> str:
             parts.append(described[id(value)])
         elif name == "forward":
             raise CannotCompile("its forward was replaced")
-        elif name not in _OF_EVERY_MODULE and name != "layer_idx":
+        elif name not in OF_EVERY_MODULE and name != "layer_idx":
             parts.append(f"{name}={_plain(value)}")
     return " ".join(parts)
 

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +22,9 @@ import transformers
 from torch import nn
 from transformers.utils import logging
 
+from ..core.cache_folder import private_folder
 from ..core.tuning import TUNING
+from .kernel import cpp_compiler
 from .layer_form import Form
 from .layer_operators import Step, running
 
@@ -62,7 +63,7 @@ class Program:
 
     def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:
         """The layer's outputs. `inputs` are its weights, and the tensors of its call."""
-        before, running.step = getattr(running, "step", None), step
+        before, running.step = running.step, step
         try:
             with self._lock:
                 outputs = self._package.boxed_run(list(inputs))
@@ -99,18 +100,13 @@ class Entry:
                 return False
             try:
                 return self._advance(layer, form, at_once)
-            except (
-                OSError,
-                RuntimeError,
-                ValueError,
-                subprocess.SubprocessError,
-            ) as error:  # of the folder, or the process
+            except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:  # of folder or process
                 self.why_not = f"{type(error).__name__}: {error}"
                 return False
 
     def _advance(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         self._forwards += 1
-        package = _folder() / f"{self.key}.pt2"
+        package = private_folder("layers") / f"{self.key}.pt2"
         if self._compiler is None and not package.exists():
             if self._forwards < TUNING.compiling_forwards and not at_once:
                 return False
@@ -194,20 +190,8 @@ def _of_this_process() -> tuple[Any, ...]:
     return torch.__version__, transformers.__version__, hashlib.sha256(b"".join(code)).hexdigest(), processor
 
 
-def _folder() -> Path:
-    """Where programs are kept; raises an OSError if other users could write there, as what it holds is run."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache.expanduser().absolute() / "hf_hsdraft" / "layers"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} can be written to by others: expected a folder of this user alone")
-    return folder
-
-
 def _no_compiler() -> str:
-    names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
-    return "" if sys.executable and any(map(shutil.which, names)) else "there is no C++ compiler"
+    return "" if sys.executable and cpp_compiler() else "there is no C++ compiler"
 
 
 def _reason(package: Path) -> str:

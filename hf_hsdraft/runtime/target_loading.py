@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..core.cache_folder import cache_folder
 from ..cpu.gguf_blocks import remember_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -261,7 +262,7 @@ def dequantised(source: Path, dtype: torch.dtype) -> Path:
 
 
 def _copies() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft"
+    return cache_folder("")
 
 
 def _stamp(source: Path) -> str:

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.core.cache_folder import private_folder
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
@@ -297,7 +298,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     layer = make_target().model.layers[0]
-    folder = layer_programs._folder()
+    folder = private_folder("layers")
     folder.chmod(0o777)
     entry = layer_programs.Entry("key")
     assert not entry.after_forward(layer, (), True) and "written to by others" in entry.why_not
