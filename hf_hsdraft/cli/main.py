@@ -1,4 +1,8 @@
-"""`hsdraft`, the command line. A new command is a file beside this one or of a method."""
+"""`hsdraft`, the command line. A new command is a file beside this one or of a method.
+
+`GROUPS` says which commands stand in a group, and by which name there; the others stand at the top. A grouped command's
+own name is a hidden alias.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.models import CommandInfo
 
 from .. import cli as commands
 from .._version import __version__
@@ -22,11 +27,60 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for found in pkgutil.iter_modules(commands.__path__):
-    if not found.name.startswith("_") and found.name != "main":
-        app.add_typer(importlib.import_module(f"{commands.__name__}.{found.name}").app)
-for name in offered("command"):
-    app.add_typer(load("command", name).app)
+# Each group: what it is for, and its commands by their names there and their own.
+GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+    "hub": (
+        "Send, fetch, list, describe and export drafters.",
+        {"push": "push", "pull": "pull", "list": "list", "card": "card", "export": "export"},
+    ),
+    "measure": (
+        "Measure speed, memory, exactness and quality.",
+        {
+            "throughput": "throughput", "first-call": "first-calls", "memory": "concurrent", "quality": "quality",
+            "lm-eval": "lm-eval", "exactness": "exactness", "support": "support",
+        },
+    ),
+    "data": ("Examine training chats.", {"coverage": "coverage", "overlap": "overlap"}),
+    "make": (
+        "Make drafters and their parts out of others.",
+        {
+            "average": "average", "prune": "prune", "refiner": "train-refiner", "verifier": "train-verifier",
+            "skip-layers": "skip-layers", "plan": "plan",
+        },
+    ),
+    "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server", "fleet": "fleet"}),
+}  # fmt: skip
+TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate")  # in this order
+
+
+def _commands() -> dict[str, CommandInfo]:
+    """Returns all commands by their own names: those of the files here, and those of methods."""
+    files = [found.name for found in pkgutil.iter_modules(commands.__path__)]
+    modules = [importlib.import_module(f"{commands.__name__}.{n}") for n in files if n[0] != "_" and n != "main"]
+    modules += [load("command", name) for name in offered("command")]
+    apps = {id(module.app): module.app for module in modules}  # several commands may share a file
+    found = [info for each in apps.values() for info in each.registered_commands]
+    return {info.name or info.callback.__name__.replace("_", "-"): info for info in found if info.callback}
+
+
+def _arrange() -> None:
+    """Puts the commands into the groups and at the top."""
+    known = _commands()
+    for name in sorted(known, key=lambda name: TOP.index(name) if name in TOP else len(TOP)):
+        grouped = any(name in names.values() for _, names in GROUPS.values())
+        app.registered_commands.append(_named(known[name], name, hidden=grouped or known[name].hidden))
+    for group, (purpose, names) in GROUPS.items():
+        here = {name: own for name, own in names.items() if own in known}  # methods may be away
+        typed = typer.Typer(help=purpose, no_args_is_help=True, rich_markup_mode=None)
+        typed.registered_commands += [_named(known[own], name, known[own].hidden) for name, own in here.items()]
+        app.add_typer(typed, name=group)
+
+
+def _named(command: CommandInfo, name: str, hidden: bool) -> CommandInfo:
+    return CommandInfo(**{**vars(command), "name": name, "hidden": hidden})
+
+
+_arrange()
 
 
 def needs_newer() -> str | None:

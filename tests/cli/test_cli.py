@@ -17,19 +17,49 @@ from hf_hsdraft.transformers_version import NEEDED, TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
-NAMES = ["average", "bench", "card", "chat", "check", "concurrent", "coverage", "demo", "estimate", "export"]
-NAMES += ["first-calls", "fleet", "info", "list", "lm-eval", "overlap", "plan", "prune", "pull", "push", "quality"]
-NAMES += ["serve", "skip-layers", "throughput", "train", "train-refiner", "train-verifier", "ui", "verify-server"]
+TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate"]
+GROUPS = {
+    "hub": ["push", "pull", "list", "card", "export"],
+    "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
+    "data": ["coverage", "overlap"],
+    "make": ["average", "prune", "refiner", "verifier", "skip-layers", "plan"],
+    "remote": ["serve", "fleet"],
+}
+ALIASES = ["average", "card", "concurrent", "coverage", "export", "first-calls", "fleet", "list", "lm-eval", "overlap"]
+ALIASES += ["plan", "prune", "pull", "push", "quality", "skip-layers", "throughput", "train-refiner", "train-verifier"]
+ALIASES += ["verify-server"]
 
 
-def test_commands_say_what_they_do_and_the_overview_has_a_line_for_each():
-    lines = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}, terminal_width=80).output.splitlines()
-    listed = [line for line in lines[lines.index("Commands:") + 1 :] if line]
-    assert [line.split()[0] for line in sorted(listed)] == NAMES
-    assert all(len(line) <= 80 and "..." not in line and line[:2] == "  " != line[1:3] for line in listed)
-    for name in NAMES:
+def listed(*command: str) -> list[str]:
+    """The lines of an overview, one a command."""
+    shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}, terminal_width=80).output
+    lines = shown.splitlines()
+    lines = [line for line in lines[lines.index("Commands:") + 1 :] if line]
+    assert all(len(line) <= 80 and "..." not in line and line[:2] == "  " != line[1:3] for line in lines)
+    return [line.split()[0] for line in lines]
+
+
+def test_commands_say_what_they_do_and_each_overview_has_a_line_for_each():
+    assert listed() == [*TOP, *GROUPS]
+    for group, names in GROUPS.items():
+        assert listed(group) == names
+    for command in [[name] for name in TOP] + [[group, name] for group in GROUPS for name in GROUPS[group]]:
+        own = CliRunner().invoke(cli.app, [*command, "--help"])
+        assert own.exit_code == 0 and f" {' '.join(command)} [OPTIONS]" in own.output
+
+
+def test_the_names_of_earlier_versions_still_work():
+    assert sorted(ALIASES) == sorted(
+        own for _, names in cli.GROUPS.values() for own in names.values() if own in ALIASES
+    )
+    for name in ALIASES:
         own = CliRunner().invoke(cli.app, [name, "--help"])
         assert own.exit_code == 0 and f" {name} [OPTIONS]" in own.output
+    for group, (_, names) in cli.GROUPS.items():
+        for name, alias in names.items():
+            if alias in ALIASES:
+                shown = [CliRunner().invoke(cli.app, [*path, "--help"]).output for path in ([group, name], [alias])]
+                assert shown[0].partition("\n")[2] == shown[1].partition("\n")[2]
 
 
 @pytest.mark.parametrize("name", ["exactness", "support"])
