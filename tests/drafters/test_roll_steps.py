@@ -20,7 +20,7 @@ from hf_hsdraft.methods.growth.growing import grown
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loop.trainer import _recompute_layers
 from hf_hsdraft.training.loss.loss import ChainLoss
-from hf_hsdraft.training.loss.objectives import forward_kl
+from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
 SHAPES = {
     "text deeper": {"num_hidden_layers": 3, "num_roll_layers": 1},
@@ -260,7 +260,7 @@ def test_a_grown_drafter_drafts_what_it_was_grown_from(target, shape, modules, l
 def test_new_layers_learn(target):
     larger = grown(make_drafter(target), 2, 2).train()
     weights = larger.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    larger.loss_function = ChainLoss(weights, weights.head, forward_kl, [1.0] * STEPS)
+    larger.loss_function = ChainLoss(weights, weights.head, OBJECTIVES["forward_kl"], [1.0] * STEPS)
     torch.cat(larger(*inputs_of(larger, 9)).hidden_states).square().mean().backward()
     assert larger.layers[0].attention.o_proj.weight.grad.abs().max() > 0
     assert larger.layers[0].down_proj.weight.grad.abs().max() > 0

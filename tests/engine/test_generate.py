@@ -47,7 +47,7 @@ def overfitted(target) -> HSDrafter:
     from hf_hsdraft.training.data.conversations import TokenizedConversation
     from hf_hsdraft.training.data.features import Features
     from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
-    from hf_hsdraft.training.loss.objectives import forward_kl
+    from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
     drafter = make_drafter(target, initializer_range=0.02).train()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -64,7 +64,9 @@ def overfitted(target) -> HSDrafter:
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     chains = sample_chains(pack, per_conversation=100, rolled_fraction=1.0, seeds=range(6))
     labels = true_labels(pack, chains, drafter.config.num_draft_steps)
-    drafter.loss_function = ChainLoss(weights, weights.head, forward_kl, [1.0] * drafter.config.num_draft_steps)
+    drafter.loss_function = ChainLoss(
+        weights, weights.head, OBJECTIVES["forward_kl"], [1.0] * drafter.config.num_draft_steps
+    )
     embeds = weights.embed(pack.input_ids.roll(-1))
     for _ in range(150):
         optimizer.zero_grad()

@@ -32,7 +32,7 @@ from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.pruning import prune
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
-from hf_hsdraft.training.loss.objectives import forward_kl
+from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -120,7 +120,9 @@ def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields):
     weights = borrow(drafter, target)
     rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
     steps = drafter.num_draft_steps
-    drafter.loss_function = ChainLoss(weights, rows, forward_kl, [0.5**depth for depth in range(steps)], **fields)
+    drafter.loss_function = ChainLoss(
+        weights, rows, OBJECTIVES["forward_kl"], [0.5**depth for depth in range(steps)], **fields
+    )
     labels = true_labels(pack, chains, steps) if labels is None else labels
     predictions = family_of(drafter).predictions(drafter, weights)
     return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss

@@ -25,7 +25,7 @@ from hf_hsdraft.training.loss.loss import (
     sample_chains,
     true_labels,
 )
-from hf_hsdraft.training.loss.objectives import OBJECTIVES, forward_kl, total_variation
+from hf_hsdraft.training.loss.objectives import OBJECTIVES, total_variation
 
 
 def conversation(length: int, seed: int) -> TokenizedConversation:
@@ -57,7 +57,7 @@ def chains_at(*starts: int, num_rolled: int | None = None) -> Chains:
 def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields) -> LossParts:
     weights = borrow(drafter, target)
     steps = drafter.config.num_draft_steps
-    fields = {"objective": forward_kl, "depth_weights": [0.5**depth for depth in range(steps)], **fields}
+    fields = {"objective": OBJECTIVES["forward_kl"], "depth_weights": [0.5**depth for depth in range(steps)], **fields}
     drafter.loss_function = ChainLoss(weights, weights.head, **fields)
     return drafter(
         pack.taps,
@@ -179,7 +179,7 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, l
         pack = packed(features, multiple)
         drafter.zero_grad()
         teacher = weights.head if head == "target" else target.get_output_embeddings().weight.detach()
-        loss = ChainLoss(weights, teacher, forward_kl, [1.0] * 4, chunk_logits=chunk, scored_logits=chunk)
+        loss = ChainLoss(weights, teacher, OBJECTIVES["forward_kl"], [1.0] * 4, chunk_logits=chunk, scored_logits=chunk)
         drafter.loss_function = loss
         labels = replace(true_labels(pack, picked, 4), regression=0.3)
         embeds = weights.embed(pack.input_ids.roll(-1))
@@ -213,7 +213,7 @@ def test_the_target_says_once_what_follows_a_token(target, features, monkeypatch
         return linear(states, weight, *bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
-    drafter.loss_function = ChainLoss(weights, head, forward_kl, [1.0] * 4)
+    drafter.loss_function = ChainLoss(weights, head, OBJECTIVES["forward_kl"], [1.0] * 4)
     embeds = weights.embed(pack.input_ids.roll(-1))
     drafter(
         pack.taps, embeds, pack.position_ids, chains.starts, pack.document_ids,

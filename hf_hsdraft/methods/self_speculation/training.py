@@ -18,7 +18,7 @@ from ...training.families.family import Choose
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import Predictions, trained
+from ...training.loss.predictions import Predictions, head_logits, trained
 from .modeling_self import SelfDrafter
 
 
@@ -28,13 +28,16 @@ class ImitationPredictions(Predictions):
 
     drafter: SelfDrafter
     weights: TargetWeights
+    by_columns = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.norm, self.drafter.lm_head)
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden, self.weights)
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head_logits(self.drafter, hidden, self.weights, columns)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.drafter.norm(hidden)

@@ -14,7 +14,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import Predictions, trained
+from ...training.loss.predictions import Predictions, head_logits, trained
 from .collapsed_frames import CollapsedFrames
 from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
@@ -26,6 +26,7 @@ class SlotPredictions(Predictions):
 
     drafter: SpecFormerDrafter
     weights: TargetWeights
+    by_columns = True
 
     @property
     def width(self) -> int:
@@ -35,8 +36,10 @@ class SlotPredictions(Predictions):
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.norm, self.drafter.lm_head)
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden, self.weights)
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head_logits(self.drafter, hidden, self.weights, columns)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.drafter.norm(hidden)
@@ -48,6 +51,8 @@ class FramePredictions(SlotPredictions):
 
     So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
+
+    by_columns = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -61,7 +66,9 @@ class FramePredictions(SlotPredictions):
             result.append(torch.cat([slots.flatten(1), state[:, 0].to(slots.device)], dim=-1))
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert states is not None
         count = self.drafter.config.num_draft_steps
         slots, state = states[:, : count * self.width], states[:, count * self.width :]
