@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ...core.tensors import device_of
+from ...core.tensors import device_of, is_unhooked, joined
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.packed_texts import DraftContext, PackedTexts
@@ -24,7 +24,7 @@ from .quick_weights import QuickWeights, quick_weights
 from .static_roll_out import static_roll_out
 from .static_session import StaticSession
 from .target_match import has_other_tokens, warn_of_mismatch
-from .trunk import read, roll
+from .trunk import Layer, read, roll
 
 _LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 
@@ -94,7 +94,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.sliding_window, steps)
-        trunk = self.trunk()
+        trunk = self.trunk(of_layer=_with_joined_weights)
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
@@ -175,6 +175,11 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         for step, module in enumerate(modules, 1):
             times = max(depth - step, 0) if step == len(modules) else int(step < depth)
             yield Read(f"step module {step}", weights_of(module), times, 1)
+
+
+def _with_joined_weights(layer: Any) -> Layer:
+    """The products of a layer; the layer itself where its forward is wrapped, as for activation checkpointing."""
+    return layer.products(joined) if is_unhooked(layer) else layer  # type: ignore[no-any-return]
 
 
 __all__ = ["HSDrafter"]
