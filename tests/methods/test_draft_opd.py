@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from test_acceptance_losses import ALL
-from test_trainable import SIZES, borrow, decodes_as_plain, plan, random_drafter
+from test_trainable import SIZES, borrow, decodes_as_plain, fresh, plan
 from training_helpers import kill_at_step_three, run
 
 from hf_hsdraft.methods.on_policy import draft_opd
@@ -64,7 +63,7 @@ def learn(drafter, target, pack: Pack, steps: int) -> None:
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "block, rnn", "eagle3", "peagle"])
 def test_rounds_are_those_of_decoding(target, kind):
     """Where rounds of `generate()` start, and how much each accepts."""
-    drafter = random_drafter(target, *ALL[kind])
+    drafter = fresh(target, kind)
     prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(5))
     text = target.generate(prompt, do_sample=False, max_new_tokens=40)[0]
     drafter.generation_config.beam_width, drafter.generation_config.tree_size = 1, 3
@@ -109,7 +108,7 @@ def rounds_by_hand(pack: Pack, drafts: torch.Tensor, ids: torch.Tensor) -> list[
 
 def some_rounds(target, kind: str) -> tuple:
     """Two texts, the first with two answers, and drafts that agree with the text at random places."""
-    drafter = random_drafter(target, *ALL[kind])
+    drafter = fresh(target, kind)
     generator = torch.Generator().manual_seed(4)
     weights = borrow(drafter, target)
     ids = weights.vocab_ids[torch.randint(0, len(weights.vocab_ids), (48,), generator=generator)]

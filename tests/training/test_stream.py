@@ -71,7 +71,8 @@ def test_a_killed_stream_answers_nothing_twice(chatty, tokenizer, tmp_path, monk
 
 def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch, small_groups):
     monkeypatch.setattr(gather, "_INVENTED_AT_ONCE", 6)
-    invented = plan(tmp_path, prompts=(), num_prompts=40, stream=True, answer_batch_size=2)
+    few = {"num_prompts": 40, "kinds": {"mathematics": 1.0}, "max_length": 100}
+    invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
     run(chatty, tokenizer, invented, max_steps=2)
     assert len(keys_of(tmp_path / "out" / "prompts")) < 40
 
