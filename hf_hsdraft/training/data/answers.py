@@ -16,6 +16,7 @@ from .generating import reply
 from .inventing import invent_turns
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
 _PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server's answers
 
 
@@ -34,9 +35,7 @@ def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> 
     return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
-def prompts_that_fit(
-    tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: Callable[[Prompt, str], None]
-) -> list[Prompt]:
+def prompts_that_fit(tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: OnSkip) -> list[Prompt]:
     """Returns the prompts whose first turn has at most `most` tokens, template included; `on_skip` gets the others."""
     fitting = []
     for prompt in prompts:
@@ -157,9 +156,8 @@ def _answer_batch(
         ended = [index for index in active if not turns[index]]
         ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
         if ended:
-            invented = invent_turns(
-                target, tokenizer, [histories[index] for index in ended], seed=seed + len(histories)
-            )
+            known = [histories[index] for index in ended]
+            invented = invent_turns(target, tokenizer, known, seed + len(histories))
             for index, text in zip(ended, invented, strict=True):
                 turns[index] += [text] if text else []
     return [

@@ -11,12 +11,13 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
@@ -65,10 +66,8 @@ def cache_features(
     folder: str | os.PathLike[str],
     identity: str = "",
     stage: Stage | None = None,
-    share: tuple[int, int] = (0, 1),
-    wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
-    """Runs the target over all conversations and stores its features in shards.
+    """Runs the target over all conversations and stores its features in shards. Processes share the work.
 
     A shard's name has a digest of target, taps and tokens: existing shards of the same settings are kept, others are
     not used. If the disk lacks room for the missing shards, an OSError is raised and nothing is written.
@@ -76,10 +75,8 @@ def cache_features(
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
-        share: index of this process, and number of processes that share the work.
-        wait: waits for the other processes.
     """
-    folder = Path(folder)
+    folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
     paths = [
@@ -88,32 +85,26 @@ def cache_features(
     ]
     missing = [index for index, path in enumerate(paths) if not path.exists()]
     tokens = sum(len(chat.input_ids) for index in missing for chat in shards[index])
-    _check_room(folder, feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size))
-    wait()  # until all processes know which shards are missing
-    number, of = share
-    done = len(shards) - len(missing)
-    if stage is not None:
-        stage.start(len(shards), done)
-    for begin in range(0, len(missing), of):
-        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
-        index = missing[min(begin + number, len(missing) - 1)]
-        shard = shards[index]
-        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
-        _write_shard(target, tap_layers, shard, groups, paths[index])
-        if stage is not None:
-            stage.advance(done + min(begin + of, len(missing)))
-    wait()
-    return FeatureDataset(paths)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    needed = feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size)
+    if needed > (free := shutil.disk_usage(folder).free):
         raise OSError(
             errno.ENOSPC,
             f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
             "some space, or train without --cache-taps",
         )
+    state.wait_for_everyone()  # until all processes know which shards are missing
+    of, done = state.num_processes, len(shards) - len(missing)
+    stage = stage or Stage("taps", "files")
+    stage.start(len(shards), done)
+    for begin in range(0, len(missing), of):
+        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
+        index = missing[min(begin + state.process_index, len(missing) - 1)]
+        shard = shards[index]
+        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
+        _write_shard(target, tap_layers, shard, groups, paths[index])
+        stage.advance(done + min(begin + of, len(missing)))
+    state.wait_for_everyone()
+    return FeatureDataset(paths)
 
 
 def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
@@ -134,9 +125,8 @@ def _write_shard(
     """Writes a shard; each group of indices is read in one forward."""
     tensors: dict[str, torch.Tensor] = {}
     for indices in groups:
-        for index, features in zip(
-            indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
-        ):
+        read = read_features(target, tap_layers, [shard[i] for i in indices])
+        for index, features in zip(indices, read, strict=True):
             tensors |= {f"{index}.{name}": getattr(features, name) for name in _FIELDS}
     write_complete(path, lambda temporary: save_file(tensors, temporary))
 
@@ -195,28 +185,25 @@ def keep_likely(
     head: torch.Tensor,
     vocab_ids: torch.Tensor,
     count: int,
-    stage: Stage | None = None,
-    share: tuple[int, int] = (0, 1),
-    wait: Callable[[], None] = lambda: None,
+    stage: Stage,
 ) -> FeatureDataset:
     """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
+
+    Processes share the work.
 
     Args:
         head: `[V', D]`, the target's output rows of the draft vocabulary.
         vocab_ids: `[V']`, int64, its token ids.
         count: number of tokens at each position.
-        share: index of this process, and number of processes that share the work.
-        wait: waits for the other processes.
     """
+    state = PartialState()
     digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
     beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in dataset.paths}
     missing = [path for path, kept in beside.items() if not kept.exists()]
-    wait()  # until all processes know which are missing
-    number, of = share
-    if stage is not None:
-        stage.start(len(beside), done := len(beside) - len(missing))
+    state.wait_for_everyone()  # until all processes know which are missing
+    stage.start(len(beside), done := len(beside) - len(missing))
     for at, path in enumerate(missing):
-        if at % of == number:
+        if at % state.num_processes == state.process_index:
             with safe_open(path, framework="pt") as file:
                 finals = {key: file.get_tensor(key) for key in file.keys() if key.endswith(".final")}  # noqa: SIM118
             found = {
@@ -224,9 +211,8 @@ def keep_likely(
                 for key, final in finals.items()
             }
             write_complete(beside[path], functools.partial(save_file, found))
-        if stage is not None:
-            stage.advance(done + at + 1)
-    wait()
+        stage.advance(done + at + 1)
+    state.wait_for_everyone()
     return FeatureDataset(dataset.paths, list(beside.values()))
 
 

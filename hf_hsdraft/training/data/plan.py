@@ -98,8 +98,8 @@ class TrainingPlan:
         shares = [name if share == 1 else f"{name} x {share:g}" for name, share in self.kinds.items()]
         return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
 
-    def check_invents(self) -> None:
-        """Raises a ValueError if options of inventing contradict others."""
+    def check(self, processes: int) -> None:
+        """Raises a ValueError if options contradict each other, or the number of processes."""
         if self.answers_from is not None and self.invented_turns:
             raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
         for name, given in (("kinds", self.kinds), ("opening", self.openings)):
@@ -107,9 +107,6 @@ class TrainingPlan:
                 raise ValueError(f"--{name} is for invented prompts: leave it out, or --prompts and --dataset")
         if self.kinds and self.openings:
             raise ValueError("--kinds and --opening are two ways to say what the target invents: give one of them")
-
-    def check_stream(self, processes: int) -> None:
-        """Raises a ValueError if the options of a stream contradict others."""
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} is invalid: expected 1 or more")
         if self.stream and processes > 1:

@@ -147,14 +147,9 @@ def _terms(args: DrafterTrainingArguments) -> str:
 
 
 def _weights(trainer: DrafterTrainer) -> str:
-    if trainer.args.valid_prefix:
-        return _depth_weights(trainer) + ", of the depths that greedy decoding reaches"
-    return _depth_weights(trainer)
-
-
-def _depth_weights(trainer: DrafterTrainer) -> str:
+    reached = ", of the depths that greedy decoding reaches" if trainer.args.valid_prefix else ""
     if trainer.args.depth_weighting == "d-pace":
-        return "depth weights by D-PACE"
+        return f"depth weights by D-PACE{reached}"
     numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)
     by_prediction = trainer.args.depth_weighting == "by-prediction"
-    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}"
+    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}{reached}"

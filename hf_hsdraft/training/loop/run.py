@@ -29,7 +29,7 @@ from ..data.conversations import (
     tokenize_conversation,
 )
 from ..data.features import cache_features, feature_bytes, keep_likely, read_features
-from ..data.gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of, stream_answers
+from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
 from ..data.stream import ChatStream
@@ -53,7 +53,7 @@ from .run_folder import (
     only_run,
     settings_of,
 )
-from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter, with_lora
+from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
 
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
@@ -96,7 +96,8 @@ def train(
     if push:
         _, repository, _ = prepare_repository(args.hub_model_id or out.resolve().name, {**hub})
     if plan.publish_data is not None and state.is_main_process:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(run.recipe)
+        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub)
+        chats = chats.prepare(run.answering.recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_run(out) if state.is_main_process else contextlib.nullcontext():
@@ -106,12 +107,11 @@ def train(
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
             else:
                 torch.manual_seed(args.seed)
-                asked = (target, tokenizer, plan, args.seed, run.identity, prompts, out, report)
                 if plan.stream:
-                    groups = stream_answers(*asked)
+                    groups = run.answering.stream(prompts)
                     run.learn_from(_enough(groups, finished), start, groups)
                 else:
-                    run.learn_from(finished + answer_all(*asked), start)
+                    run.learn_from(finished + run.answering.all(prompts), start)
             if chats is not None:  # before the drafter, as its card names them
                 report(f"chats sent: {chats.send(out / 'data')}")
                 name_data_set(out, chats.name)
@@ -138,8 +138,8 @@ class _Run:
     report: Reporter
 
     @property
-    def recipe(self) -> dict[str, Any]:
-        return recipe_of(self.target, self.tokenizer, self.plan, self.args.seed, self.identity)
+    def answering(self) -> Answering:
+        return Answering(self.target, self.tokenizer, self.plan, self.args.seed, self.identity, self.report)
 
     def start(self) -> Any:
         """Returns the drafter to start from, if any; a ValueError if what the plan asks for cannot be trained."""
@@ -254,34 +254,33 @@ class _Run:
 
     def _drafter(self, start: Any, tokenized: Sequence[TokenizedConversation]) -> Any:
         """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
+
+        def choose(size: int) -> list[int]:
+            return draft_vocabulary(self.target, self.tokenizer, tokenized, size, self.report)
+
         wanted = self.plan.drafter.get("draft_vocab_size")
         if start and wanted not in (None, start.config.draft_vocab_size):
-            ids = draft_vocabulary(self.target, self.tokenizer, tokenized, wanted, self.report)
-            start = self.family.with_draft_vocabulary(start, ids, self.target.get_output_embeddings().weight)
+            rows = self.target.get_output_embeddings().weight
+            start = self.family.with_draft_vocabulary(start, choose(wanted), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
-        return start or fresh_drafter(self.family, self.target, self.tokenizer, tokenized, self.plan, self.report)
+        longest = max(len(chat.input_ids) for chat in tokenized)
+        return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
 
     def _cached(
         self, drafter: Any, taps: Sequence[int], tokenized: Sequence[TokenizedConversation], tokens: int
     ) -> Any:
         """Returns the features of all conversations, after this process has written its share."""
-        state = PartialState()
         size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
         self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
-        processes: dict[str, Any] = {
-            "share": (state.process_index, state.num_processes),
-            "wait": state.wait_for_everyone,
-        }
+        folder = Path(self.plan.out) / "features"
         with self.report.stage("taps", "files") as stage:
-            dataset = cache_features(
-                self.target, taps, tokenized, Path(self.plan.out) / "features", self.identity, stage=stage, **processes
-            )
+            dataset = cache_features(self.target, taps, tokenized, folder, self.identity, stage)
         if not self.args.candidates:
             return dataset
         head, ids = self.target.get_output_embeddings().weight.detach(), drafter.draft_vocab_ids()
         with self.report.stage("likely tokens", "files") as stage:
             rows = head[ids.to(head.device)].to(torch.bfloat16)
-            return keep_likely(dataset, rows, ids, self.args.candidates, stage, **processes)
+            return keep_likely(dataset, rows, ids, self.args.candidates, stage)
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs for the first user messages of held-out chats that leave room for an answer."""

@@ -396,6 +396,3 @@ def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
 def _base(model: Any) -> Any:
     """Returns the drafter inside a PEFT model, or the drafter itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-__all__ = ["DrafterTrainer", "DrafterTrainingArguments", "TrainingDiverged"]
