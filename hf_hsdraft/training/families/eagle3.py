@@ -66,10 +66,7 @@ class EagleFamily(PublishedFamily):
         return config
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> EagleDrafter:
-        config = self.config_for(target, fields)
-        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            config = self.config_for(target, {**fields, "draft_vocab_ids": choose(config.draft_vocab_size)})
-        drafter = EagleDrafter(config)
+        drafter: EagleDrafter = self.with_chosen_vocabulary(target, fields, choose)
         self.set_options(drafter, fields)
         return drafter
 

@@ -28,14 +28,6 @@ class TravellingFamily(TrainableFamily):
         # Training never looks back further than the longest text.
         return self.with_chosen_vocabulary(target, {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}, choose)
 
-    def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
-        """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
-        config = self.config_for(target, fields)
-        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            ids = choose(config.draft_vocab_size)
-            config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
-        return self.drafter(config)
-
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
         config.target_name = fields.get("target_name", config.target_name)
