@@ -224,9 +224,9 @@ def test_drafters_that_cannot_be_trained_are_checked_by_decoding(cacheback, save
 
 
 def test_a_check_ends_with_its_verdict(cacheback, saved, monkeypatch, tmp_path):
-    from hf_hsdraft.training.evaluate import decoding_check
+    from hf_hsdraft.engine import divergence
 
-    monkeypatch.setattr(decoding_check, "first_divergence", lambda *_, **__: "differs at token 3")
+    monkeypatch.setattr(divergence, "first_divergence", lambda *_, **__: "differs at token 3")
     error, said = run("check", cacheback, saved, "--max-new-tokens", "8")
     assert error.code == 1 and said.endswith("FAILED: a drafted text is not that of plain decoding")
     error, said = run("check", cacheback, saved, "--max-new-tokens", "8", "--dtype", "bfloat16")
