@@ -192,7 +192,8 @@ def test_neither_other_texts_nor_their_chains_change_a_loss(target, kind, monkey
     parts = []
     for length, starts, blocks in ((20, [7, 11], 64), (46, [7, 11], 64), (46, [7, 11, 30, 33], 1)):
         monkeypatch.setattr(block_context, "_BLOCKS_AT_ONCE", blocks)
-        pack = replace(alone, **{name: value[:length] for name, value in vars(alone).items()})
+        known = {name: value for name, value in vars(alone).items() if value is not None}
+        pack = replace(alone, **{name: value[:length] for name, value in known.items()})
         labels = true_labels(pack, Chains(torch.tensor(starts), len(starts), torch.ones(len(starts)) > 0), 3)
         labels = replace(labels, valid=labels.valid & (torch.tensor(starts) < 20)[:, None], count=torch.full((3,), 2))
         chains = Chains(torch.tensor(starts), len(starts), labels.valid[:, 0])
