@@ -43,8 +43,8 @@ class Needs:
         returns_tuple: whether the layer returns a tuple of tensors.
     """
 
-    weights: tuple[str, ...]
-    products: tuple[tuple[str, ...], ...]
+    weights: Sequence[str]
+    products: Sequence[Sequence[str]]
     index_of: str
     returns_tuple: bool
 
@@ -55,10 +55,7 @@ class Program:
     def __init__(self, package: Path) -> None:
         load: Any = torch._C._aoti.AOTIModelPackageLoader  # what `aoti_load_package` wraps, without its imports
         self._package = load(str(package), "model", True, 1, -1)
-        needs = json.loads(self._package.get_metadata()[METADATA])
-        self.needs = Needs(
-            tuple(needs["weights"]), tuple(map(tuple, needs["products"])), needs["index_of"], needs["returns_tuple"]
-        )
+        self.needs = Needs(**json.loads(self._package.get_metadata()[METADATA]))
         self._lock = threading.RLock()  # the package runs for a single thread
 
     def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:

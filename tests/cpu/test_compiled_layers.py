@@ -26,7 +26,6 @@ from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
 from hf_hsdraft.cpu.layer_form import CannotCompile, description_of, form_of
 from hf_hsdraft.cpu.layer_operators import running
-from hf_hsdraft.cpu.layer_programs import Needs
 
 IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -52,8 +51,7 @@ class TracedProgram:
 
     def __init__(self, layer, form) -> None:
         with torch.no_grad(), _tracing:  # a process has one tracer
-            self._graph, _, needs = traced(layer_programs._without_weights(layer), form)
-        self.needs = Needs(**needs)
+            self._graph, _, self.needs = traced(layer_programs._without_weights(layer), form)
 
     def __call__(self, inputs, step):
         running.step = step
