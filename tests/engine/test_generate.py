@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSCandidateGenerator, HSDrafter
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.generate.generate_hook import _assisted_decoding
 
 NEW = 48
 
@@ -379,10 +380,8 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
         seen.update(self=self, args=args, kwargs=kwargs)
         return sentinel
 
-    from hf_hsdraft.generate.generate_hook import _hooked_decoding
-
     arguments = {"assistant_model": assistant, "streamer": None, "inputs_tensor": prompt}
-    assert _hooked_decoding(original)(target, prompt, **arguments) is sentinel
+    assert _assisted_decoding(original, target, prompt, **arguments) is sentinel
     assert seen == {"self": target, "args": (prompt,), "kwargs": arguments}
 
 
