@@ -19,7 +19,7 @@ import torch
 from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
@@ -67,6 +67,18 @@ def make_target(attention: str = "sdpa", seed: int = 0, **overrides):
     }
     config = LlamaConfig(**{**fields, **overrides})
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
+LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"initializer_range": 0.3, "max_position_embeddings": 256}
+
+
+def model_of(model_type: str, auto=AutoModelForCausalLM, attention: str | None = None, **fields):
+    """A target of another architecture; those that resemble Llama take the fields `LLAMA`."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **fields})
+    return auto.from_config(config, **({"attn_implementation": attention} if attention else {})).eval()
 
 
 def make_drafter(target, seed: int = 1, **overrides) -> HSDrafter:

@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, scripted
+from conftest import LLAMA, VOCAB, make_drafter, make_target, model_of, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -24,7 +24,6 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    MistralConfig,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -90,39 +89,35 @@ def assert_same_outputs(plain, drafted) -> None:
             ):
                 assert x.shape == y.shape, (name, step)
                 torch.testing.assert_close(y, x, atol=2e-4, rtol=2e-4)
+    assert_same_cache(plain, drafted)
+
+
+def assert_same_cache(plain, drafted, *part, close: float = 2e-4) -> None:
+    """Lengths, keys and values of all layers, or a part of them."""
     for ours, theirs in zip(cache_layers(drafted.past_key_values), cache_layers(plain.past_key_values), strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length()
-        torch.testing.assert_close(ours.keys, theirs.keys, atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(ours.values, theirs.values, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(ours.keys[part], theirs.keys[part], atol=close, rtol=close)
+        torch.testing.assert_close(ours.values[part], theirs.values[part], atol=close, rtol=close)
 
 
 def make_windowed(attention: str = "sdpa"):
-    from transformers import Gemma3TextConfig
-
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    types = ["sliding_attention", "full_attention"] * 2
+    fields = {**LLAMA, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 8, "layer_types": types}
+    return model_of("gemma3_text", attention=attention, **fields)
 
 
-@pytest.fixture(scope="module")
-def eager():
-    return make_target("eager")
+class Steps(BaseStreamer):
+    """Notes what it is given: steps as they come, and all tokens."""
+
+    def __init__(self):
+        self.steps, self.tokens, self.ended = [], [], 0
+
+    def put(self, value):
+        self.steps.append(value.tolist())
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -134,8 +129,7 @@ def test_batches_of_padded_prompts(target, drafter, rows, side):
     assert drafted.statistics.target_forwards < NEW
 
 
-@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
-@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
+@pytest.mark.parametrize(("injector", "reuse"), [("path", "none"), ("low_rank", "ensemble"), ("selector", "resample")])
 def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reuse):
     """A real drafter: the batch accepts row by row just as many tokens as calls for single prompts do."""
     drafter = make_drafter(target, injector=injector)
@@ -155,27 +149,30 @@ def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reus
     assert together.statistics.tau == pytest.approx(emitted / forwards)
 
 
-def test_rows_end_at_their_own_time(target, drafter):
-    """Rows that end early are filled up; scores and the rest stop where plain decoding stops."""
-    inputs = batch_of(4)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    ends = [int(free[0, 12 + 4]), int(free[2, 12 + 9])]
-    plain, drafted = compare(target, drafter, inputs, eos_token_id=ends, output_scores=True)
-    assert plain.sequences.tolist() == drafted.sequences.tolist()
-    assert len(plain.scores) == len(drafted.scores)
-    assert (plain.sequences == 0).any() or plain.sequences.shape[1] < 12 + NEW
-
-
-def test_criteria_without_an_end_token_let_rows_go_on(target, drafter):
+class Third(StoppingCriteria):
     """Plain decoding fills rows up only where there are end tokens; else they go on until all have ended."""
 
-    class Third(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return (input_ids[:, 12:] % 7 == 3).any(dim=1)
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, 12:] % 7 == 3).any(dim=1)
 
-    plain, drafted = compare(target, drafter, batch_of(3), stopping_criteria=StoppingCriteriaList([Third()]))
+
+LIMITS = {
+    "no time left": (1, {"max_time": 0.0}),
+    "least new tokens": (1, {"min_new_tokens": 9}),
+    "least length": (1, {"min_length": 20}),
+    "greatest length": (1, {"max_length": 19, "max_new_tokens": None}),
+    "a criterion without an end token": (3, {"stopping_criteria": StoppingCriteriaList([Third()])}),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_texts_end_where_plain_decoding_ends_them(target, drafter, name):
+    rows, limits = LIMITS[name]
+    inputs = batch_of(rows)
+    ends = int(target.generate(**inputs, max_new_tokens=4, do_sample=False)[0, -1]) if rows == 1 else None
+    plain, drafted = compare(target, drafter, inputs, eos_token_id=ends, **limits)
     assert plain.sequences.tolist() == drafted.sequences.tolist()
-    assert plain.sequences.shape[1] < 12 + NEW
+    assert plain.sequences.shape[1] < 12 + NEW or name.startswith("least")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -210,10 +207,7 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     class Counts(LogitsProcessor):
         """Asked once for each token, or another text comes out."""
 
-        row_wise = True
-
-        def __init__(self):
-            self.calls = 0
+        row_wise, calls = True, 0
 
         def __call__(self, input_ids, scores):
             self.calls += 1
@@ -223,27 +217,22 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
         steps.append([float(one.max()) for one in scores])
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
+    def text(assistant):
+        steps.clear()
+        torch.manual_seed(0)
+        given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
+        return target.generate(**batch_of(rows), **call, **given, assistant_model=assistant), list(steps)
+
     drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, "gumbel"
     call = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
     call |= {"do_sample": verification == "rejection", "pad_token_id": 0}
-    outputs, seen = [], []
-    for rule in (None, curious):
-        if rule is not None:
-            for verifier in (OwnChoice, Rejection):
-                monkeypatch.setattr(verifier, "judge", rule(verifier.judge))
-        steps = []
-        torch.manual_seed(0)
-        given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
-        outputs.append(target.generate(**batch_of(rows), **call, **given, assistant_model=drafter))
-        seen.append(steps)
-    assert seen[0] == seen[1] and len(seen[0][-1]) == 12
-    assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
-    for name in ("scores", "logits"):
-        assert len(outputs[1][name]) == 12
-        assert all(map(torch.equal, outputs[0][name], outputs[1][name]))
-    if verification == "walk":
-        given = {"logits_processor": LogitsProcessorList([Counts()])}
-        assert_same_outputs(target.generate(**batch_of(rows), **call, **given), outputs[1])
+    steps: list[list[float]] = []
+    expected, seen = text(drafter if verification == "rejection" else None)
+    for verifier in (OwnChoice, Rejection):
+        monkeypatch.setattr(verifier, "judge", curious(verifier.judge))
+    output, seen_again = text(drafter)
+    assert len(seen[-1]) == 12 and seen_again == [pytest.approx(each, abs=1e-3) for each in seen]
+    assert_same_outputs(expected, output)
 
 
 @given(
@@ -266,11 +255,7 @@ def test_any_trees_acceptances_and_ends(targets, seed, rows, windowed, new, ends
     for step, (ours, theirs) in enumerate(zip(drafted.scores, plain.scores, strict=True)):
         going = [row for row, length in enumerate(lengths) if step < length]
         torch.testing.assert_close(ours[going], theirs[going], atol=2e-4, rtol=2e-4)
-    for ours, theirs in zip(cache_layers(drafted.past_key_values), cache_layers(plain.past_key_values), strict=True):
-        assert ours.get_seq_length() == theirs.get_seq_length()
-        if rows == 1:
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=2e-4, rtol=2e-4)
-            torch.testing.assert_close(ours.values, theirs.values, atol=2e-4, rtol=2e-4)
+    assert_same_cache(plain, drafted, *([] if rows == 1 else [slice(0)]))  # rows of a batch end apart
 
 
 def _length(tokens: list[int], ends: list[int]) -> int:
@@ -302,22 +287,6 @@ def test_stop_strings(target, drafter):
         plain, drafted = compare(target, drafter, some, stop_strings=[stop], tokenizer=tokenizer)
         assert plain.sequences.tolist() == drafted.sequences.tolist()
         assert rows > 1 or plain.sequences.shape[1] <= 12 + 8
-
-
-def test_no_time_left_ends_after_the_first_token(target, drafter):
-    plain, drafted = compare(target, drafter, batch_of(1), max_time=0.0)
-    assert plain.sequences.tolist() == drafted.sequences.tolist()
-    assert drafted.sequences.shape[1] == 13
-
-
-@pytest.mark.parametrize(
-    "limits", [{"min_new_tokens": 9}, {"min_length": 20}, {"max_length": 19, "max_new_tokens": None}]
-)
-def test_lengths(target, drafter, limits):
-    inputs = batch_of(1)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    plain, drafted = compare(target, drafter, inputs, eos_token_id=int(free[0, 12 + 3]), **limits)
-    assert plain.sequences.tolist() == drafted.sequences.tolist()
 
 
 def test_allowed_tokens_are_asked_for_with_the_text_of_their_row(target, drafter):
@@ -460,40 +429,28 @@ def test_guidance_is_exact_for_one_prompt_and_refused_for_more(target, drafter):
         target.generate(**batch_of(2), max_new_tokens=3, guidance_scale=1.5, assistant_model=drafter)
 
 
-def test_streamers_of_a_batch_get_steps_in_order(target, drafter):
-    class Steps(BaseStreamer):
-        def __init__(self):
-            self.steps, self.ended = [], 0
-
-        def put(self, value):
-            self.steps.append(value.tolist())
-
-        def end(self):
-            self.ended += 1
-
+@pytest.mark.parametrize("end", ["a token", "a criterion of all rows"])
+def test_streamers_of_a_batch_get_steps_in_order(target, drafter, end):
+    """And no token beyond an end, also one that is found later than the tokens behind it."""
     inputs = batch_of(3)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    kwargs = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": int(free[1, 17]), "pad_token_id": 0}
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
     seen = []
     for assistant in (None, drafter):
-        streamer = Steps()
-        with scripted(free[:, 12:].tolist()) as along:
-            target.generate(**inputs, **kwargs, assistant_model=along(assistant), streamer=streamer)
-        assert streamer.ended == 1
-        seen.append(streamer.steps)
-    assert seen[0] == seen[1]
+        call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "streamer": Steps()}
+        if end == "a token":
+            call["eos_token_id"] = free[1][5]
+        else:
+            criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
+            call["stopping_criteria"] = StoppingCriteriaList([criterion])
+        with scripted(free, seed=2) as along:
+            target.generate(**inputs, **call, assistant_model=along(assistant))
+        assert call["streamer"].ended == 1
+        seen.append(call["streamer"].steps)
+    assert seen[0] == seen[1] and (end == "a token" or len(seen[0]) <= 1 + 9)
 
 
 def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
     """Each streamer, the library's and our own, says what it says of plain decoding; the server counts all tokens."""
-
-    class Shapes(BaseStreamer):
-        def put(self, value):
-            shapes.append(tuple(value.shape))
-            tokens.extend(value.flatten().tolist())
-
-        def end(self):
-            pass
 
     class Collects(TextStreamer):
         def on_finalized_text(self, text, stream_end=False):
@@ -508,7 +465,7 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
             "iterator": TextIteratorStreamer(tokenizer, skip_prompt=True),
             "async": AsyncTextIteratorStreamer(tokenizer, skip_prompt=True),
             "demo": DraftColourStreamer(tokenizer, Console(file=printed, width=1000)),
-            "shapes": Shapes(),
+            "flat": flat,
         }
         texts = {}
         for name, streamer in streamers.items():
@@ -528,27 +485,12 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
     results = []
     said: list[str] = []
     for assistant in (None, drafter):
-        shapes: list[tuple[int, ...]] = []
-        tokens: list[int] = []
+        flat = Steps()
         results.append(asyncio.run(run(assistant)))
-        assert shapes[0] == (1, 12) and {len(shape) for shape in shapes[1:]} == {1}
-        assert tokens == free[0].tolist()
+        assert len(flat.steps[0][0]) == 12 and all(isinstance(each, int) for step in flat.steps[1:] for each in step)
+        assert flat.tokens == free[0].tolist()
     assert results[0] == results[1] and results[1][1] == NEW
-    assert len(shapes) < 1 + NEW and len(results[0][0]["text"]) > NEW
-
-
-def test_several_sequences_of_one_prompt(target, drafter):
-    torch.manual_seed(0)
-    output = target.generate(
-        **batch_of(2), do_sample=True, num_return_sequences=3, max_new_tokens=8, assistant_model=drafter
-    )
-    assert output.shape == (6, 20)
-    assert len({tuple(row) for row in output.tolist()}) > 3
-    torch.manual_seed(0)
-    again = target.generate(
-        **batch_of(2), do_sample=True, num_return_sequences=3, max_new_tokens=8, assistant_model=drafter
-    )
-    assert again.tolist() == output.tolist()
+    assert len(flat.steps) < 1 + NEW and len(results[0][0]["text"]) > NEW
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -598,33 +540,9 @@ def test_the_drafter_goes_on_from_the_returned_cache_too(target, drafter):
     assert output.sequences.tolist() == anew.sequences.tolist()
 
 
-def test_a_cache_made_with_a_drafter_serves_plain_decoding(target, drafter):
-    first, drafted = compare(target, drafter, batch_of(1))
-    ids = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
-    expected = target.generate(ids, do_sample=False, max_new_tokens=NEW)
-    output = target.generate(ids, past_key_values=drafted.past_key_values, do_sample=False, max_new_tokens=NEW)
-    assert output.tolist() == expected.tolist()
-
-
 def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     """One row accepts everything, another nothing: the window's layers keep enough for both."""
-    torch.manual_seed(0)
-    from transformers import AutoModelForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=6,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    target = AutoModelForCausalLM.from_config(config).eval()
+    target = model_of("mistral", **LLAMA, head_dim=8, sliding_window=6)
     drafter = HSDrafter(HSDraftConfig.for_target(target, num_draft_steps=4, tree_size=8, draft_vocab_size=VOCAB))
     inputs = batch_of(2)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
@@ -755,8 +673,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("make", [make_target, make_windowed])
+@pytest.mark.parametrize(("make", "answer"), [*((make_target, each) for each in ANSWERS), (make_windowed, "each row")])
 def test_criteria_with_a_state_of_all_rows(make, answer, ends):
     """They are asked as by plain decoding: once for each step, with the texts of all rows."""
     target = make()
@@ -788,49 +705,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert seen[0] == seen[1]
         assert len(plain.scores) == len(drafted.scores) == len(drafted.logits)
-        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
-            assert ours.get_seq_length() == theirs.get_seq_length()
-            longest = plain.sequences[:, -1] != 0  # all their keys are of text
-            torch.testing.assert_close(ours.keys[longest], theirs.keys[longest], atol=2e-4, rtol=2e-4)
-
-
-def test_a_streamer_gets_no_token_beyond_an_end_that_was_found_later(target, drafter):
-    class Steps(BaseStreamer):
-        def put(self, value):
-            steps.append(value.tolist())
-
-        def end(self):
-            pass
-
-    inputs = batch_of(3)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
-    seen = []
-    for assistant in (None, drafter):
-        steps: list[list[int]] = []
-        criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
-        with scripted(free, seed=2) as along:
-            given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": Steps()}
-            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=along(assistant))
-        seen.append(steps)
-    assert seen[0] == seen[1] and len(seen[0]) <= 1 + 9
-
-
-def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
-    """Keys of every row up to the token that ended it are those of plain decoding."""
-    found = 0
-    for seed in range(6, 12):
-        ids = torch.randint(5, VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))
-        call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-        plain = chatty.generate(ids, **call)
-        drafted = chatty.generate(ids, **call, assistant_model=make_drafter(chatty))
-        assert drafted.sequences.tolist() == plain.sequences.tolist()
-        for row, text in enumerate(plain.sequences.tolist()):
-            length = text.index(4, 9) + 1 if 4 in text[9:] else len(text) - 1
-            found += length < len(text) - 1
-            for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
-                held = min(length, theirs.keys.shape[2])
-                torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
-    assert found > 3
+        assert_same_cache(plain, drafted, plain.sequences[:, -1] != 0)  # of these rows all keys are of text
 
 
 @pytest.fixture
@@ -881,11 +756,9 @@ def test_rows_that_have_ended_are_read_no_more(target, drafter, rows_read):
         length = _length(tokens, ends)
         for ours, theirs in zip(drafted.logits[:length], plain.logits[:length], strict=True):
             torch.testing.assert_close(ours[row], theirs[row], atol=2e-4, rtol=2e-4)
-        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
-            assert ours.keys.shape == theirs.keys.shape
-            held = min(12 + length, theirs.keys.shape[2])
-            torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(ours.values[row, :, :held], theirs.values[row, :, :held], atol=1e-4, rtol=1e-4)
+        assert_same_cache(plain, drafted, row, slice(None), slice(12 + length), close=1e-4)
+    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert ours.keys.shape == theirs.keys.shape
 
 
 WHY_ROWS_STAY = ["own cache", "attentions", "synced", "windows", "token types", "lists", "hooks"]
@@ -923,22 +796,6 @@ def test_all_rows_are_read_to_the_end_where_they_cannot_leave(target, rows_read,
     assert sequences[0].tolist() == sequences[1].tolist()
 
 
-def test_adapters_of_each_row(target):
-    """peft tells the layers which adapter each row has, by hooks around the call."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    base = make_target()
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
-    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
-    model.eval()
-    inputs, ends = ending_apart(target)
-    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
-    call["adapter_names"] = ["default", "other", "__base__", "default"]
-    plain = model.generate(**inputs, **call)
-    assert model.generate(**inputs, **call, assistant_model=make_drafter(base)).tolist() == plain.tolist()
-
-
 def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatch):
     inputs, ends = ending_apart(target)
     held, put_back = [], EndedRows.put_back
@@ -951,12 +808,11 @@ def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatc
     assert held[0] == 0 < held[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_target, make_windowed])
 def test_the_cache_holds_the_end_of_every_row(make):
     """Also of a row that ends in the last round while a longer one, that ended before, decides the length."""
     target, found = make(), 0
-    for seed in range(60):
+    for seed in range(20):
         inputs = batch_of(3, seed=seed)
         free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
         ends = [row[(3, 9, 14)[index]] for index, row in enumerate(free)]
@@ -969,7 +825,7 @@ def test_the_cache_holds_the_end_of_every_row(make):
                 gone = plain.past_key_values.get_seq_length() - theirs.keys.shape[2]
                 held = slice(int((inputs["attention_mask"][row] == 0).sum()), max(12 + length - gone, 0))
                 torch.testing.assert_close(ours.keys[row, :, held], theirs.keys[row, :, held], atol=2e-4, rtol=2e-4)
-    assert found > 20
+    assert found > 6
 
 
 def test_the_rows_that_a_batch_waits_for_are_the_last_ones():
@@ -1055,16 +911,6 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
     target = make_target(seed=8)
     ids = batch_of(1)["input_ids"]
     plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
-
-    class Steps(BaseStreamer):
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            pass
 
     class Stops(StoppingCriteria):
         calls = 0

@@ -81,7 +81,7 @@ def test_the_committed_drafter_is_small(pair):
     assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
 
 
-FIRST_PROMPTS = ("Name three colours.", "Tell me a joke.", "List the planets.", "How are you?", "Hi", PROMPTS[2])
+FIRST_PROMPTS = ("Name three colours.", "Hi", PROMPTS[2])
 
 
 def kinds_of_drafts(target, tokenizer, drafter):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from oracles.device_reads import host_reads
 from oracles.forced_drafter import ForcedDrafter, let_count, pattern
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
 from hf_hsdraft.core.cache_name import CACHE
@@ -241,63 +238,6 @@ def test_plain_compiled_decoding_keeps_one_graph(target, prompt, graphs):
     assert len(graphs.shapes) == 1
 
 
-READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__int__", "__bool__", "__float__", "__index__"}
-
-
-class HostReads(TorchFunctionMode):
-    """Counts what makes the host wait for a device: values read by Python, and tensors made there out of Python's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        if name in READS:
-            self.seen[name] += 1
-        made_here = name in ("tensor", "new_tensor", "as_tensor") and (kwargs.get("device") or name == "new_tensor")
-        if made_here or (name == "to" and kwargs.get("device") == "cpu"):
-            self.seen[f"{name}, copied at once"] += 1
-        if name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(each, list) for each in index):
-                self.seen["index by a list"] += 1
-        return func(*args, **kwargs)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators whose result has a size or a value that the host has to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if by_mask or name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique_consecutive"):
-            self.seen[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def host_reads() -> Iterator[Counter[str]]:
-    total: Counter[str] = Counter()
-    with Operators() as operators, HostReads() as reads:
-        yield total
-    total.update(operators.seen)
-    total.update(reads.seen)
-
-
-def test_a_counted_read_is_seen():
-    ones = torch.ones(3)
-    with host_reads() as seen:
-        ones.tolist(), bool(ones[0]), ones[ones > 0], int(ones.sum()), torch.tensor([1], device="cpu")
-    assert {"tolist", "__bool__", "__int__", "index", "tensor, copied at once"} <= set(seen)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
     """Between a draft and its logits, and between the accepted path and the next draft, the host never waits.
@@ -366,14 +306,6 @@ def test_a_pattern_of_acceptance_is_forced(prompt, graphs, form):
     assert text.equal((text[0] + torch.arange(len(text))) % VOCAB)
     assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
     assert statistics.drafted_nodes[3] == TREE_SIZE
-
-
-def test_rows_of_a_batch_begin_at_different_places_of_the_pattern(prompts):
-    target = let_count(make_target(hidden_size=128))
-    drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
-    output = decode(target, prompts, ForcedDrafter(drafter, [0, 3, 1]), 31)
-    assert output.sequences.equal(decode(target, prompts, new_tokens=31))
-    assert output.statistics.accepted_lengths[:6] == [0, 3, 1, 3, 1, 0]
 
 
 def test_a_pattern_has_the_rate_that_was_asked_for():
