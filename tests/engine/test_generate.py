@@ -138,7 +138,7 @@ def test_an_end_that_was_drafted_counts_as_drafted(target, good, prompt):
     assert missing in (0, 1)
 
 
-@pytest.mark.parametrize("sizes", [{"num_draft_steps": 1}, {"head": "good", "hidden_size": 16, "head_dim": 4}])
+@pytest.mark.parametrize("sizes", [{"num_draft_steps": 1}, {"head": "trained", "hidden_size": 16, "head_dim": 4}])
 def test_other_shapes_of_drafter(target, prompt, sizes):
     assert_plain(target, make_drafter(target, **sizes), prompt)
 
