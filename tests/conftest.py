@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,7 +186,7 @@ def tuned(monkeypatch):
     return change
 
 
-@contextmanager
-def scripted(texts, seed=0):
-    """Gives a function that makes drafters follow `texts`, the new tokens of each row, as far as chance has it."""
-    yield lambda drafter: None if drafter is None else ScriptedDrafter(drafter, texts, seed)
+def scripted(drafter, texts, seed=0):
+    """A drafter that follows `texts`, the new tokens of each row, as far as chance has it; `None` for `None`."""
+    texts = texts.tolist() if isinstance(texts, torch.Tensor) else texts
+    return None if drafter is None else ScriptedDrafter(drafter, texts, seed)

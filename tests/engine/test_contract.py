@@ -47,6 +47,7 @@ from hf_hsdraft.verify.rejection import Rejection
 from hf_hsdraft.verify.verdict import OwnChoice
 
 NEW = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 OUTPUTS = {
     "return_dict_in_generate": True,
     "output_scores": True,
@@ -69,12 +70,11 @@ def batch_of(rows: int, length: int = 12, seed: int = 0, side: str = "left") -> 
 
 def compare(target, drafter, inputs, seed: int = 0, script=None, **kwargs):
     """Plain decoding and scripted drafts, the same call; returns both outputs."""
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
+    kwargs = {**GREEDY, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
     plain = target.generate(**inputs, **kwargs)
     length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed) as along:
-        drafted = target.generate(**inputs, **kwargs, assistant_model=along(drafter))
-    return plain, drafted
+    assistant = scripted(drafter, script or plain.sequences[:, length:].tolist(), seed)
+    return plain, target.generate(**inputs, **kwargs, assistant_model=assistant)
 
 
 def assert_same_outputs(plain, drafted) -> None:
@@ -136,7 +136,7 @@ def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reus
     drafter.generation_config.reuse = reuse
     drafter.generation_config.tree_sizing = "fixed"  # the rows of a batch share what is learnt of costs and gains
     inputs = batch_of(3)
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter, "return_dict_in_generate": True}
+    kwargs = {**GREEDY, "assistant_model": drafter, "return_dict_in_generate": True}
     drafter.generation_config.tree_size = 72  # two thirds of it, shared by three rows
     together = target.generate(**inputs, **kwargs)
     drafter.generation_config.tree_size = 16
@@ -279,7 +279,7 @@ def test_stop_strings(target, drafter):
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="abcdef")
     inputs = batch_of(2)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    free = target.generate(**inputs, **GREEDY)
     words = {index: word for word, index in vocabulary.items()}
     stop = words[int(free[0, 12 + 6])][1] + words[int(free[0, 12 + 7])][0]
     for rows in (1, 2):
@@ -320,7 +320,7 @@ class ForbidsTheLast(LogitsProcessor):
 
 
 def test_unknown_processors_are_refused_in_batches_unless_they_are_said_to_be_row_wise(target, drafter, rows_read):
-    call = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter}
+    call = {**GREEDY, "assistant_model": drafter}
     counts = rows_read(target)
     with pytest.raises(ValueError, match=r"ForbidsInTheRow .* row_wise = True .* call generate\(\) for each prompt"):
         target.generate(**batch_of(3), **call, logits_processor=LogitsProcessorList([ForbidsInTheRow()]))
@@ -388,7 +388,7 @@ def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, 
     """Each sees the row that it is asked about and no other, and the text is plain decoding's."""
     call, sizes = PROCESSORS[name], []
     count = call.get("num_return_sequences", 1)
-    plain = target.generate(**batch_of(4), pad_token_id=0, **{"do_sample": False, "max_new_tokens": NEW, **call})
+    plain = target.generate(**batch_of(4), pad_token_id=0, **{**GREEDY, **call})
     free = target.generate(**batch_of(4), do_sample=False, max_new_tokens=plain.shape[1] - 12, pad_token_id=0)
     assert plain.tolist() != free.repeat_interleave(count, dim=0).tolist() or name in CHANGES_NOTHING_HERE
     of_list = LogitsProcessorList.__call__
@@ -398,13 +398,8 @@ def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, 
         return of_list(self, input_ids, scores, **kwargs)
 
     monkeypatch.setattr(LogitsProcessorList, "__call__", noting)
-    with scripted(plain[:, 12:].tolist(), seed=1) as along:
-        drafted = target.generate(
-            **batch_of(4),
-            pad_token_id=0,
-            **{"do_sample": False, "max_new_tokens": NEW, **call},
-            assistant_model=along(drafter),
-        )
+    call = {**GREEDY, **call, "assistant_model": scripted(drafter, plain[:, 12:], 1)}
+    drafted = target.generate(**batch_of(4), pad_token_id=0, **call)
     assert drafted.tolist() == plain.tolist()
     rows = len(plain)
     first = sizes.count((rows, rows))
@@ -433,17 +428,16 @@ def test_guidance_is_exact_for_one_prompt_and_refused_for_more(target, drafter):
 def test_streamers_of_a_batch_get_steps_in_order(target, drafter, end):
     """And no token beyond an end, also one that is found later than the tokens behind it."""
     inputs = batch_of(3)
-    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+    free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
     seen = []
     for assistant in (None, drafter):
-        call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "streamer": Steps()}
+        call = {**GREEDY, "pad_token_id": 0, "streamer": Steps()}
         if end == "a token":
             call["eos_token_id"] = free[1][5]
         else:
             criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
             call["stopping_criteria"] = StoppingCriteriaList([criterion])
-        with scripted(free, seed=2) as along:
-            target.generate(**inputs, **call, assistant_model=along(assistant))
+        target.generate(**inputs, **call, assistant_model=scripted(assistant, free, seed=2))
         assert call["streamer"].ended == 1
         seen.append(call["streamer"].steps)
     assert seen[0] == seen[1] and (end == "a token" or len(seen[0]) <= 1 + 9)
@@ -470,8 +464,9 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
         texts = {}
         for name, streamer in streamers.items():
             said.clear()
-            with scripted(free[:, 12:].tolist(), seed=1) as along:
-                target.generate(**inputs, **call, assistant_model=along(assistant), streamer=streamer)
+            target.generate(
+                **inputs, **call, assistant_model=scripted(assistant, free[:, 12:], seed=1), streamer=streamer
+            )
             texts[name] = "".join(said)
         await asyncio.sleep(0)
         texts["server"] = "".join(filter(None, [served.get_nowait() for _ in range(served.qsize())]))
@@ -480,7 +475,7 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
         texts["async"] = "".join([text async for text in streamers["async"]])
         return texts, streamers["server"].total_tokens
 
-    inputs, call = batch_of(1), {"do_sample": False, "max_new_tokens": NEW}
+    inputs, call = batch_of(1), {**GREEDY}
     free = target.generate(**inputs, **call)
     results = []
     said: list[str] = []
@@ -500,9 +495,9 @@ def test_prompts_as_embeddings(target, drafter, rows):
     given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
     plain, drafted = compare(target, drafter, given)
     assert plain.sequences.tolist() == drafted.sequences.tolist()
-    by_tokens = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    by_tokens = target.generate(**inputs, **GREEDY)
     assert drafted.sequences.tolist() == by_tokens[:, 12:].tolist()
-    real = target.generate(**given, do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
+    real = target.generate(**given, **GREEDY, assistant_model=drafter)
     assert real.tolist() == plain.sequences.tolist()
 
 
@@ -511,7 +506,7 @@ def test_chats_go_on_from_the_returned_cache(make):
     target = make()
     drafter = make_drafter(target)
     inputs = batch_of(1)
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    kwargs = {**GREEDY, "return_dict_in_generate": True}
     texts = []
     for assistant in (None, drafter):
         ids, cache = inputs["input_ids"], None
@@ -526,7 +521,7 @@ def test_chats_go_on_from_the_returned_cache(make):
 
 def test_the_drafter_goes_on_from_the_returned_cache_too(target, drafter):
     """The next turn is drafted just as if the whole text had been read anew, also from a copy of the cache."""
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "assistant_model": drafter}
+    kwargs = {**GREEDY, "return_dict_in_generate": True, "assistant_model": drafter}
     first = target.generate(**batch_of(1), **kwargs)
     ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
     anew = target.generate(ids, **kwargs)
@@ -547,8 +542,8 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     inputs = batch_of(2)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
     wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(60)]
-    with scripted([plain[0, 12:].tolist(), wrong], seed=4) as along:
-        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=along(drafter))
+    assistant = scripted(drafter, [plain[0, 12:].tolist(), wrong], 4)
+    drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=assistant)
     assert drafted.tolist() == plain.tolist()
 
 
@@ -556,7 +551,7 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
 def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows):
     """With ZeRO or FSDP every process runs forwards until all have ended; the idle ones change nothing."""
     inputs = batch_of(rows)
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, return_dict_in_generate=True)
+    plain = target.generate(**inputs, **GREEDY, return_dict_in_generate=True)
     idle = 3
 
     def unfinished(self, this_peer_finished, synced_gpus, device):
@@ -567,15 +562,8 @@ def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows
         return idle >= 0
 
     monkeypatch.setattr(type(target), "_has_unfinished_sequences", unfinished)
-    with scripted(plain.sequences[:, 12:].tolist()) as along:
-        drafted = target.generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=NEW,
-            assistant_model=along(drafter),
-            synced_gpus=True,
-            return_dict_in_generate=True,
-        )
+    call = {"assistant_model": scripted(drafter, plain.sequences[:, 12:]), "return_dict_in_generate": True}
+    drafted = target.generate(**inputs, **GREEDY, **call, synced_gpus=True)
     assert idle == -1
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     length = plain.past_key_values.get_seq_length()
@@ -596,14 +584,13 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
     criteria = StoppingCriteriaList([Fails()])
     for rows in (1, 2):
         inputs = batch_of(rows)
-        plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+        plain = target.generate(**inputs, **GREEDY)
         cache = DynamicCache(config=target.config)
         kwargs = {"do_sample": False, "past_key_values": cache}
         script = [plain[0, 12:].tolist(), [5] * NEW][:rows]  # the second row accepts hardly anything
-        with scripted(script) as along, pytest.raises(RuntimeError, match="from a criterion"):
-            target.generate(
-                **inputs, **kwargs, max_new_tokens=NEW, assistant_model=along(drafter), stopping_criteria=criteria
-            )
+        with pytest.raises(RuntimeError, match="from a criterion"):
+            call = {"assistant_model": scripted(drafter, script), "stopping_criteria": criteria}
+            target.generate(**inputs, **kwargs, max_new_tokens=NEW, **call)
         windowed = [layer for layer in cache.layers if layer.is_sliding]
         assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
         assert all(layer.keys.shape[-2] == 7 for layer in windowed)
@@ -614,12 +601,12 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
 
 def test_a_returned_cache_can_be_stored(target, drafter, tmp_path):
     """What the drafter has read does not go with it."""
-    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    kwargs = {**GREEDY, "return_dict_in_generate": True}
     first = target.generate(**batch_of(1), **kwargs, assistant_model=drafter)
     torch.save(first.past_key_values, tmp_path / "cache.pt")
     cache = torch.load(tmp_path / "cache.pt", weights_only=False)
     ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
+    plain = target.generate(ids, **GREEDY)
     output = target.generate(ids, past_key_values=cache, **kwargs, assistant_model=drafter)
     assert output.sequences.tolist() == plain.tolist()
 
@@ -638,10 +625,9 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
     texts = []
     for assistant in (None, drafter):
         clock = Clock()
-        free = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
-        with scripted(free[:, 12:].tolist(), seed=3) as along:
-            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": along(assistant)}
-            texts.append(target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, **kwargs).tolist())
+        free = target.generate(**batch_of(1), **GREEDY)
+        call = {**GREEDY, "assistant_model": scripted(assistant, free[:, 12:], 3)}
+        texts.append(target.generate(**batch_of(1), **call, stopping_criteria=StoppingCriteriaList([clock])).tolist())
         assert clock.asked == 10
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
 
@@ -677,29 +663,19 @@ ANSWERS = {
 def test_criteria_with_a_state_of_all_rows(make, answer, ends):
     """They are asked as by plain decoding: once for each step, with the texts of all rows."""
     target = make()
-    drafter, call = make_drafter(target), {"output_scores": True, "output_logits": True}
+    drafter, call = make_drafter(target), {**GREEDY, "pad_token_id": 0, "return_dict_in_generate": True}
+    call |= {"output_scores": True, "output_logits": True}
     for seed in range(3):
         inputs = batch_of(3, seed=seed)
-        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
         sequences = [tuple(row[at : at + 2]) for row, at in zip(free, (2, 8, 13), strict=True)]
         if ends:
             call["eos_token_id"] = [free[2][6], free[0][9]]
         outputs, seen = [], []
         for assistant in (None, drafter):
             criterion = MultiToken(sequences, 12, 3, ANSWERS[answer])
-            with scripted(free, seed=seed) as along:
-                outputs.append(
-                    target.generate(
-                        **inputs,
-                        **call,
-                        do_sample=False,
-                        max_new_tokens=NEW,
-                        pad_token_id=0,
-                        return_dict_in_generate=True,
-                        stopping_criteria=StoppingCriteriaList([criterion]),
-                        assistant_model=along(assistant),
-                    )
-                )
+            call["stopping_criteria"] = StoppingCriteriaList([criterion])
+            outputs.append(target.generate(**inputs, **call, assistant_model=scripted(assistant, free, seed)))
             seen.append((criterion.asked, criterion.done))
         plain, drafted = outputs
         assert drafted.sequences.tolist() == plain.sequences.tolist()
@@ -730,7 +706,7 @@ def ending_apart(target, rows=4):
     """A padded batch whose rows end at different lengths, the last one at the greatest; prompts and end tokens."""
     for seed in range(100):
         inputs = batch_of(rows, seed=seed)
-        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
         ends = [row[3 + 5 * index] for index, row in enumerate(free[:-1])]
         lengths = [_length(row, ends) for row in free]
         if sorted(set(lengths)) == sorted(lengths) and max(lengths) - sorted(lengths)[-2] > 4:
@@ -741,9 +717,7 @@ def ending_apart(target, rows=4):
 def test_rows_that_have_ended_are_read_no_more(target, drafter, rows_read):
     inputs, ends = ending_apart(target)
     call = {"eos_token_id": ends, "output_scores": True, "output_logits": True}
-    plain = target.generate(
-        **inputs, **call, do_sample=False, max_new_tokens=NEW, pad_token_id=0, return_dict_in_generate=True
-    )
+    plain = target.generate(**inputs, **call, **GREEDY, pad_token_id=0, return_dict_in_generate=True)
     compare(target, drafter, inputs)  # the target is tried, on two rows
     counts = rows_read(target)
     _, drafted = compare(target, drafter, inputs, seed=2, script=plain.sequences[:, 12:].tolist(), **call)
@@ -769,7 +743,7 @@ WHY_ROWS_STAY = ["own cache", "attentions", "synced", "windows", "token types", 
 def test_all_rows_are_read_to_the_end_where_they_cannot_leave(target, rows_read, monkeypatch, why):
     target = make_windowed("eager") if why == "windows" else make_target("eager") if why == "attentions" else target
     inputs, ends = ending_apart(target)
-    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    call = {"eos_token_id": ends, **GREEDY, "pad_token_id": 0}
     if why == "attentions":
         call |= {"output_attentions": True, "return_dict_in_generate": True}
     monkeypatch.setattr(type(target), "_has_unfinished_sequences", lambda self, done, *args, **kwargs: not done)
@@ -802,7 +776,7 @@ def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatc
     monkeypatch.setattr(
         EndedRows, "put_back", lambda self, *args: (held.append(len(self._held)), put_back(self, *args))
     )
-    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    call = {"eos_token_id": ends, **GREEDY, "pad_token_id": 0}
     for wanted in (False, True):
         target.generate(**inputs, **call, assistant_model=drafter, return_dict_in_generate=wanted)
     assert held[0] == 0 < held[1]
@@ -814,7 +788,7 @@ def test_the_cache_holds_the_end_of_every_row(make):
     target, found = make(), 0
     for seed in range(20):
         inputs = batch_of(3, seed=seed)
-        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
         ends = [row[(3, 9, 14)[index]] for index, row in enumerate(free)]
         plain, drafted = compare(target, make_drafter(target), inputs, seed=seed, eos_token_id=ends)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
@@ -854,7 +828,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
     monkeypatch.setattr(CostPace, "cut", noting_trees)
     monkeypatch.setattr(Drafting, "draft", noting_sizes)
-    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    call = {"eos_token_id": ends, **GREEDY, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)
     assert {len(trees) for trees in asked} == {1} and len(asked) > 5
     assert dict(sizes)[4] == 4 and dict(sizes)[1] == 24
@@ -910,7 +884,7 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
     """The first tokens of a first call wait until the target has been tried; an error in between loses none of them."""
     target = make_target(seed=8)
     ids = batch_of(1)["input_ids"]
-    plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
+    plain = target.generate(ids, **GREEDY)
 
     class Stops(StoppingCriteria):
         calls = 0
@@ -927,8 +901,7 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
     with pytest.raises(KeyboardInterrupt):
         target.generate(
             ids,
-            do_sample=False,
-            max_new_tokens=NEW,
+            **GREEDY,
             past_key_values=cache,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([Stops()]),
@@ -936,7 +909,7 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
         )
     told = len(streamer.tokens)
     assert streamer.tokens == plain[0, :told].tolist() and cache.get_seq_length() == told - 1
-    goes_on = target.generate(plain[:, :told], do_sample=False, max_new_tokens=NEW, past_key_values=cache)
+    goes_on = target.generate(plain[:, :told], **GREEDY, past_key_values=cache)
     assert goes_on[0, : plain.shape[1]].equal(plain[0])
 
 
@@ -957,7 +930,7 @@ def test_experts_are_multiplied_as_in_plain_decoding(target, drafter, monkeypatc
     try:
         for assistant in ({}, {"assistant_model": drafter}):
             seen.clear()
-            target.generate(**batch_of(rows), do_sample=False, max_new_tokens=NEW, **assistant)
+            target.generate(**batch_of(rows), **GREEDY, **assistant)
             assert not seen[0] and len(seen) > 1 and all(seen[1:])
     finally:
         hook.remove()

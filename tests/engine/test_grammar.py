@@ -112,9 +112,8 @@ def test_a_text_under_a_grammar_is_plains_and_nothing_forbidden_is_verified(
 
     plain = text()
     verified = Verified(monkeypatch)
-    with scripted(new_tokens(plain, prompt), seed=3) as follow:
-        assert torch.equal(text(follow(make_drafter(target))), plain)
-    assert torch.equal(text(make_drafter(target)), plain) and verified.nodes
+    for drafter in (scripted(make_drafter(target), new_tokens(plain, prompt), 3), make_drafter(target)):
+        assert torch.equal(text(drafter), plain) and verified.nodes
     assert all(is_allowed(compiled, path[prompt.shape[1] :]) for path in verified.paths)
 
 
@@ -140,9 +139,8 @@ def test_each_text_of_a_batch_has_its_grammar(target, grammars, names, monkeypat
     compiled = [grammars[name] for name in names]
     plain = decode(target, ids, *compiled)
     verified = Verified(monkeypatch)
-    with scripted(new_tokens(plain, ids), seed=5) as follow:
-        assert torch.equal(decode(target, ids, *compiled, drafter=follow(make_drafter(target))), plain)
-    assert torch.equal(decode(target, ids, *compiled, drafter=make_drafter(target)), plain) and verified.nodes
+    for drafter in (scripted(make_drafter(target), new_tokens(plain, ids), 5), make_drafter(target)):
+        assert torch.equal(decode(target, ids, *compiled, drafter=drafter), plain) and verified.nodes
 
 
 def test_a_batch_that_decides_tokens_anew_goes_back_in_the_grammar(grammars):
@@ -153,8 +151,8 @@ def test_a_batch_that_decides_tokens_anew_goes_back_in_the_grammar(grammars):
     ids = torch.cat([ids_of("give me: "), ids_of("you get: ")])
     plain = decode(target, ids, grammars["turns"])
     drafter = make_drafter(target, num_draft_steps=16, tree_size=64)  # rows share what is drafted
-    with scripted(new_tokens(plain, ids), seed=1) as follow:
-        drafted = decode(target, ids, grammars["turns"], drafter=follow(drafter), return_dict_in_generate=True)
+    drafter = scripted(drafter, new_tokens(plain, ids), 1)
+    drafted = decode(target, ids, grammars["turns"], drafter=drafter, return_dict_in_generate=True)
     assert torch.equal(drafted.sequences, plain) and drafted.statistics.draft_kind == "chain"
     assert max(drafted.statistics.accepted_lengths) > 1
 

@@ -358,8 +358,9 @@ def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, 
 def test_continuous_batching_says_that_it_never_drafts(target, drafter, batch, caplog):
     """Its texts are plain decoding's; a server that runs already is told by `attach`, and other models hear nothing."""
     texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]
-    plain = [target.generate(torch.tensor([text]), **GREEDY)[0, len(text) :].tolist() for text in texts]
-    config = GenerationConfig(**GREEDY, eos_token_id=-1)
+    call = {"do_sample": False, "max_new_tokens": 8}
+    plain = [target.generate(torch.tensor([text]), **call)[0, len(text) :].tolist() for text in texts]
+    config = GenerationConfig(**call, eos_token_id=-1)
     make_target(seed=2).init_continuous_batching(config)
     said = lambda: [each for each in caplog.messages if "continuous batching" in each and "never drafts" in each]  # noqa: E731
     attachment = attach(target, drafter)
@@ -540,8 +541,8 @@ def test_peft(target, drafter, prompt, first):
 @pytest.mark.parametrize(
     "how", ["wrapper", *(pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "model"))]
 )
-def test_compiled_forwards(target, prompt, how):
-    few, compiled = {"do_sample": False, "max_new_tokens": 6}, []
+def test_compiled_forwards(prompt, how):
+    target, few, compiled = make_target(num_hidden_layers=1), {"do_sample": False, "max_new_tokens": 6}, []
 
     def backend(graph, inputs):
         compiled.append(1)

@@ -79,8 +79,7 @@ def test_the_text_is_that_of_plain_decoding(drafter, prompt, settings, attention
     target = make_target(attention)
     plain = decode(target, prompt, **settings)
     assert decode(target, prompt, drafter, cache_implementation="static", **settings).sequences.equal(plain)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), cache_implementation="static", **settings)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), cache_implementation="static", **settings)
     assert output.sequences.equal(plain)
     assert output.statistics.tau > 1.8 and output.statistics.draft_kind == "tree"
     assert int(output.past_key_values.get_seq_length()) == plain.shape[1] - 1
@@ -89,8 +88,7 @@ def test_the_text_is_that_of_plain_decoding(drafter, prompt, settings, attention
 def test_batches_with_padding(target, drafter, prompts):
     plain = decode(target, prompts)
     drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
-    with scripted(plain[:, 9:].tolist()) as along:
-        output = decode(target, prompts, along(drafter), cache_implementation="static")
+    output = decode(target, prompts, scripted(drafter, plain[:, 9:]), cache_implementation="static")
     assert output.sequences.equal(plain) and output.statistics.tau > 1.5
     short = StaticCache(target.config, max_cache_len=plain.shape[1])
     with pytest.raises(ValueError, match="max_cache_len=49; with a drafter this batch needs 75"):
@@ -102,8 +100,7 @@ def test_a_cache_of_the_callers_own_is_used_as_far_as_it_reaches(target, drafter
     """The prompt's probe and each draft need room behind the text; without it, the text goes on token by token."""
     plain = decode(target, prompt)
     cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1 + spare)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), past_key_values=cache)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), past_key_values=cache)
     assert output.past_key_values is cache and output.sequences.equal(plain)
     assert (output.statistics.tau > 1.8) == (spare == 60)
 
@@ -119,8 +116,7 @@ def test_a_cache_goes_on_to_the_next_call(target, drafter, prompt):
     first = decode(target, prompt, drafter, past_key_values=cache).sequences
     longer = torch.cat([first, prompt], dim=1)
     plain = decode(target, longer)
-    with scripted(plain[:, longer.shape[1] :].tolist()) as along:
-        second = decode(target, longer, along(drafter), past_key_values=cache).sequences
+    second = decode(target, longer, scripted(drafter, plain[:, longer.shape[1] :]), past_key_values=cache).sequences
     assert second.equal(plain)
     assert decode(target, torch.cat([plain, prompt], dim=1), past_key_values=cache).equal(
         decode(target, torch.cat([plain, prompt], dim=1))
@@ -153,8 +149,7 @@ def test_hidden_states_and_attentions_are_those_of_plain_decoding(drafter, promp
     target = make_target("eager")
     wanted = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
     plain = decode(target, prompt, **wanted)
-    with scripted(plain.sequences[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), cache_implementation="static", **wanted)
+    output = decode(target, prompt, scripted(drafter, plain.sequences[:, 11:]), cache_implementation="static", **wanted)
     for expected, seen in zip(plain.hidden_states, output.hidden_states, strict=True):
         torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=1e-3, atol=1e-4)
     for expected, seen in zip(plain.attentions, output.attentions, strict=True):
@@ -196,8 +191,7 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
     plain = decode(target, prompt, new_tokens=60, **settings)
     call = {"cache_implementation": "static", "compile_config": graphs.config(), **settings}
     for seed in range(2):  # the second call compiles nothing
-        with scripted(plain[:, prompt.shape[1] :].tolist(), seed) as along:
-            output = decode(target, prompt, along(drafter), 60, **call)
+        output = decode(target, prompt, scripted(drafter, plain[:, 11:], seed), 60, **call)
         assert output.sequences.equal(plain) and output.statistics.tau > 1.8
         # The forward, the move, and a plain step once there was one.
         assert graphs.count(TREE_SIZE + 1) == 1 and graphs.count(1) <= 1 and len(graphs.shapes) == 2 + graphs.count(1)
@@ -219,8 +213,7 @@ def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
     config = graphs.config()
     assert decode(target, prompt, cache_implementation="static", compile_config=config).equal(plain)
     cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), past_key_values=cache, compile_config=config)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), past_key_values=cache, compile_config=config)
     assert output.sequences.equal(plain)
     assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) <= 4
 

@@ -133,8 +133,7 @@ def test_encoder_decoders(model_type, fields, layers, rows):
     drafter, states = make_drafter(target), {"return_dict_in_generate": True, "output_hidden_states": True}
     assert drafter.config.target_num_hidden_layers == layers
     plain = text(target, rows, **states)
-    with scripted(plain.sequences[:, 1:].tolist()) as along:
-        drafted = text(target, rows, along(drafter), **states)
+    drafted = text(target, rows, scripted(drafter, plain.sequences[:, 1:]), **states)
     assert drafted.sequences.tolist() == plain.sequences.tolist() == text(target, rows, drafter).tolist()
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
