@@ -81,17 +81,14 @@ def _digests(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[str, torch.Tensor] | None:
-    kind, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(_name_in_file(name, model_type, layers), _NONE)
+    known = _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
+    kind, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(known, _NONE)
     if kind not in _SIZES:
         return None
     size = math.prod(sizes) // INPUTS * _SIZES[kind]
     with file.open("rb") as opened:
         opened.seek(place)
         return kind, torch.frombuffer(bytearray(opened.read(size)), dtype=torch.uint8).view(sizes[-1], -1)
-
-
-def _name_in_file(name: str, model_type: str, layers: int) -> str:
-    return _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
 
 
 @lru_cache(maxsize=4)
