@@ -18,7 +18,7 @@ import torch
 from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
@@ -184,6 +184,28 @@ def tuned(monkeypatch):
                 monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **known))
 
     return change
+
+
+class Meanwhile(StoppingCriteria):
+    """Does something once in the middle of a call, when it is asked for a certain time; keeps what that returned."""
+
+    def __init__(self, what, at: int) -> None:
+        self.what, self.at, self.asked, self.results = what, at, 0, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked += 1
+        if self.asked == self.at:
+            self.results.append(self.what())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def failing(error: BaseException):
+    """A function that raises an error, whatever its arguments."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
 
 
 def scripted(drafter, texts, seed=0):

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, model_of
+from conftest import VOCAB, Meanwhile, make_drafter, make_target, model_of
 from rich.console import Console
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, StoppingCriteria
+from transformers import AutoModelForSeq2SeqLM
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench import profile
@@ -94,18 +94,6 @@ def text(target, drafter=None, ids=IDS, **call):
 def own_forwards(target) -> list[str]:
     """Layers that do not run as their class does."""
     return [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
-
-
-class Meanwhile(StoppingCriteria):
-    """Does something once in the middle of a call, when all weights have been packed."""
-
-    def __init__(self, what, at: int = 20) -> None:
-        self.at, self.what, self.results = at, what, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.at and not self.results:
-            self.results.append(self.what())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 SEEN, UNSEEN = ["replace", "other data", "in place"], ["data", "columns"]  # the latter change no version and no place
@@ -231,7 +219,7 @@ def test_weights_that_are_changed_in_a_call_are_seen(way, packings):
         drafter = drafter_of(target, num_draft_steps=1, beam_width=1, tree_size=1) if packed else None
         if drafter is not None:
             drafter.generation_config.ngram_length = 0
-        step = Meanwhile(lambda target=target: change(target.lm_head, way))
+        step = Meanwhile(lambda target=target: change(target.lm_head, way), 11)
         found.append(text(target, drafter, stopping_criteria=[step]))
     assert packings and torch.equal(*found)
     assert not torch.equal(found[0], text(make_target())), "the step changes the text"
@@ -245,7 +233,7 @@ def test_a_call_takes_no_copy_of_what_has_been_changed(target, way):
         change(target.lm_head, way)
         return text(target, drafter_of(target)), text(target)
 
-    before, meanwhile = text(target), Meanwhile(step)
+    before, meanwhile = text(target), Meanwhile(step, 11)
     text(target, drafter_of(target), stopping_criteria=[meanwhile])
     [(drafted, plain)] = meanwhile.results
     assert torch.equal(drafted, plain) and not torch.equal(plain, before)
@@ -297,7 +285,7 @@ def test_nothing_stays_after_an_error(target):
 def test_calls_share_copies(target, copies):
     """Those that run at the same time, and later ones."""
     expected, layers = text(target), len(linears_to_pack(target.model, True))
-    meanwhile = Meanwhile(lambda: text(target, drafter_of(target)))
+    meanwhile = Meanwhile(lambda: text(target, drafter_of(target)), 11)
     for _ in range(2):
         assert torch.equal(text(target, drafter_of(target), stopping_criteria=[meanwhile]), expected)
         assert torch.equal(meanwhile.results[0], expected) and copies(target) == layers

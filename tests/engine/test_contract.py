@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import LLAMA, VOCAB, make_drafter, make_target, model_of, scripted
+from conftest import LLAMA, VOCAB, Meanwhile, failing, make_drafter, make_target, model_of, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -26,7 +26,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
-    StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
     WatermarkingConfig,
@@ -161,7 +160,7 @@ LIMITS = {
     "least new tokens": (1, {"min_new_tokens": 9}),
     "least length": (1, {"min_length": 20}),
     "greatest length": (1, {"max_length": 19, "max_new_tokens": None}),
-    "a criterion without an end token": (3, {"stopping_criteria": StoppingCriteriaList([Third()])}),
+    "a criterion without an end token": (3, {"stopping_criteria": [Third()]}),
 }
 
 
@@ -220,7 +219,7 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     def text(assistant):
         steps.clear()
         torch.manual_seed(0)
-        given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
+        given = {"logits_processor": [Counts()], "stopping_criteria": [scores_so_far]}
         return target.generate(**batch_of(rows), **call, **given, assistant_model=assistant), list(steps)
 
     drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, "gumbel"
@@ -323,9 +322,9 @@ def test_unknown_processors_are_refused_in_batches_unless_they_are_said_to_be_ro
     call = {**GREEDY, "assistant_model": drafter}
     counts = rows_read(target)
     with pytest.raises(ValueError, match=r"ForbidsInTheRow .* row_wise = True .* call generate\(\) for each prompt"):
-        target.generate(**batch_of(3), **call, logits_processor=LogitsProcessorList([ForbidsInTheRow()]))
+        target.generate(**batch_of(3), **call, logits_processor=[ForbidsInTheRow()])
     assert not counts
-    plain, drafted = compare(target, drafter, batch_of(1), logits_processor=LogitsProcessorList([ForbidsInTheRow()]))
+    plain, drafted = compare(target, drafter, batch_of(1), logits_processor=[ForbidsInTheRow()])
     assert plain.sequences.tolist() == drafted.sequences.tolist()
 
     class Said(ForbidsTheLast):
@@ -339,7 +338,7 @@ def test_unknown_processors_are_refused_in_batches_unless_they_are_said_to_be_ro
     by_object = ForbidsTheLast()
     by_object.row_wise = True
     for one in (Said(), by_object):
-        plain, drafted = compare(target, drafter, batch_of(3), logits_processor=LogitsProcessorList([one]))
+        plain, drafted = compare(target, drafter, batch_of(3), logits_processor=[one])
         assert plain.sequences.tolist() == drafted.sequences.tolist()
     assert Counter(shapes) == {(3, 3): NEW, (1, 1): 3 * NEW}
 
@@ -411,7 +410,7 @@ def test_what_is_read_of_the_first_scores_is_of_all_rows(target, drafter):
     for assistant in (None, drafter):
         silence = WhisperNoSpeechDetection(no_speech_token=9, begin_index=1)
         silence.set_begin_index(12)
-        given = {"logits_processor": LogitsProcessorList([silence]), "assistant_model": assistant}
+        given = {"logits_processor": [silence], "assistant_model": assistant}
         target.generate(**batch_of(3), do_sample=False, max_new_tokens=6, **given)
         found.append(silence.no_speech_prob.tolist())
     assert found[0] == pytest.approx(found[1]) and len(set(found[0])) == 3
@@ -436,7 +435,7 @@ def test_streamers_of_a_batch_get_steps_in_order(target, drafter, end):
             call["eos_token_id"] = free[1][5]
         else:
             criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
-            call["stopping_criteria"] = StoppingCriteriaList([criterion])
+            call["stopping_criteria"] = [criterion]
         target.generate(**inputs, **call, assistant_model=scripted(assistant, free, seed=2))
         assert call["streamer"].ended == 1
         seen.append(call["streamer"].steps)
@@ -572,16 +571,8 @@ def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows
 
 def test_an_error_in_a_batch_leaves_windows_as_they_were():
     """The caller's cache is good for plain decoding after an exception in the middle of a round."""
-
-    class Fails(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            if input_ids.shape[1] == 12 + 9:
-                raise RuntimeError("from a criterion")
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
     target = make_windowed()
     drafter = make_drafter(target)
-    criteria = StoppingCriteriaList([Fails()])
     for rows in (1, 2):
         inputs = batch_of(rows)
         plain = target.generate(**inputs, **GREEDY)
@@ -589,7 +580,8 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
         kwargs = {"do_sample": False, "past_key_values": cache}
         script = [plain[0, 12:].tolist(), [5] * NEW][:rows]  # the second row accepts hardly anything
         with pytest.raises(RuntimeError, match="from a criterion"):
-            call = {"assistant_model": scripted(drafter, script), "stopping_criteria": criteria}
+            call = {"assistant_model": scripted(drafter, script)}
+            call["stopping_criteria"] = [Meanwhile(failing(RuntimeError("from a criterion")), 9)]
             target.generate(**inputs, **kwargs, max_new_tokens=NEW, **call)
         windowed = [layer for layer in cache.layers if layer.is_sliding]
         assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
@@ -627,7 +619,7 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
         clock = Clock()
         free = target.generate(**batch_of(1), **GREEDY)
         call = {**GREEDY, "assistant_model": scripted(assistant, free[:, 12:], 3)}
-        texts.append(target.generate(**batch_of(1), **call, stopping_criteria=StoppingCriteriaList([clock])).tolist())
+        texts.append(target.generate(**batch_of(1), **call, stopping_criteria=[clock]).tolist())
         assert clock.asked == 10
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
 
@@ -674,7 +666,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
         outputs, seen = [], []
         for assistant in (None, drafter):
             criterion = MultiToken(sequences, 12, 3, ANSWERS[answer])
-            call["stopping_criteria"] = StoppingCriteriaList([criterion])
+            call["stopping_criteria"] = [criterion]
             outputs.append(target.generate(**inputs, **call, assistant_model=scripted(assistant, free, seed)))
             seen.append((criterion.asked, criterion.done))
         plain, drafted = outputs
@@ -885,28 +877,12 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
     target = make_target(seed=8)
     ids = batch_of(1)["input_ids"]
     plain = target.generate(ids, **GREEDY)
-
-    class Stops(StoppingCriteria):
-        calls = 0
-
-        def __call__(self, input_ids, scores, **kwargs):
-            self.calls += 1
-            if self.calls == 4:
-                raise KeyboardInterrupt
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
     drafter = make_drafter(target)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None  # else it is tried beforehand
     cache, streamer = DynamicCache(config=target.config), Steps()
     with pytest.raises(KeyboardInterrupt):
-        target.generate(
-            ids,
-            **GREEDY,
-            past_key_values=cache,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([Stops()]),
-            assistant_model=drafter,
-        )
+        call = {"past_key_values": cache, "streamer": streamer, "assistant_model": drafter}
+        target.generate(ids, **GREEDY, **call, stopping_criteria=[Meanwhile(failing(KeyboardInterrupt()), 4)])
     told = len(streamer.tokens)
     assert streamer.tokens == plain[0, :told].tolist() and cache.get_seq_length() == told - 1
     goes_on = target.generate(plain[:, :told], **GREEDY, past_key_values=cache)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, model_of
 from test_contract import batch_of, make_windowed
-from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from hf_hsdraft import CachebackDrafter, attach, detach
 
@@ -79,9 +79,7 @@ def test_prompts_of_int32(target, rows):
     assert plain.dtype == torch.int64
     for drafter in drafters(target, plain):
         types = Types()
-        drafted = target.generate(
-            ids.int(), **call, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([types])
-        )
+        drafted = target.generate(ids.int(), **call, assistant_model=drafter, stopping_criteria=[types])
         assert drafted.dtype == torch.int64 and torch.equal(drafted, plain)
         assert types.seen == {torch.int64}
 
