@@ -1,7 +1,5 @@
 """Layers that run as programs: the same texts and states, where they fit, and the layer itself where they do not."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor

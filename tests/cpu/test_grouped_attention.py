@@ -1,7 +1,5 @@
 """Heads that share keys may become rows of one: faster, and the same but for rounding."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from threading import Thread

@@ -1,7 +1,5 @@
 """Packed copies of a target's weights: the same products, of the weights there are, and nothing stays on the target."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Products by weights as their user quantised them: the layer's own but for rounding, and those of no other target."""
 
-from __future__ import annotations
-
 from threading import Event
 
 import pytest

@@ -1,7 +1,5 @@
 """The weights that decoding multiplies by, against the network they are made of."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The contract of `generate()` with a drafter: batches, ends, outputs, turns; against plain `generate()`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Many calls on one drafter, in threads, with exceptions in the middle: no leak, no wrong text afterwards."""
 
-from __future__ import annotations
-
 import gc
 import random
 from concurrent.futures import ThreadPoolExecutor

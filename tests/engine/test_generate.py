@@ -1,17 +1,11 @@
 """`generate(assistant_model=drafter)` emits what plain `generate()` emits, whatever the drafter proposes."""
 
-from __future__ import annotations
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from family_helpers import make_lm
 from session_helpers import drafted_by
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
@@ -208,37 +202,6 @@ def test_no_clock_is_read_unless_statistics_are_asked_for(target, good, prompt, 
 
     monkeypatch.setattr(loop.time, "perf_counter", forbidden)
     target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=good)
-
-
-def test_interleaved_calls_leave_no_state(target, good, prompt):
-    """Two calls in step with each other, sharing drafter and target, and a third after both."""
-    prompts = [prompt, prompt.flip(1)]
-    expected = [target.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() for ids in prompts]
-    before = {name: value.clone() for name, value in good.state_dict().items()}
-    attributes = {model: set(vars(model)) for model in (target, good)}
-    turns = [threading.Semaphore(1), threading.Semaphore(0)]
-
-    class TakeTurns(BaseStreamer):
-        def __init__(self, mine):
-            self.mine = mine
-
-        def put(self, value):
-            turns[self.mine].acquire()
-            turns[1 - self.mine].release()
-
-        def end(self):
-            for _ in range(NEW):
-                turns[1 - self.mine].release()
-
-    def decode(index):
-        call = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": good, "streamer": TakeTurns(index)}
-        return target.generate(prompts[index], **call).tolist()
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(decode, range(2))) == expected
-    assert target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=good).tolist() == expected[0]
-    assert all(torch.equal(value, before[name]) for name, value in good.state_dict().items())
-    assert attributes == {model: set(vars(model)) for model in (target, good)}
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

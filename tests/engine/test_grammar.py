@@ -1,7 +1,5 @@
 """Grammars by xgrammar's own logits processor: plain decoding's text, and no forbidden node is verified."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What callers pass beside plain prompts: positions of their own, other integer types."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rounds without drafts: operators as of plain decoding's steps, the same texts and cache, nothing read in vain."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 

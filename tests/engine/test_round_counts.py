@@ -1,7 +1,5 @@
 """What a compiled round does besides its compiled functions, counted on a CPU that stands for a device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`attach`: every call of a model drafts, its text and its traces stay those of plain decoding, and it steps aside."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

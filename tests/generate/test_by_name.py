@@ -1,7 +1,5 @@
 """Drafters that a call or a pipeline names."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """A drafted call reads hidden states by hooks of transformers, which must not stay on the model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A cache layer that grows in place holds what a plain one does, whatever is done to it."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

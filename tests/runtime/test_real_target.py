@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct with its committed drafter: the product itself, on a few prompts."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

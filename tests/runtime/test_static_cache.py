@@ -1,7 +1,5 @@
 """Static caches: drafts in slots of a fixed size, one shape of forward, and what is compiled of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

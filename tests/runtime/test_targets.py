@@ -1,7 +1,5 @@
 """Targets by what they can do: trees, chains, or a clear error; the text is always the target's own."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from unittest.mock import ANY
@@ -63,6 +61,12 @@ TREES = {
         | {"qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
         | {"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
+    "chunked attention by position": (
+        "llama4_text",
+        {**LLAMA, "attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+        | {"num_experts_per_tok": 1, "no_rope_layers": [1, 1, 0], "moe_layers": [1]}
+        | {"layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
+    ),
 }
 CHAINS = {
     "ALiBi": ("bloom", {"n_layer": 3, "n_head": 4, "initializer_range": 0.3}, "no position_ids"),
@@ -94,14 +98,6 @@ def test_trees(name, rows):
 def test_chains_where_a_tree_cannot_be(name, rows):
     model_type, fields, reason = CHAINS[name]
     assert reason in check(model_of(model_type, **fields), "chain", rows).reason
-
-
-def test_chunked_attention_by_position():
-    fields = {**LLAMA, "attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
-    target = model_of("llama4_text", **fields, num_experts_per_tok=1, no_rope_layers=[1, 1, 0], moe_layers=[1])
-    assert "chunked_attention" in target.config.layer_types
-    for rows in (1, 3):
-        check(target, "tree", rows)
 
 
 def test_a_bare_cache_of_the_caller():

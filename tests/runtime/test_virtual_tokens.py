@@ -1,7 +1,5 @@
 """PEFT's methods that put virtual tokens before the text, and its adapters that do not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Targets with a `generate` of their own, as Whisper has: it calls transformers' once for each segment."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import failing, make_drafter
