@@ -168,14 +168,12 @@ class _Layer:
         return bound
 
     def _is_watched(self) -> bool:
-        """Whether a forward was replaced, or a hook sees what passes through the layer's parts."""
-        if any(self._before) or any("forward" in part for part in self._parts) or self._is_changed():
+        """Whether the layer was changed within the call, or a hook sees what passes through its parts."""
+        if any(self._before) or any("forward" in part for part in self._parts):
+            return True
+        if any(part.get(name) is not value for part, name, value in self._attributes):
             return True
         return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
-
-    def _is_changed(self) -> bool:
-        """Whether an attribute or a part of the layer was replaced within the call."""
-        return any(part.get(name) is not value for part, name, value in self._attributes)
 
 
 def _is_silent(hook: Any) -> bool:

@@ -45,14 +45,10 @@ class _Index:
     def __init__(self, owner: str) -> None:
         self.owner = owner
 
-    def __eq__(self, other: object) -> bool:
+    def _read(self, *_: object) -> Any:
         raise CannotCompile("a layer reads its index")
 
-    def __bool__(self) -> bool:
-        raise CannotCompile("a layer reads its index")
-
-    def __hash__(self) -> int:
-        raise CannotCompile("a layer reads its index")
+    __eq__ = __bool__ = __hash__ = _read
 
 
 class _Product(nn.Module):
