@@ -179,7 +179,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
 def _with_joined_weights(layer: Any) -> Layer:
     """The products of a layer; the layer itself where its forward is wrapped, as for activation checkpointing."""
-    return layer.products(joined) if is_unhooked(layer) else layer  # type: ignore[no-any-return]
+    return layer.products(joined) if is_unhooked(layer) else layer
 
 
 __all__ = ["HSDrafter"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...drafters.base.target_weights import StateNetwork, TargetWeights
+from ...drafters.base.target_weights import TargetWeights
 
 
 class Predictions:
@@ -85,9 +85,9 @@ class StatePredictions(Predictions):
 
 
 def head_logits(
-    drafter: StateNetwork, hidden: torch.Tensor, weights: TargetWeights, columns: torch.Tensor | None
+    drafter: Any, hidden: torch.Tensor, weights: TargetWeights, columns: torch.Tensor | None
 ) -> torch.Tensor:
-    """`StateNetwork.logits`, of some columns `[C]`, int64, or of all."""
+    """`StateNetwork.logits` of a drafter with its `norm` and `lm_head`: of some columns `[C]`, int64, or of all."""
     if columns is None:
         return drafter.logits(hidden, weights)
     normed = drafter.norm(hidden)
