@@ -38,39 +38,26 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Drafting options of one call, read from `drafter.generation_config`.
+    """Drafting options of one call, read from `drafter.generation_config`."""
 
-    Attributes:
-        depth: `num_assistant_tokens`, greatest depth of the drafter's nodes; n-grams may reach further.
-        tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
-        threshold: `assistant_confidence_threshold`, least probability of a drafted path.
-        tree_builder: a name in `TREE_BUILDERS`.
-        verification: a name in `VERIFIERS`.
-        drawn: whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires.
-        temperature: for drawing nodes; 1 if they are not drawn.
-        ngram_length: longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams.
-        ngram_continuation: most n-gram nodes appended to the most probable drafted path.
-        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes.
-        costs: used by `"cost"`; None to measure them.
-        packed_weights: pack the target's weights on CPUs; None once drafting has saved the time that packing takes.
-        compiled_layers: compile the target's decoder layers on CPUs; None after many forwards, True at once.
-        own: options of the drafter's family and of verification rules, by name.
-    """
-
-    depth: int
-    tree_size: int
-    beam_width: int
-    threshold: float
-    tree_builder: str = "beam"
-    verification: str = "walk"
-    drawn: bool = False
-    temperature: float = 1.0
-    ngram_length: int = 0
-    ngram_continuation: int = 0
+    depth: int  # `num_assistant_tokens`, greatest depth of the drafter's nodes; n-grams may reach further
+    tree_size: int  # see `TreeLimits`; shared by the rows of a batch
+    beam_width: int  # see `TreeLimits`
+    threshold: float  # `assistant_confidence_threshold`, least probability of a drafted path
+    tree_builder: str = "beam"  # a name in `TREE_BUILDERS`
+    verification: str = "walk"  # a name in `VERIFIERS`
+    drawn: bool = False  # whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires
+    temperature: float = 1.0  # for drawing nodes; 1 if they are not drawn
+    ngram_length: int = 0  # longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams
+    ngram_continuation: int = 0  # most n-gram nodes appended to the most probable drafted path
+    # `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes
     tree_sizing: str = "fixed"
-    costs: Costs | None = None
+    costs: Costs | None = None  # used by `"cost"`; None to measure them
+    # Pack the target's weights on CPUs; None once drafting has saved the time that packing takes
     packed_weights: bool | None = None
+    # Compile the target's decoder layers on CPUs; None after many forwards, True at once
     compiled_layers: bool | None = None
+    # Options of the drafter's family and of verification rules, by name
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_by(self, rows: int) -> DraftOptions:

@@ -22,20 +22,14 @@ class Sight:
     """What each row sees: earlier positions of its sequence and its own, within a window.
 
     Columns are the cached positions, followed by the pairs of this forward.
-
-    Attributes:
-        rows: `[R]`, int64, column of each row's pair, the last one that it sees.
-        own, texts: `[R]` and `[P]`, sequence of each row and column.
-        at, places: `[R]` and `[P]`, position of each row and column.
-        window: visible positions including the row's; None for all.
     """
 
-    rows: torch.Tensor
-    own: torch.Tensor
-    texts: torch.Tensor
-    at: torch.Tensor
-    places: torch.Tensor
-    window: int | None
+    rows: torch.Tensor  # `[R]`, int64, column of each row's pair, the last one that it sees
+    own: torch.Tensor  # `[R]`, sequence of each row
+    texts: torch.Tensor  # `[P]`, sequence of each column
+    at: torch.Tensor  # `[R]`, position of each row
+    places: torch.Tensor  # `[P]`, position of each column
+    window: int | None  # visible positions including the row's; None for all
 
     @property
     def is_large(self) -> bool:

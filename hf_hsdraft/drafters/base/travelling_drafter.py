@@ -40,15 +40,11 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
 class TravellingDrafter(PreTrainedModel):
-    """Base of drafters that travel with their code.
+    """Base of drafters that travel with their code."""
 
-    Attributes:
-        loaded_from: name and subfolder of its repository, and how it is fetched; None if it was not loaded.
-        has_network: whether its network's code is included.
-    """
-
+    # Name and subfolder of its repository, and how it is fetched; None if it was not loaded
     loaded_from: tuple[str, str, dict[str, Any]] | None = None
-    has_network: ClassVar[bool] = True
+    has_network: ClassVar[bool] = True  # whether its network's code is included
     adjust_generation_fn = GenerationMixin.adjust_generation_fn  # loads the drafting options
 
     @classmethod

@@ -26,21 +26,13 @@ from .refiners import Refinement
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Drafter state of one sequence, stored on the target's cache.
+    """Drafter state of one sequence, stored on the target's cache."""
 
-    Attributes:
-        drafter: weak reference to the drafter that made it.
-        length: of the sequence then, including the last token.
-        context: what the drafter had read; opaque outside its family.
-        pending: accepted positions not read yet.
-        place: device and dtype of the drafter then.
-    """
-
-    drafter: Callable[[], Any]
-    length: int
-    context: Any
-    pending: tuple[Any, ...]
-    place: tuple[Any, ...] = ()
+    drafter: Callable[[], Any]  # weak reference to the drafter that made it
+    length: int  # of the sequence then, including the last token
+    context: Any  # what the drafter had read; opaque outside its family
+    pending: tuple[Any, ...]  # accepted positions not read yet
+    place: tuple[Any, ...] = ()  # device and dtype of the drafter then
 
     @classmethod
     def of(cls, drafter: Any, length: int, context: Any, pending: Sequence[Any]) -> DraftMemory:
@@ -92,41 +84,25 @@ class TokenBias:
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of the vocabulary that a beam considers.
+    """The part of the vocabulary that a beam considers."""
 
-    Attributes:
-        columns: `[B, C]`, int64; None for all.
-        up: maps codes to biases of these columns.
-        logits: `[B, depth, C]`.
-        reach: `[B, depth, C]`, where the bias applies; None for everywhere.
-        refined_up: the refinement's last product for these columns.
-    """
-
-    columns: torch.Tensor | None
-    up: Transform | None
-    logits: torch.Tensor
+    columns: torch.Tensor | None  # `[B, C]`, int64; None for all
+    up: Transform | None  # maps codes to biases of these columns
+    logits: torch.Tensor  # `[B, depth, C]`
     race: Race | None
-    reach: torch.Tensor | None
-    refined_up: Transform | None
+    reach: torch.Tensor | None  # `[B, depth, C]`, where the bias applies; None for everywhere
+    refined_up: Transform | None  # the refinement's last product for these columns
 
 
 @dataclass(frozen=True)
 class ParallelExpansion(Expansion):
-    """Expands the nodes of a batch, level by level.
+    """Expands the nodes of a batch, level by level."""
 
-    Attributes:
-        logits: `[B, depth, V']`, before any token of the path is known.
-        bias: of the path's tokens; without it, nodes have no states.
-        temperature: of the returned distributions.
-        race: with foreseen target draws; probabilities are then those of winning the race.
-        reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
-    """
-
-    logits: torch.Tensor
-    bias: TokenBias | None = None
-    temperature: float = 1.0
-    race: Race | None = None
-    reach: torch.Tensor | None = None
+    logits: torch.Tensor  # `[B, depth, V']`, before any token of the path is known
+    bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
+    temperature: float = 1.0  # of the returned distributions
+    race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
+    reach: torch.Tensor | None = None  # `[B, depth, V']`, bool, where the bias applies; None for everywhere
     refinement: Refinement | None = None
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 

@@ -22,18 +22,13 @@ MOST_TAPS, MOST_RANK = 64, 2**16
 
 @dataclass(frozen=True)
 class Sight:
-    """How far slots of a block see in one layer.
+    """How far slots of a block see in one layer."""
 
-    Attributes:
-        reach: greatest distance to a visible context position; None for no limit.
-        of_anchor: count the distance from the anchor for all slots. Otherwise each slot counts from its position, and
-            sees other slots within the same distance only.
-        causal: whether a slot sees no later slot.
-    """
-
-    reach: int | None = None
+    reach: int | None = None  # greatest distance to a visible context position; None for no limit
+    # Count the distance from the anchor for all slots. Otherwise each slot counts from its position, and sees other
+    # slots within the same distance only.
     of_anchor: bool = False
-    causal: bool = False
+    causal: bool = False  # whether a slot sees no later slot
 
 
 @described

@@ -43,16 +43,11 @@ _OF_NEMO = "LlamaEagle3DraftModel"
 
 @dataclass(frozen=True)
 class Reading:
-    """A drafter's configuration, and the names of its tensors.
-
-    Attributes:
-        config: lacks the ids of the draft vocabulary, which are a tensor.
-        first_layer: the files' name of the first layer.
-    """
+    """A drafter's configuration, and the names of its tensors."""
 
     checkpoint: Checkpoint
-    config: EagleConfig
-    first_layer: str = "layers.0"
+    config: EagleConfig  # lacks the ids of the draft vocabulary, which are a tensor
+    first_layer: str = "layers.0"  # the files' name of the first layer
 
     def check(self, drafter: nn.Module) -> None:
         """Raises a ValueError if names or shapes of tensors do not match `drafter`, which may be on the meta device."""

@@ -45,17 +45,13 @@ def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class InjectedTokens(TokenBias):
-    """The bias that an injector computes from a path.
-
-    Attributes:
-        projected: `[B, depth, ...]`, `Injector.project` of the drafted states.
-        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
-            without the root's token, so it is injected at depth 1 too.
-    """
+    """The bias that an injector computes from a path."""
 
     injector: Injector
     weights: TargetWeights
-    projected: torch.Tensor
+    projected: torch.Tensor  # `[B, depth, ...]`, `Injector.project` of the drafted states
+    # `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted without
+    # the root's token, so it is injected at depth 1 too
     since: torch.Tensor | None = None
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -93,21 +89,13 @@ Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps h_i, embeddings 
 
 @dataclass
 class _Row:
-    """Drafting state of one row.
+    """Drafting state of one row."""
 
-    Attributes:
-        pending: pairs not yet read by the trunk.
-        supposed: pairs after these that may be taken back.
-        root: the last accepted token.
-        drafted: `[K, D]`, g_0 .. g_{K-1} of the last round.
-        leftover: their rest after the accepted ones.
-    """
-
-    pending: list[Pairs] = field(default_factory=list)
-    supposed: list[Pairs] = field(default_factory=list)
-    root: int = -1
-    drafted: torch.Tensor | None = None
-    leftover: Leftover | None = None
+    pending: list[Pairs] = field(default_factory=list)  # pairs not yet read by the trunk
+    supposed: list[Pairs] = field(default_factory=list)  # pairs after these that may be taken back
+    root: int = -1  # the last accepted token
+    drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
+    leftover: Leftover | None = None  # their rest after the accepted ones
 
 
 class HSDraftSession(TreeSession):

@@ -82,19 +82,12 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Made:
-    """Cached working weights.
+    """Cached working weights."""
 
-    Attributes:
-        form: shapes, dtypes, devices and everything else that decides the conversion.
-        seen: fingerprints of the source tensors.
-        values: a sample of their values, to detect uncounted writes (to `.data`, in inference mode).
-        weights: the result.
-    """
-
-    form: tuple[Any, ...]
-    seen: tuple[_Seen, ...]
-    values: torch.Tensor
-    weights: QuickWeights
+    form: tuple[Any, ...]  # shapes, dtypes, devices and everything else that decides the conversion
+    seen: tuple[_Seen, ...]  # fingerprints of the source tensors
+    values: torch.Tensor  # a sample of their values, to detect uncounted writes (to `.data`, in inference mode)
+    weights: QuickWeights  # the result
 
     def is_of(self, form: tuple[Any, ...], tensors: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
         same = self.form == form and all(map(_Seen.is_still, self.seen, tensors))

@@ -42,19 +42,13 @@ def room_for(slots: int, num_draft_steps: int) -> int:
 
 @dataclass(frozen=True)
 class Followed:
-    """What a draft has read back.
+    """What a draft has read back."""
 
-    Attributes:
-        choices: the target's choice at each node of the tree before.
-        tokens: the choices at its root and accepted path; too few of them if more were accepted than a draft reads.
-        found: the draft, from the last of these tokens.
-        seconds: time that the device took.
-    """
-
-    choices: list[int]
+    choices: list[int]  # the target's choice at each node of the tree before
+    # The choices at its root and accepted path; too few of them if more were accepted than a draft reads
     tokens: list[int]
-    found: FoundNodes
-    seconds: float
+    found: FoundNodes  # the draft, from the last of these tokens
+    seconds: float  # time that the device took
 
 
 class StaticRollOut(RollOut):

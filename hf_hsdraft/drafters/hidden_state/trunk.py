@@ -78,19 +78,13 @@ class StepProducts:
 
 @dataclass(frozen=True)
 class Trunk:
-    """The parts of a trunk.
+    """The parts of a trunk."""
 
-    Attributes:
-        fuse_inputs: from taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`.
-        layers: read accepted positions.
-        steps: products of the roll-out steps; the last one serves all further steps.
-        frequencies: `[head_dim / 2]`, float32, of the rotary embedding.
-    """
-
+    # From taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`
     fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    layers: Sequence[Layer]
-    steps: Sequence[StepProducts]
-    frequencies: torch.Tensor
+    layers: Sequence[Layer]  # read accepted positions
+    steps: Sequence[StepProducts]  # products of the roll-out steps; the last one serves all further steps
+    frequencies: torch.Tensor  # `[head_dim / 2]`, float32, of the rotary embedding
 
     def step(self, number: int) -> StepProducts:
         """The products of the step `number` (1 or more) after g_0."""

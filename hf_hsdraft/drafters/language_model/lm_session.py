@@ -21,23 +21,14 @@ from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 
 @dataclass(frozen=True)
 class LMExpansion(Expansion):
-    """The model's distribution after each node, one forward per depth. A node's state is its path.
+    """The model's distribution after each node, one forward per depth. A node's state is its path."""
 
-    Attributes:
-        texts: have read the accepted tokens, including the roots.
-        first: `[B, 1, V]`, logits after the roots.
-        depth: greatest depth of a child.
-        vocab_size: only this many first columns of the logits may be drafted.
-        temperature: of the returned distributions.
-        race: with foreseen target draws; probabilities are then those of winning the race.
-    """
-
-    texts: LMTexts
-    first: torch.Tensor
-    depth: int
-    vocab_size: int
-    temperature: float = 1.0
-    race: Race | None = None
+    texts: LMTexts  # have read the accepted tokens, including the roots
+    first: torch.Tensor  # `[B, 1, V]`, logits after the roots
+    depth: int  # greatest depth of a child
+    vocab_size: int  # only this many first columns of the logits may be drafted
+    temperature: float = 1.0  # of the returned distributions
+    race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -74,19 +65,13 @@ class LMMemory:
 
 @dataclass
 class _Text:
-    """A row of the call.
+    """A row of the call."""
 
-    Attributes:
-        tokens: all known tokens, including the root.
-        lost: holds a token that the model does not know; nothing more is drafted for it.
-        supposed: further tokens that may be taken back; the last one is the root then.
-        read: tokens in the model's cache.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    lost: bool = False
+    tokens: list[int] = field(default_factory=list)  # all known tokens, including the root
+    lost: bool = False  # holds a token that the model does not know; nothing more is drafted for it
+    # Further tokens that may be taken back; the last one is the root then
     supposed: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)  # tokens in the model's cache
 
     @property
     def known(self) -> list[int]:

@@ -21,18 +21,13 @@ from ...core.tuning import TUNING
 
 @dataclass
 class FollowerTable:
-    """Followers of leaders of one length, and how often they were right.
+    """Followers of leaders of one length, and how often they were right."""
 
-    Attributes:
-        length: tokens of a leader.
-        followers: of each leader, latest first. Leaders are ordered from least to most recently used.
-        reached: tokens for which a draft would have found a leader in this table.
-        right: by rank, how many of these tokens were the follower of that rank.
-    """
-
-    length: int
+    length: int  # tokens of a leader
+    # Of each leader, latest first. Leaders are ordered from least to most recently used.
     followers: OrderedDict[tuple[int, ...], list[int]] = field(default_factory=OrderedDict)
-    reached: int = 0
+    reached: int = 0  # tokens for which a draft would have found a leader in this table
+    # By rank, how many of these tokens were the follower of that rank
     right: list[int] = field(default_factory=lambda: [0] * TUNING.ngram_followers)
 
     def probability(self, rank: int) -> float:
