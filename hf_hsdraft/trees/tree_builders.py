@@ -56,10 +56,16 @@ class Expansion:
             `[B, k]` as columns of `tokens`, and the nodes' states `[B, n, S]` or `None`.
         """
         log_probs, states = self(level, tokens, states)
-        totals = scores[..., None] + log_probs
-        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        width = totals.shape[-1]
-        return values, places % width, places // width, states
+        return *best_children(log_probs, scores, count), states
+
+
+def best_children(
+    log_probs: torch.Tensor, scores: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns scores, columns and parents `[B, k]` of the best children, see `Expansion.best`."""
+    totals = scores[..., None] + log_probs
+    values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+    return values, places % totals.shape[-1], places // totals.shape[-1]
 
 
 @dataclass(frozen=True)

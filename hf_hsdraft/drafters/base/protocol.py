@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ...core.checks import misfit_of
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
-from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
@@ -254,15 +254,8 @@ class Drafter:
 
 def check_sizes(wanted: Any, target: Any) -> None:
     """Raises DraftingRefused if the target's sizes differ from those in the drafter's configuration `wanted`."""
-    config = text_config(target)
-    made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
-    for name, found, expected in (
-        ("vocab_size", config.vocab_size, wanted.vocab_size),
-        ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-        ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
-    ):
-        if found != expected:
-            raise DraftingRefused(
-                f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                "target, or train one with `hsdraft train`."
-            )
+    if misfit := misfit_of(wanted, target):
+        raise DraftingRefused(
+            f"{misfit}: this drafter was trained for {wanted.target_name or 'another target'}. Use a drafter of this "
+            "target, or train one with `hsdraft train`."
+        )

@@ -11,10 +11,9 @@ import torch
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
-from ...verify.foresight import Foresight
 from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions
-from .protocol import Accepted, Ask
+from .protocol import Accepted, Ask, Call
 from .refiners import refiner_of
 from .target_weights import TargetWeights
 from .tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
@@ -160,22 +159,13 @@ class ReadingSession(TreeSession):
     number of layers that attend to accepted positions, `sizes` theirs.
     """
 
-    def __init__(
-        self,
-        drafter: Any,
-        weights: TargetWeights,
-        options: DraftOptions,
-        rows: int,
-        layers: int,
-        sizes: LayerSizes,
-        foresight: Foresight | None = None,
-    ) -> None:
-        super().__init__(options, weights.vocab_ids, foresight)
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int, sizes: LayerSizes) -> None:
+        super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
         heads, width = sizes.num_key_value_heads, sizes.head_dim
-        self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(rows)]
-        self._refiner = refiner_of(drafter, options, weights, rows)
+        self._context = RowContext(call.rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._rows = [_Row() for _ in range(call.rows)]
+        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
 
     def columns(self, news: Accepted) -> Columns:
         """Returns the inputs to queue, on the drafter's device."""
@@ -233,7 +223,7 @@ class ParallelSession(ReadingSession):
     """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
 
     Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
-    logits. Arguments as in `ReadingSession`.
+    logits.
     """
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ...core.draft_tree import DraftTree
 from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import TUNING
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_first_trees
+from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_children, best_first_trees
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
@@ -82,6 +82,14 @@ class TokenBias:
         return None
 
 
+def log_probs_of(level: int, logits: torch.Tensor, temperature: float, race: Race | None) -> torch.Tensor:
+    """Returns the log-probabilities of logits at a depth: of winning the race if there is one."""
+    if race is not None:
+        return race(level, logits)
+    logits = logits if temperature == 1.0 else logits.float() / temperature
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class _Part:
     """The part of the vocabulary that a beam considers."""
@@ -118,7 +126,7 @@ class ParallelExpansion(Expansion):
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, states = self._known(self._whole, level, tokens, states)
-        return self._log_probs(level, logits, self.race), states
+        return log_probs_of(level, logits, self.temperature, self.race), states
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
@@ -129,9 +137,8 @@ class ParallelExpansion(Expansion):
         if race is not None and columns is None and race.vocab_ids.dim() > 1:  # each row has its part
             columns = self._columns
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        totals = self._log_probs(level, logits, race) + scores[..., None]
-        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        parents, found = places // totals.shape[-1], places % totals.shape[-1]
+        log_probs = log_probs_of(level, logits, self.temperature, race)
+        values, found, parents = best_children(log_probs, scores, count)
         return values, found if columns is None else columns.gather(1, found), parents, states
 
     def _known(
@@ -163,12 +170,6 @@ class ParallelExpansion(Expansion):
             reach = None if part.reach is None else part.reach[:, level - 1 : level]
             logits = biased(logits, part.up(code), reach)
         return logits, states
-
-    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
-        if race is not None:
-            return race(level, logits)
-        logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
-        return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     # Not `cached_property`: its lock cannot be compiled before Python 3.12.
     def _once(self, name: str, make: Callable[[], Any]) -> Any:

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 
 from ...core.attention import batched_attention
 from ...core.tensors import Transform
-from ...verify.foresight import Foresight
-from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
+from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, ParallelSession, Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import TokenBias
@@ -57,20 +55,12 @@ class BlockBias(TokenBias):
 
 
 class BlockSession(ParallelSession):
-    """Drafts trees (or chains) for a batch, a block of each row in one forward; arguments as in `ReadingSession`."""
+    """Drafts trees (or chains) for a batch, a block of each row in one forward."""
 
-    def __init__(
-        self,
-        drafter: BlockNetwork,
-        weights: TargetWeights,
-        options: DraftOptions,
-        *,
-        batch_size: int = 1,
-        foresight: Foresight | None = None,
-    ) -> None:
+    def __init__(self, drafter: BlockNetwork, weights: TargetWeights, call: Call) -> None:
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
-        super().__init__(drafter, weights, options, batch_size, layers, sizes, foresight)
+        super().__init__(drafter, weights, call, layers, sizes)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None

@@ -85,8 +85,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
 
     def session(self, call: Call) -> EagleSession:
-        weights = self.borrow(call.target.get_input_embeddings())
-        return EagleSession(self, weights, call.options, call.rows, call.foresight)
+        return EagleSession(self, self.borrow(call.target.get_input_embeddings()), call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         layers, head = weights_of(self.layers), weights_of(self.lm_head)
@@ -146,6 +145,3 @@ def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         **{name: getattr(config, name) for name in switches},
         **open_fields,
     )
-
-
-__all__ = ["EagleDrafter"]

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from ...core.checks import few, printable
+from ...core.checks import are_ascending, few, printable
 from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
@@ -307,7 +306,7 @@ def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[
     ids: Sequence[int] | None = fields.integers(name, None, least=least, most=4096)
     if ids is None:
         return None
-    if any(low >= high for low, high in pairwise(ids)):
+    if not are_ascending(ids, least, 4096):
         raise ValueError(
             f"{name}={ids} in {fields.place} is invalid: expected ascending numbers, each once; other readers sort "
             "them, and then the hidden states would stand in another order than the columns of fc"

@@ -15,7 +15,7 @@ from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.tree_session import TreeSession
+from ..base.tree_session import TreeSession, log_probs_of
 from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 
 
@@ -42,10 +42,7 @@ class LMExpansion(Expansion):
             logits, paths = self.first, tokens[..., None][..., :0]
         else:
             logits, paths = self.texts.read_nodes(tokens, states)
-        logits = logits[..., : self.vocab_size].float()
-        if self.race is not None:
-            return self.race(level, logits), paths
-        return (logits / self.temperature).log_softmax(dim=-1), paths
+        return log_probs_of(level, logits[..., : self.vocab_size].float(), self.temperature, self.race), paths
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
 
     def session(self, call: Call) -> SpecFormerSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
-        return SpecFormerSession(self, weights, call.options, batch_size=call.rows, foresight=call.foresight)
+        return SpecFormerSession(self, weights, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config, head = self.config, self.config.draft_vocab_size * self.config.hidden_size
