@@ -26,21 +26,14 @@ def batched_attention(
 
 
 def attention_of_chains(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    own_keys: torch.Tensor,
-    own_values: torch.Tensor,
+    queries: torch.Tensor,  # `[S, heads, head_dim]`
+    keys: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    values: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    mask: torch.Tensor,  # `[S, P]`, True where a chain may look
+    own_keys: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
+    own_values: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
 ) -> torch.Tensor:
-    """Attention of chains over a shared context and their own positions: `[S, heads * head_dim]`.
-
-    Args:
-        queries: `[S, heads, head_dim]`.
-        keys, values: `[kv_heads, P, head_dim]`.
-        mask: `[S, P]`, True where a chain may look.
-        own_keys, own_values: `[kv_heads, S, steps, head_dim]`.
-    """
+    """Attention of chains over a shared context and their own positions: `[S, heads * head_dim]`."""
     kv_heads, length, head_dim = keys.shape
     rows = len(queries)
     queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5

@@ -35,21 +35,14 @@ def farthest(sight: Sight, positions: torch.Tensor) -> torch.Tensor:
 
 
 def training_attention(
-    context: Sequence[KeysAndValues],
+    context: Sequence[KeysAndValues],  # keys and values `[T, kv_heads, head_dim]` of each layer
     sights: Sequence[Sight],
-    position_ids: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    starts: torch.Tensor,
-    positions: torch.Tensor,
+    position_ids: torch.Tensor,  # `[T]`, of the context
+    document_ids: torch.Tensor | None,  # `[T]`, of the context
+    starts: torch.Tensor,  # `[S]`, index of the last context position that each block sees
+    positions: torch.Tensor,  # `[S, slots]`, of the slots
 ) -> Callable[..., torch.Tensor]:
-    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`.
-
-    Args:
-        context: keys and values `[T, kv_heads, head_dim]` of each layer.
-        position_ids, document_ids: `[T]`, of the context.
-        starts: `[S]`, index of the last context position that each block sees.
-        positions: `[S, slots]`, of the slots.
-    """
+    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`."""
     blocks, slots = positions.shape
     indices = torch.arange(len(position_ids), device=positions.device)
     before = indices[None] <= starts[:, None]

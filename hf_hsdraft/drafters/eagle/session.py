@@ -47,21 +47,13 @@ class DraftedRows:
 
     def extend(
         self,
-        states: torch.Tensor,
-        embeds: torch.Tensor,
-        parents: torch.Tensor,
-        depths: torch.Tensor,
-        causal: bool = False,
+        states: torch.Tensor,  # `[B, n, D]`, input states
+        embeds: torch.Tensor,  # `[B, n, D]`, embeddings of their tokens
+        parents: torch.Tensor,  # `[B, n]`, int64, row numbers
+        depths: torch.Tensor,  # `[n]`, int64, distance from the last accepted pair
+        causal: bool = False,  # whether each row also sees the earlier rows of this call
     ) -> torch.Tensor:
-        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`.
-
-        Args:
-            states: `[B, n, D]`, input states.
-            embeds: `[B, n, D]`, embeddings of their tokens.
-            parents: `[B, n]`, int64, row numbers.
-            depths: `[n]`, int64, distance from the last accepted pair.
-            causal: whether each row also sees the earlier rows of this call.
-        """
+        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`."""
         (batch, count), before = parents.shape, self._above.shape[2]
         ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
         own = torch.ones(count, count, dtype=torch.bool, device=parents.device)

@@ -193,20 +193,13 @@ class HSDraftSession(TreeSession):
 
     def read(
         self,
-        taps: torch.Tensor,
-        next_tokens: torch.Tensor,
-        position_ids: torch.Tensor,
+        taps: torch.Tensor,  # `[n, taps * D]`, h_i of the accepted positions i
+        next_tokens: torch.Tensor,  # `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last
+        position_ids: torch.Tensor,  # `[n]`, the positions i
         row: int = 0,
-        embeds: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,  # `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings
     ) -> None:
-        """Queues accepted pairs; the next `draft` reads them in one forward.
-
-        Args:
-            taps: `[n, taps * D]`, h_i of the accepted positions i.
-            next_tokens: `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last.
-            position_ids: `[n]`, the positions i.
-            embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings.
-        """
+        """Queues accepted pairs; the next `draft` reads them in one forward."""
         device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)

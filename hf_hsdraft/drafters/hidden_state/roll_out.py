@@ -48,18 +48,13 @@ class RollOut:
 
     def __call__(
         self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
+        taps: torch.Tensor,  # `[T, ...]`, as in [`HSDrafter.forward`], row by row
+        embeds: torch.Tensor,  # `[T, ...]`, as in [`HSDrafter.forward`], row by row
+        position_ids: torch.Tensor,  # `[T, ...]`, as in [`HSDrafter.forward`], row by row
         num_draft_steps: int,
-        rows: Mapping[int, int] | None = None,
+        rows: Mapping[int, int] | None = None,  # for a batch, the number of pairs of each row, in order
     ) -> torch.Tensor:
-        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
-
-        Args:
-            taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`], row by row.
-            rows: for a batch, the number of pairs of each row, in order.
-        """
+        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}."""
         x, ropes, context = self.read(taps, embeds, position_ids, num_draft_steps - 1, rows)
         return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
 

@@ -54,10 +54,6 @@ class Followed:
 class StaticRollOut(RollOut):
     """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
 
-    Args:
-        room: capacity in positions, see `room_for`.
-        compile_config: of transformers; None compiles nothing.
-
     Attributes:
         made_for: room, K and compile configuration.
     """
@@ -66,9 +62,9 @@ class StaticRollOut(RollOut):
         self,
         working: WorkingWeights,
         drafter: HSDraftNetwork,
-        room: int,
+        room: int,  # capacity in positions, see `room_for`
         num_draft_steps: int,
-        compile_config: Any = None,
+        compile_config: Any = None,  # of transformers; None compiles nothing
     ) -> None:
         config, device, dtype = drafter.config, drafter.device, drafter.dtype
         super().__init__(working, config, device, dtype)

@@ -101,17 +101,11 @@ class NgramCache:
         self,
         tree_size: int,
         depth: int,
-        width: int | None = None,
-        threshold: float = 0.0,
-        after: Sequence[int] = (),
+        width: int | None = None,  # most children of a node; 1 gives a chain, None is no limit
+        threshold: float = 0.0,  # least probability of a path, 0 to 1
+        after: Sequence[int] = (),  # supposed next tokens, in no n-gram
     ) -> DraftTree:
-        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root.
-
-        Args:
-            width: most children of a node; 1 gives a chain, None is no limit.
-            threshold: least probability of a path, 0 to 1.
-            after: supposed next tokens, in no n-gram.
-        """
+        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root."""
         tail = [*self._tail, *after][-self._tables[0].length :]
         floor = math.log(max(threshold, TUNING.ngram_least))
         nodes: list[tuple[int, int, int, float]] = [(tail[-1], -1, 0, 0.0)]
