@@ -52,8 +52,8 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
     inputs, read, end = pieces(drafter, 60, first=3), 0, prompt
     rooms = [keys.data_ptr() for keys in static._text.keys]
     for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
-        part = [column[read:end] for column in inputs]
-        torch.testing.assert_close(static(*part, steps), growing(*part, steps), atol=1e-3, rtol=1e-3)
+        part = tuple(column[read:end] for column in inputs)
+        torch.testing.assert_close(static(part, steps), growing(part, steps), atol=1e-3, rtol=1e-3)
         read, end = end, end + accepted
         if accepted == 2:
             context = growing.context
@@ -67,19 +67,19 @@ def test_what_an_earlier_text_left_does_not_show():
     drafter = drafter_of(None)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad():
-        fresh = static(*pieces(drafter, 6), STEPS)
+        fresh = static(pieces(drafter, 6), STEPS)
         taps, embeds, positions = pieces(drafter, 30)
         taps[-1] = torch.inf
-        assert static(taps, embeds, positions, STEPS).isnan().any()
+        assert static((taps, embeds, positions), STEPS).isnan().any()
         static.begin()
-        assert torch.equal(static(*pieces(drafter, 6), STEPS), fresh)
+        assert torch.equal(static(pieces(drafter, 6), STEPS), fresh)
 
 
 def test_nothing_is_read_back():
     drafter = drafter_of(7)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad(), host_reads() as seen:
-        static(*pieces(drafter, 3), STEPS)
+        static(pieces(drafter, 3), STEPS)
     assert not seen
 
 
@@ -149,7 +149,7 @@ def test_under_autocast():
     static = StaticRollOut(working, drafter, 40, STEPS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
-            static(*pieces(drafter, 3), STEPS).float(), growing(*pieces(drafter, 3), STEPS).float(), atol=0.4, rtol=0.2
+            static(pieces(drafter, 3), STEPS).float(), growing(pieces(drafter, 3), STEPS).float(), atol=0.4, rtol=0.2
         )
 
 

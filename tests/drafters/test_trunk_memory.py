@@ -105,7 +105,7 @@ def test_a_long_text_is_read_in_blocks(window, before, tuned):
         for part in (slice(0, before), slice(before, 900)):
             if part.stop:
                 with _Largest() as made:
-                    hidden = rolled(taps[part], embeds[part], torch.arange(900)[part], 4)
+                    hidden = rolled((taps[part], embeds[part], torch.arange(900)[part]), 4)
         return hidden, made.size
 
     expected, _ = states(1000)
@@ -157,7 +157,7 @@ def test_decoding_sees_what_training_sees(windowed, prompt):
     with torch.no_grad():
         for accepted in (1, 4, 2, 3, 1, 5):
             part = slice(read, end)
-            [drafted] = roll_out(taps[part], embeds[part], positions[part], STEPS)
+            [drafted] = roll_out((taps[part], embeds[part], positions[part]), STEPS)
             expected = states_of(windowed, taps[:end], embeds[:end], positions[:end], num_draft_steps=STEPS)[:, 0]
             torch.testing.assert_close(drafted, expected, atol=1e-3, rtol=1e-3)
             resumed = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)

@@ -21,7 +21,7 @@ from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
 from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights, ensemble
-from .roll_out import RollOut
+from .roll_out import Pairs, RollOut
 from .target_match import warn_of_poor_guesses
 
 logger = logging.get_logger(__name__)
@@ -82,9 +82,6 @@ def expansion_of(
     injector, logits = working.injector, working.logits(hidden) if logits is None else logits
     bias = InjectedTokens(injector, weights, injector.project(hidden), since)
     return ParallelExpansion(logits, bias, reach=injector.reach(logits), **further)
-
-
-Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps h_i, embeddings of x_{i+1}, positions i
 
 
 @dataclass
@@ -207,7 +204,7 @@ class HSDraftSession(TreeSession):
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
         waiting = sum(len(part[2]) for part in pending[1:])
         if len(self._rows) == 1 and waiting > TUNING.most_pending:  # no draft for a long time
-            self._roll_out.read(*_joined(pending[:-1]))
+            self._roll_out.read(_joined(pending[:-1]))
             del pending[:-1]
 
     def settle(self, accepted: Sequence[int], row: int = 0) -> None:
@@ -226,7 +223,7 @@ class HSDraftSession(TreeSession):
             sure = [row for row in rows if row not in unsure]
             hidden.update(zip(sure, self._rolled(sure, depth) if sure else (), strict=True))
             return torch.stack([hidden[row] for row in rows])
-        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         for row, drafted in zip(rows, states, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = drafted
@@ -236,13 +233,13 @@ class HSDraftSession(TreeSession):
         """As `_rolled`, for rows with supposed pairs, which are read last and then taken back."""
         waiting = [row for row in rows if self._rows[row].pending]
         if waiting:
-            self._roll_out.read(*self._pairs(waiting), rows=self._counts(waiting))
+            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
             for row in waiting:
                 self._rows[row].pending.clear()
         mark = self._roll_out.mark()
         for row in rows:
             self._rows[row].pending = self._rows[row].supposed
-        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         self._roll_out.reset(mark)
         for row in rows:
             self._rows[row].pending = []

@@ -30,7 +30,7 @@ from ..base.target_weights import TargetWeights
 from .draft_session import expansion_of
 from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
-from .roll_out import RollOut
+from .roll_out import Pairs, RollOut
 from .trunk import read, roll
 
 
@@ -54,8 +54,7 @@ class Followed:
 class StaticRollOut(RollOut):
     """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
 
-    Attributes:
-        made_for: room, K and compile configuration.
+    `made_for` are room, K and compile configuration.
     """
 
     def __init__(
@@ -95,31 +94,16 @@ class StaticRollOut(RollOut):
             self._text.values[index][:, : context.length] = values
         self._text.length = context.length
 
-    def __call__(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        num_draft_steps: int,
-        rows: Mapping[int, int] | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, pairs: Pairs, num_draft_steps: int, rows: Mapping[int, int] | None = None) -> torch.Tensor:
         assert rows is None and num_draft_steps <= self._steps
-        pairs, place = self._padded(taps, embeds, position_ids)
-        states = self._compiled(roll_out)(self._parts, *pairs, place, self._steps)
+        padded, place = self._padded(pairs)
+        states = self._compiled(roll_out)(self._parts, *padded, place, self._steps)
         return states[None, :num_draft_steps].clone()  # the next run may overwrite them
 
-    def beam(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        root: int,
-        tree_size: int,
-        beam_width: int,
-    ) -> FoundNodes:
-        """Reads accepted positions `[T, ...]`, as `__call__`, and searches the tree after `root`. Reads back once."""
-        pairs, place = self._padded(taps, embeds, position_ids, root, 0, 0)
-        return self._drafted(self._no_tree(tree_size + 1), pairs, place, tree_size, beam_width).found
+    def beam(self, pairs: Pairs, root: int, tree_size: int, beam_width: int) -> FoundNodes:
+        """Reads accepted positions, as `__call__`, and searches the tree after `root`. Reads back once."""
+        padded, place = self._padded(pairs, root, 0, 0)
+        return self._drafted(self._no_tree(tree_size + 1), padded, place, tree_size, beam_width).found
 
     def follow(self, forward: Verified, tree_size: int, beam_width: int) -> Followed:
         """Accepts by the target's own choices, reads the accepted positions, and drafts on. Reads back once.
@@ -162,19 +146,17 @@ class StaticRollOut(RollOut):
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self._compile_config is None else compiled(function, self._compile_config)
 
-    def _padded(
-        self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, *further: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _padded(self, pairs: Pairs, *further: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The last pairs, padded, and their place: the end of the sequence before, their number, and `further`."""
-        early = len(taps) - self._columns
-        if early > 0:
-            self.read(taps[:early], embeds[:early], position_ids[:early])
-            taps, embeds, position_ids = taps[early:], embeds[early:], position_ids[early:]
-        count, held = len(taps), self._text.length
-        pairs = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in (taps, embeds)]
-        pairs.append(F.pad(position_ids, (0, self._columns - count)))
+        early = max(len(pairs[0]) - self._columns, 0)
+        if early:
+            taps, embeds, position_ids = (each[:early] for each in pairs)
+            self.read((taps, embeds, position_ids))
+        last = [each[early:] for each in pairs]
+        count, held = len(last[0]), self._text.length
+        padded = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in last]
         self._text.length += count
-        return pairs, on_device([held, count, *further], taps.device)
+        return padded, on_device([held, count, *further], padded[0].device)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class StaticSession(HSDraftSession):
             return super().trees(asks, depth, options)
         sizes = options.tree_size, options.beam_width
         if self._found is None:
-            self._found = self._roll_out.beam(*self._pairs([0]), ask.root, *sizes), sizes
+            self._found = self._roll_out.beam(self._pairs([0]), ask.root, *sizes), sizes
             state.pending.clear()
         found, of_sizes = self._found
         if of_sizes != sizes:  # the target reads other trees from here on
