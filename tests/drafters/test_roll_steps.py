@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, make_drafter
+from conftest import VOCAB, as_plain, make_drafter
 from session_helpers import drafted_by
 from test_pipeline import decodes_as_plain, plan, run
 from training_helpers import kill_at_step_three
@@ -153,16 +153,10 @@ def test_texts_are_those_of_plain_decoding(target, prompt, shape):
         drafter_of(target, shape),
         torch.randint(2, VOCAB, (3, 8), generator=torch.Generator().manual_seed(5)),
     )
-    for ids, settings in (
-        (prompt, {"do_sample": False}),
-        (prompt, {"do_sample": True, "temperature": 1.2}),
-        *((batch, {"do_sample": False, "reuse": reuse}) for reuse in ("none", "ensemble", "resample")),
-    ):
-        drafter.generation_config.reuse, texts = settings.pop("reuse", "none"), []
-        for assistant in (None, drafter):
-            torch.manual_seed(4)
-            texts.append(target.generate(ids, assistant_model=assistant, max_new_tokens=16, **settings).tolist())
-        assert texts[0] == texts[1]
+    as_plain(target, drafter, prompt, max_new_tokens=16, do_sample=True, temperature=1.2)
+    for reuse in ("none", "ensemble", "resample"):
+        drafter.generation_config.reuse = reuse
+        as_plain(target, drafter, batch, max_new_tokens=16)
 
 
 @shapes

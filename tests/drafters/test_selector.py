@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter
+from conftest import VOCAB, as_plain, make_drafter
 from test_pipeline import SIZES, decodes_as_plain, plan, run
 from typer.testing import CliRunner
 
@@ -78,24 +78,16 @@ def test_parity_holds_at_every_depth(target):
     assert max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4, report
 
 
-@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
-@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 1.2}])
-def test_texts_are_those_of_plain_decoding(target, prompt, reuse, settings):
-    drafter, texts = selecting(target), []
-    drafter.generation_config.reuse = reuse
-    for assistant in (None, drafter):
-        torch.manual_seed(4)
-        texts.append(target.generate(prompt, assistant_model=assistant, max_new_tokens=20, **settings).tolist())
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_drawn_trees_take_it_too(target, prompt, builder):
+@pytest.mark.parametrize("options", [
+    {"reuse": "ensemble"}, {"reuse": "resample"},
+    {"tree_builder": "gumbel", "verification": "rejection"},
+    {"tree_builder": "stochastic_beam", "verification": "rejection"},
+])  # fmt: skip
+def test_texts_are_those_of_plain_decoding(target, prompt, options):
     drafter = selecting(target)
-    drafter.generation_config.tree_builder = builder
-    drafter.generation_config.verification = "rejection"
-    text = target.generate(prompt, assistant_model=drafter, max_new_tokens=20, do_sample=False)
-    assert torch.equal(text, target.generate(prompt, max_new_tokens=20, do_sample=False))
+    drafter.generation_config.update(**options)
+    for do_sample in (False, True) if "reuse" in options else (False,):
+        as_plain(target, drafter, prompt, max_new_tokens=20, do_sample=do_sample, temperature=1.2)
 
 
 def test_there_are_no_more_candidates_than_tokens(target):

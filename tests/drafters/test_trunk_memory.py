@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hsdraft import HSDraftConfig
@@ -59,9 +59,7 @@ def test_a_batch_keeps_what_its_window_shows(monkeypatch):
 
     monkeypatch.setattr(RollOut, "_packed", noting)
     ids = torch.randint(2, VOCAB, (3, 25), generator=torch.Generator().manual_seed(0))
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(ids, **call)
-    assert target.generate(ids, **call, assistant_model=drafter).tolist() == expected.tolist()
+    as_plain(target, drafter, ids, attention_mask=torch.ones_like(ids), max_new_tokens=30)
     assert len(lengths) > 3 and max(lengths) == 3 * 7
 
 
@@ -185,11 +183,3 @@ def test_a_window_that_holds_no_draft_is_refused(target):
     for window in (0, 4, True, "all"):
         with pytest.raises(ValueError, match="sliding_window"):
             HSDraftConfig.for_target(target, num_draft_steps=4, sliding_window=window)
-
-
-def test_long_texts_are_plain(target, windowed):
-    prompt = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(3))
-    for ids in (prompt, prompt.view(2, 30)):
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
-        plain = target.generate(ids, **settings)
-        assert target.generate(ids, **settings, assistant_model=windowed).tolist() == plain.tolist()

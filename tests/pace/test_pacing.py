@@ -6,8 +6,7 @@ import math
 import random
 
 import pytest
-import torch
-from conftest import make_drafter, make_target
+from conftest import as_plain, make_drafter, make_target
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -59,33 +58,22 @@ def run(pace, rounds, right, drafted=0.6):
     return time, tokens
 
 
-def test_a_useless_drafter_is_hardly_asked():
-    time, tokens = run(CostPace(6, COSTS), 400, right=0.0)
-    assert tokens == 400 and time < 1.015 * tokens
-
-
-def test_so_is_one_of_an_unpredictable_text_of_some_hundred_tokens():
-    time, tokens = run(CostPace(6, COSTS), 128, right=0.02)
-    assert tokens / time > 0.97
-
-
-def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
-    time, tokens = run(CostPace(6, COSTS), 400, right=0.9)
-    best = max(
-        sum(0.9**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
-        for depth in range(1, 7)
-    )
-    assert tokens / time > 0.95 * best
-
-
-@pytest.mark.parametrize("right", [0.1, 0.3, 0.5, 0.7])
-def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
-    time, tokens = run(CostPace(6, COSTS), 2000, right)
+@pytest.mark.parametrize(
+    ("right", "rounds", "least", "of_best"),
+    [
+        (0.0, 400, 1 / 1.015, 0.0),  # a useless drafter is hardly asked
+        (0.02, 128, 0.97, 0.0),  # nor one of an unpredictable text of some hundred tokens
+        *((right, 2000, 0.985, 0.9) for right in (0.1, 0.3, 0.5, 0.7)),
+        (0.9, 400, 0.985, 0.95),
+    ],
+)
+def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right, rounds, least, of_best):
+    time, tokens = run(CostPace(6, COSTS), rounds, right)
     best = max(
         sum(right**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(7)
     )
-    assert tokens / time > max(0.9 * best, 0.985)
+    assert tokens / time > max(of_best * best, least)
 
 
 def test_it_notices_that_a_text_became_predictable():
@@ -273,47 +261,43 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_costs_are_measured_whatever_the_options(prompt, options, rows, tuned):
-    tuned(trial_rounds=0)  # a batch is tried at once
-    target = make_target()
+def measuring(target, **options):
+    """A drafter whose costs are not given."""
     drafter = make_drafter(target)
     for name, value in {"node_cost": None, "depth_cost": None, **options}.items():
         setattr(drafter.generation_config, name, value)
-    target.generate(prompt.repeat(rows, 1), max_new_tokens=70, do_sample=False, assistant_model=drafter)
-    [measured] = pacing._known[target].values()
-    assert measured.plain > 0 and measured.widest > 0 and measured.costs != MeasuredCosts().costs
+    return drafter
 
 
-def test_short_calls_find_out_what_drafts_cost(prompt):
+@pytest.mark.parametrize(
+    ("options", "calls", "tokens", "rows"),
+    [
+        *((options, 1, 70, rows) for options in OPTIONS for rows in (1, 3)),
+        ({"packed_weights": None}, 12, 10, 1),  # the round that packs, the first one otherwise, is not timed
+    ],
+    ids=str,
+)
+def test_costs_are_measured_whatever_the_options(prompt, options, calls, tokens, rows, tuned):
+    tuned(trial_rounds=0)  # a batch is tried at once
     target = make_target()
-    drafter = make_drafter(target)
-    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    drafter.generation_config.packed_weights = None  # the round that packs, the first one otherwise, is not timed
-    for _ in range(12):
-        target.generate(prompt, max_new_tokens=10, do_sample=False, assistant_model=drafter)
+    drafter = measuring(target, **options)
+    for _ in range(calls):
+        target.generate(prompt.repeat(rows, 1), max_new_tokens=tokens, do_sample=False, assistant_model=drafter)
     [measured] = pacing._known[target].values()
     assert measured.plain > 0 and measured.widest > 0 and measured.costs != MeasuredCosts().costs
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_measuring_changes_no_token(target, prompt, do_sample):
+def test_measuring_changes_no_token(prompt, do_sample):
     """With costs unknown the first rounds try sizes; fresh targets start from nothing."""
     target = make_target()
-    drafter = make_drafter(target)
-    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    drafter = measuring(target)
     for _ in range(3):  # unknown, and known
-        texts = []
-        for assistant in (None, drafter):
-            torch.manual_seed(0)
-            texts.append(target.generate(prompt, max_new_tokens=30, do_sample=do_sample, assistant_model=assistant))
-        assert texts[0].tolist() == texts[1].tolist()
+        as_plain(target, drafter, prompt, max_new_tokens=30, do_sample=do_sample)
 
 
 def test_given_costs_draft_the_same_in_every_run(target, prompt, monkeypatch):
-    drafter = make_drafter(target)
-    drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.01, 0.02
+    drafter = measuring(target, node_cost=0.01, depth_cost=0.02)
     call = {"max_new_tokens": 40, "assistant_model": drafter, "return_dict_in_generate": True}
     nodes = [target.generate(prompt, **call).statistics.drafted_nodes]
     monkeypatch.setattr(loop.time, "perf_counter", iter(range(10**6)).__next__)
@@ -325,8 +309,7 @@ def test_given_costs_draft_the_same_in_every_run(target, prompt, monkeypatch):
     ("node", "depth", "match"), [(0.1, None, "depth_cost"), (-1, 0.1, "node_cost"), (0.1, "x", "depth_cost")]
 )
 def test_costs_are_checked(target, prompt, node, depth, match):
-    drafter = make_drafter(target)
-    drafter.generation_config.node_cost, drafter.generation_config.depth_cost = node, depth
+    drafter = measuring(target, node_cost=node, depth_cost=depth)
     with pytest.raises(ValueError, match=match):
         target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
 
