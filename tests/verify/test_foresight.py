@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
+from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -126,6 +126,10 @@ def test_probabilities_of_another_kind_are_drawn_from_as_ever(change):
     assert drawn == expected and not draws.foreseeable
 
 
+def masked(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
     draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
     for p in probabilities(10):
@@ -197,7 +201,7 @@ def test_counted_probabilities_follow_the_times():
 
 def seeded(target, inputs, seed: int = 11, **settings) -> torch.Tensor:
     torch.manual_seed(seed)
-    return target.generate(**inputs, **SAMPLED, return_dict_in_generate=True, **settings)
+    return target.generate(**inputs, **{**SAMPLED, **settings}, return_dict_in_generate=True)
 
 
 def bloom():
@@ -211,8 +215,8 @@ def bloom():
 def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
     target = make()
     ids = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = each_with_its_seed(target, ids, torch.ones_like(ids), seed=11, **SAMPLED)
+    inputs = masked(ids)
+    expected = each_with_its_seed(target, ids, inputs["attention_mask"], seed=11, **SAMPLED)
     for drafter in (make_drafter(target), make_drafter(target, seed=4, num_draft_steps=2)):
         drafted = seeded(target, inputs, assistant_model=drafter)
         assert drafted.sequences.tolist() == expected.tolist()
@@ -265,7 +269,7 @@ def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
         options.beam_width = 1
     if method in ("ensemble", "resample"):
         options.reuse = method
-    settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "assistant_model": drafter}
+    settings = {"inputs": masked(ids), "assistant_model": drafter}
     plain = seeded(target, settings["inputs"]).sequences
     foreseen = [seeded(target, seed=seed, **settings) for seed in range(8)]
     assert seeded(target, **settings).sequences.tolist() == plain.tolist()
@@ -281,17 +285,13 @@ def test_ngrams_that_are_drawn_are_worth_more_of_their_nodes(target, monkeypatch
     ids = torch.randint(2, 8, (1, 120), generator=torch.Generator().manual_seed(5))
     drafter = CachebackDrafter()
     drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.05, 0.0
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, "assistant_model": drafter}
-    allowed = [SuppressTokensLogitsProcessor([token for token in range(VOCAB) if not 2 <= token < 8])]
+    allowed = SuppressTokensLogitsProcessor([token for token in range(VOCAB) if not 2 <= token < 8])
+    settings = {"top_k": 0, "temperature": 1.0, "logits_processor": LogitsProcessorList([allowed])}
 
     def accepted_of_drafted() -> tuple[list[list[int]], float]:
         texts, accepted, nodes = [], 0, 0
         for seed in range(12):
-            torch.manual_seed(seed)
-            output = target.generate(
-                **inputs, **settings, logits_processor=LogitsProcessorList(allowed), return_dict_in_generate=True
-            )
+            output = seeded(target, masked(ids), seed, **settings, assistant_model=drafter)
             texts += output.sequences.tolist()
             accepted += sum(output.statistics.accepted_lengths)
             nodes += sum(output.statistics.drafted_nodes)
@@ -303,20 +303,29 @@ def test_ngrams_that_are_drawn_are_worth_more_of_their_nodes(target, monkeypatch
     assert texts == same and foreseen > 1.1 * blind
 
 
+class Noisy(LogitsProcessor):
+    """Draws random numbers of its own."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.rand_like(scores)
+
+
 @pytest.mark.parametrize(
-    "warper",
-    [{"top_p": 0.7}, {"min_p": 0.05}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01}, {"top_k": 1}],
+    "settings",
+    [
+        *({name: value} for name, value in (("top_p", 0.7), ("min_p", 0.05), ("typical_p", 0.8), ("top_k", 1))),
+        *({name: 0.01} for name in ("epsilon_cutoff", "eta_cutoff")),
+        {"logits_processor": LogitsProcessorList([Noisy()]), "top_k": 20, "temperature": 0.9},
+    ],
     ids=str,
 )
-def test_whatever_warps_the_scores_the_text_is_plain(warper, target, drafter, prompt):
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, **warper}
+def test_whatever_changes_the_scores_the_text_is_plain(settings, target, drafter, prompt):
+    settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, **settings}
     torch.manual_seed(1)
-    plain = target.generate(**inputs, **settings)
+    target.generate(prompt, **settings)
     state = torch.get_rng_state()
-    torch.manual_seed(1)
-    drafted = target.generate(**inputs, **settings, assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist() and torch.equal(state, torch.get_rng_state())
+    as_plain(target, drafter, prompt, seed=1, **settings)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -328,8 +337,7 @@ def test_drawn_trees_foresee_nothing(verification, builder, target, drafter, pro
     monkeypatch.setattr(Draws, "foresee", lambda *_: pytest.fail("looked ahead"))
     drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, builder
     for rows in (1, 2):
-        ids = prompt.repeat(rows, 1)
-        seeded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, assistant_model=drafter)
+        seeded(target, masked(prompt.repeat(rows, 1)), assistant_model=drafter)
 
 
 def test_texts_of_two_threads_have_nothing_in_common(target, drafter):
@@ -354,25 +362,8 @@ def test_texts_of_two_threads_have_nothing_in_common(target, drafter):
     assert len(seen) == 4 and common <= 3
 
 
-class Noisy(LogitsProcessor):
-    """Draws random numbers of its own."""
-
-    def __call__(self, input_ids, scores):
-        return scores + torch.rand_like(scores)
-
-
-def test_a_processor_that_draws_too_changes_nothing(target, drafter, prompt):
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    noisy = {"logits_processor": LogitsProcessorList([Noisy()])}
-    plain, state = seeded(target, inputs, **noisy).sequences, torch.get_rng_state()
-    drafted = seeded(target, inputs, assistant_model=drafter, **noisy).sequences
-    assert drafted.tolist() == plain.tolist() and torch.equal(state, torch.get_rng_state())
-
-
 def test_where_draws_are_made_otherwise_nothing_is_foreseen(target, drafter, prompt, monkeypatch):
     monkeypatch.setattr("hf_hsdraft.verify.foresight._draws_are_races", lambda *_: False)
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    plain = seeded(target, inputs).sequences
-    assert seeded(target, inputs, assistant_model=drafter).sequences.tolist() == plain.tolist()
-    rows = {name: values.repeat(2, 1) for name, values in inputs.items()}
-    assert seeded(target, rows, assistant_model=drafter).sequences.shape == (2, prompt.shape[1] + NEW)
+    as_plain(target, drafter, prompt, **SAMPLED)
+    drafted = seeded(target, masked(prompt.repeat(2, 1)), assistant_model=drafter)
+    assert drafted.sequences.shape == (2, prompt.shape[1] + NEW)

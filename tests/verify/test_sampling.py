@@ -130,11 +130,3 @@ def test_a_seed_gives_the_same_text_again(small, verification):
         prompt = torch.tensor([[1, 2, 3]])
         texts.append(small.generate(prompt, do_sample=True, max_new_tokens=30, assistant_model=drafter).tolist())
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_greedy_decoding_is_exact_under_rejection_too(target, drafter, prompt):
-    drafter.generation_config.verification, drafter.generation_config.tree_builder = "rejection", "stochastic_beam"
-    plain = target.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert (
-        target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
-    )
