@@ -27,6 +27,7 @@ from lm_helpers import drafted_call
 from oracles.exactness import chi_square
 from safetensors.torch import load_file, save_file
 from session_helpers import news, padded
+from small_target import exact_distribution, small_target
 from test_specformer import make_specformer
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter
@@ -110,15 +111,13 @@ def test_other_options_keep_greedy_texts(target, kind, options):
     as_plain(target, drafter, padded(3), max_new_tokens=16)
 
 
-@main
+@pytest.mark.parametrize("kind", [*MAIN, "hidden states"])
 @pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
 def test_rejection_keeps_the_targets_distribution(kind, builder):
-    """Of texts of three tokens: their counts against the target's probabilities. Some drafters know 4 of 5 tokens."""
-    size, rows, calls = 5, 200, 4
-    target = make_target(vocab_size=size, pad_token_id=None, bos_token_id=1, num_hidden_layers=4)
-    target.generation_config.pad_token_id = 0
-    fields = {"draft_vocab_ids": (0, 1, 2, 3)} if kind != "block, selector" else {"selector_top_k": 4}
-    drafter = KINDS[kind](target, **fields)
+    """Of texts of three tokens: their counts against the target's probabilities. Most drafters know 4 of 6 tokens."""
+    target, rows, calls = small_target(num_hidden_layers=4), 200, 4
+    known = {"draft_vocab_ids": (0, 1, 2, 3), "draft_vocab_size": 4}
+    drafter = {**EVERY, **KINDS}[kind](target, **known if kind != "block, selector" else {"selector_top_k": 4})
     drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=4096, beam_width=3)
     prompt, counts, accepted = torch.tensor([[1, 4, 2]]), Counter(), 0
     torch.manual_seed(0)
@@ -129,12 +128,8 @@ def test_rejection_keeps_the_targets_distribution(kind, builder):
         )  # fmt: skip
         counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
         accepted += sum(output.statistics.accepted_lengths)
-    texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
-    with torch.no_grad():
-        logs = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, 2:5].double().log_softmax(-1)
-    exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
-    assert accepted > 0 and any(4 in text for text in counts)
-    assert chi_square(counts, exact) > 1e-4
+    assert accepted > 0 and any(5 in text for text in counts)
+    assert chi_square(counts, exact_distribution(target, prompt, 1.0)) > 1e-4
 
 
 @reading
