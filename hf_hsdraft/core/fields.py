@@ -38,12 +38,12 @@ class Fields:
 
     def integers(self, name: str, default: Any = REQUIRED, least: int = 0, most: int = 2**31) -> Any:
         """Returns a non-empty list of integers."""
-        wanted = f"a list of integers from {least:,} to {most:,}"
 
         def valid(value: Any) -> bool:
-            return isinstance(value, list) and all(is_integer(each) and least <= each <= most for each in value)
+            in_range = isinstance(value, list) and all(is_integer(each) and least <= each <= most for each in value)
+            return in_range and len(value) > 0
 
-        return self._checked(name, default, lambda value: valid(value) and len(value) > 0, wanted)
+        return self._checked(name, default, valid, f"a list of integers from {least:,} to {most:,}")
 
     def table(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns the `Fields` of a nested object."""

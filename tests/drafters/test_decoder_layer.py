@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from hf_hsdraft.core.attention import batched_attention
+from hf_hsdraft.core.tensors import batched_attention
 from hf_hsdraft.drafters.base.decoder_layer import Attention, FeedForward, LayerSizes, rotary_of
 from hf_hsdraft.drafters.base.reading_session import RowContext
 

@@ -29,7 +29,7 @@ _ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio
 
 MOST_LEADING = 16  # longest n-gram leader, in tokens
 TREE_SIZINGS = ("cost", "fixed")
-_COMMON = {
+COMMON_OPTIONS = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
     "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
     "compiled_layers",
@@ -147,13 +147,15 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         ),
         "tree_sizing": choice(*TREE_SIZINGS),
         "tree_builder": choice(*TREE_BUILDERS),
-        "packed_weights": Limit(
-            lambda value: value is None or isinstance(value, bool), "True, False, or None for packing where it pays"
-        ),
-        "compiled_layers": Limit(
-            lambda value: value is None or isinstance(value, bool), "True, False, or None for compiling where it pays"
-        ),
+        "packed_weights": _if_it_pays("packing"),
+        "compiled_layers": _if_it_pays("compiling"),
     }
+
+
+def _if_it_pays(work: str) -> Limit:
+    return Limit(
+        lambda value: value is None or isinstance(value, bool), f"True, False, or None for {work} where it pays"
+    )
 
 
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
@@ -211,7 +213,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
     """Returns options of the drafter's family and of verification rules by name; see `rule_options`."""
     options = [*rule_options(*given), *drafter.own_options]
     own = {option.name: option for option in options}
-    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
@@ -221,7 +223,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
 def option_names(drafter: Any = None) -> set[str]:
     """Returns the names of a drafter's options; without a drafter, the names common to all."""
     if drafter is None:
-        return _COMMON | OPTION_NAMES | {option.name for option in rule_options()}
+        return COMMON_OPTIONS | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
     return option_names() | _own_options(drafter).keys() | given
 

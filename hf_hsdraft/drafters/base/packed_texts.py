@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...core.attention import attention_of_chains
 from ...core.tensors import Attend, shared_attention
 from ...core.tuning import TUNING
 
@@ -94,6 +93,28 @@ class DraftContext:
             return self
         layers = [(keys[:, kept], values[:, kept]) for keys, values in self.layers]
         return DraftContext(layers, documents[kept], self.position_ids[kept])
+
+
+def _attention_of_chains(
+    queries: torch.Tensor,  # `[S, heads, head_dim]`
+    keys: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    values: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    mask: torch.Tensor,  # `[S, P]`, True where a chain may look
+    own_keys: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
+    own_values: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
+) -> torch.Tensor:
+    """Attention of chains over a shared context and their own positions: `[S, heads * head_dim]`."""
+    kv_heads, length, head_dim = keys.shape
+    rows = len(queries)
+    queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5
+    flat = queries.reshape(kv_heads, -1, head_dim)
+    scores = (flat @ keys.transpose(1, 2)).view(kv_heads, rows, -1, length)
+    scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+    scores = torch.cat([scores, queries @ own_keys.transpose(2, 3)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(values.dtype)
+    shared = weights[..., :length].reshape(kv_heads, -1, length) @ values
+    mixed = shared.view(queries.shape) + weights[..., length:] @ own_values
+    return mixed.permute(1, 0, 2, 3).reshape(rows, -1)
 
 
 class PackedTexts:
@@ -178,4 +199,4 @@ class PackedTexts:
         self._own[layer, step] = keys, values
         own = [self._own[layer, each] for each in range(1, step + 1)]
         own_keys, own_values = (torch.stack(side, dim=2) for side in zip(*own, strict=True))
-        return attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)
+        return _attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)

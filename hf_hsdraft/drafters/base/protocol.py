@@ -110,16 +110,6 @@ class Call:
         """The foreseen draws of the target; None if nothing is drawn."""
         return None if self.texts is None else self.texts.foresight
 
-    @property
-    def slots(self) -> int | None:
-        """Slots of the target's cache if it has a fixed size."""
-        return None if self.runtime is None else self.runtime.slots.size
-
-    @property
-    def compile_config(self) -> Any:
-        """Compile configuration of tree forwards; None if they are not compiled."""
-        return None if self.runtime is None else self.runtime.acceleration.compile_config
-
     def read_ahead(self, made: Callable[..., Any]) -> Any:
         """See `TargetRuntime.read_ahead`."""
         return None if self.runtime is None else self.runtime.read_ahead(made)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...core.attention import batched_attention
+from ...core.tensors import batched_attention
 from .configuration import Sight
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]

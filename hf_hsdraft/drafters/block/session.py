@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.attention import batched_attention
-from ...core.tensors import Transform
+from ...core.tensors import Transform, batched_attention
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, ParallelSession, Slots
 from ..base.target_weights import TargetWeights

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.attention import batched_attention
-from ...core.tensors import on_device
+from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion, best_children
 from ...verify.foresight import Race

@@ -34,12 +34,6 @@ from .roll_out import Pairs, RollOut
 from .trunk import read, roll
 
 
-def room_for(slots: int, num_draft_steps: int) -> int:
-    """Positions to hold for a sequence of at most `slots` and its drafts, with padding."""
-    needed = slots + num_draft_steps + 1
-    return needed + -needed % TUNING.static_positions
-
-
 @dataclass(frozen=True)
 class Followed:
     """What a draft has read back."""
@@ -61,7 +55,7 @@ class StaticRollOut(RollOut):
         self,
         working: WorkingWeights,
         drafter: HSDraftNetwork,
-        room: int,  # capacity in positions, see `room_for`
+        room: int,  # capacity in positions
         num_draft_steps: int,
         compile_config: Any = None,  # of transformers; None compiles nothing
     ) -> None:
@@ -248,7 +242,8 @@ def static_roll_out(
 
     `working` must have `spare`; `slots` is the greatest length of the sequence.
     """
-    sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), working.spare
+    needed, spare = slots + num_draft_steps + 1, working.spare
+    sizes = needed + -needed % TUNING.static_positions, num_draft_steps, compile_config
     assert spare is not None
     with _lock:
         found = next((each for each in spare if each.made_for == sizes), None)

@@ -13,7 +13,7 @@ from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
-from ..base.draft_options import MOST_LEADING, default_options
+from ..base.draft_options import COMMON_OPTIONS, MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
@@ -22,17 +22,7 @@ from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
-_OPTIONS = (
-    "assistant_confidence_threshold",
-    "beam_width",
-    "compiled_layers",
-    "depth_cost",
-    "node_cost",
-    "num_assistant_tokens",
-    "packed_weights",
-    "tree_size",
-    "tree_sizing",
-)
+_OPTIONS = sorted(COMMON_OPTIONS - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.attention import batched_attention
-from ...core.tensors import RMSNorm, is_unhooked
+from ...core.tensors import RMSNorm, batched_attention, is_unhooked
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights

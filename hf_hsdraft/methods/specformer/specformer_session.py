@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...core.attention import batched_attention
-from ...core.tensors import on_device
+from ...core.tensors import batched_attention, on_device
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Accepted, Ask, Call
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
