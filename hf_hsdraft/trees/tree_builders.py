@@ -97,7 +97,6 @@ class TreeBuilder(Protocol):
             root_tokens: `[B]`, int64, the last accepted token of each text.
             vocab_ids: `[V']`, int64, the token id of each column of the log-probabilities.
         """
-        ...
 
 
 def beam_trees(
