@@ -20,7 +20,7 @@ from ..base.protocol import Accepted, Ask
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
-from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights, ensemble
+from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights
 from .roll_out import Pairs, RollOut
 from .target_match import warn_of_poor_guesses
 
@@ -259,14 +259,13 @@ class HSDraftSession(TreeSession):
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
         if left and self._reuse == "ensemble":
-            logits, working = logits.clone(), self._working
+            logits, embed = logits.clone(), self.weights.embed
             for place, leftover in left.items():
-                root, weight = asks[place].root, self._reuse_weight
-                ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
+                self._working.ensemble(logits[place], leftover, asks[place].root, self._reuse_weight, embed)
         trees = self.grown(asks, self._expansion(asks, hidden, logits, options), options)
         if self._reuse == "resample":
             for place, leftover in left.items():
-                one, since = [asks[place]], leftover.since(self._advance)[None]
+                one, since = [asks[place]], self._working.after(leftover.path, self.weights.embed)[None]
                 states = leftover.hidden[None, : min(asks[place].depth, depth)]
                 expansion = self._expansion(one, states, None, options, since)
                 [resampled] = self.grown(one, expansion, options)
@@ -275,10 +274,6 @@ class HSDraftSession(TreeSession):
                 else:
                     trees[place] = merge_trees(trees[place], resampled, options.tree_size)
         return trees
-
-    def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
-        return self._working.injector.advance(embeds, state)
 
     def _expansion(
         self,
