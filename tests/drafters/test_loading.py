@@ -67,6 +67,13 @@ def test_round_trip_keeps_weights_options_and_text(target, prompt, tmp_path, hea
         ("initializer_range", "x", "positive"),
         ("draft_vocab_ids", [1.5, 2.5], "token ids"),
         ("hidden_size", 48, "target_hidden_size=32"),
+        ("injector_top_k", 0, "from 1 to 65,536"),
+        ("num_roll_layers", 2, "the trunk has only num_hidden_layers=1"),
+        ("num_roll_layers", 0, "from 1 to 64"),
+        ("num_step_modules", 7, "there are only num_draft_steps=6"),
+        ("num_step_modules", 0, "from 1 to 64"),
+        ("num_step_modules", True, "an integer"),
+        *(("sliding_window", value, "above num_draft_steps=6") for value in (0, 6, True, "all")),
     ],
 )
 def test_configuration_errors_name_field_value_and_remedy(target, field, value, expected):

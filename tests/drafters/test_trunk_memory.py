@@ -7,7 +7,6 @@ import torch
 from conftest import VOCAB, as_plain, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
@@ -143,30 +142,6 @@ def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
     assert not torch.allclose(fewer, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("prompt", [3, 9, 40])
-def test_decoding_sees_what_training_sees(windowed, prompt):
-    """The roll-out of each round against one forward over the whole text."""
-    taps, embeds, positions = inputs(windowed, 60)
-    config = windowed.config
-    embedding, head = torch.nn.Embedding(VOCAB, config.target_hidden_size), torch.nn.Linear(config.hidden_size, VOCAB)
-    weights = windowed.borrow(embedding, head)
-    roll_out = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)
-    read, end = 0, prompt
-    with torch.no_grad():
-        for accepted in (1, 4, 2, 3, 1, 5):
-            part = slice(read, end)
-            [drafted] = roll_out((taps[part], embeds[part], positions[part]), STEPS)
-            expected = states_of(windowed, taps[:end], embeds[:end], positions[:end], num_draft_steps=STEPS)[:, 0]
-            torch.testing.assert_close(drafted, expected, atol=1e-3, rtol=1e-3)
-            resumed = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)
-            resumed.resume(roll_out.context)
-            read, end = end, end + accepted
-            if accepted == 3:  # as the next call on a cache goes on
-                roll_out = resumed
-    held = roll_out.context.length
-    assert held <= config.num_hidden_layers * (WINDOW - 1) + 1
-
-
 def test_chains_of_packed_texts_see_their_own_last_positions(windowed):
     taps, embeds, positions = inputs(windowed, 50)
     documents = torch.tensor([0] * 20 + [1] * 30)
@@ -177,9 +152,3 @@ def test_chains_of_packed_texts_see_their_own_last_positions(windowed):
         part = slice(begin, end)
         alone = states_of(windowed, taps[part], embeds[part], positions[part])
         torch.testing.assert_close(packed[:, column], alone[:, 0], atol=1e-3, rtol=1e-3)
-
-
-def test_a_window_that_holds_no_draft_is_refused(target):
-    for window in (0, 4, True, "all"):
-        with pytest.raises(ValueError, match="sliding_window"):
-            HSDraftConfig.for_target(target, num_draft_steps=4, sliding_window=window)
