@@ -10,7 +10,6 @@ import torch
 from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
@@ -308,16 +307,6 @@ def test_other_texts_help_where_the_running_one_knows_nothing(target, prompt):
 def test_no_ngram_reaches_from_one_text_into_the_next():
     drafter = CachebackDrafter(texts=[[1, 2], [3, 4]], ngram_length=1)
     assert set(drafter.frozen[0].followers) == {(1,), (3,)}
-
-
-def test_encoder_decoders_too():
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, eos_token_id=None, forced_eos_token_id=None,
-    )  # fmt: skip
-    target = AutoModelForSeq2SeqLM.from_config(config).eval()
-    assert as_plain(target, CachebackDrafter(**FREE), REPEATING[1:], max_new_tokens=30).statistics.tau > 1
 
 
 def test_wrong_arguments_are_refused_before_any_work(target, prompt):

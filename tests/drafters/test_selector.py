@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter
+from conftest import VOCAB, make_drafter
 from test_pipeline import SIZES, decodes_as_plain, plan, run
 from typer.testing import CliRunner
 
@@ -32,19 +32,6 @@ def pair_scores(drafter: HSDrafter, logits: list[float], hidden: torch.Tensor, p
 
 
 @torch.no_grad()
-def test_pairs_are_scored_by_their_definition(target):
-    drafter = selecting(target)
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    hidden, embeds = torch.randn(3, 32), weights.embed(torch.tensor([7, 50, 21]))
-    logits = drafter.logits(hidden, weights)
-    found = drafter.injector.told(logits, hidden, drafter.injector.advance(embeds, None))
-    assert ((found != logits).sum(dim=1) == 5).all()
-    for row in range(3):
-        expected = pair_scores(drafter, logits[row].tolist(), hidden[row], embeds[row])
-        torch.testing.assert_close(found[row], torch.tensor(expected), atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("likely", [40, 512])
 @pytest.mark.parametrize("texts", [1, 2])
 def test_trees_score_pairs_by_their_definition(target, tuned, likely, texts):
@@ -67,18 +54,6 @@ def test_trees_score_pairs_by_their_definition(target, tuned, likely, texts):
             for place in (parents[text] == node).nonzero().flatten().tolist():
                 expected = among[few.tolist().index(int(columns[text, place]))]
                 torch.testing.assert_close(values[text, place], expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", [
-    {"reuse": "ensemble"}, {"reuse": "resample"},
-    {"tree_builder": "gumbel", "verification": "rejection"},
-    {"tree_builder": "stochastic_beam", "verification": "rejection"},
-])  # fmt: skip
-def test_texts_are_those_of_plain_decoding(target, prompt, options):
-    drafter = selecting(target)
-    drafter.generation_config.update(**options)
-    for do_sample in (False, True) if "reuse" in options else (False,):
-        as_plain(target, drafter, prompt, max_new_tokens=20, do_sample=do_sample, temperature=1.2)
 
 
 def test_there_are_no_more_candidates_than_tokens(target):

@@ -40,8 +40,11 @@ def cut_size(pace, trees):
     return max(map(len, pace.cut(trees, trees))) - 1
 
 
-def run(pace, rounds, right, drafted=0.6):
-    """Lets a drafter draft chains whose tokens are right with probability `right`; returns time and tokens."""
+def run(pace, rounds, right, drafted=0.6, seconds=None):
+    """Lets a drafter draft chains whose tokens are right with probability `right`; returns time and tokens.
+
+    `seconds` gives the times of forward and draft by nodes and depth; without it they are those of `COSTS`.
+    """
     draw = random.Random(0)
     time = tokens = 0.0
     for _ in range(rounds):
@@ -52,8 +55,11 @@ def run(pace, rounds, right, drafted=0.6):
         if depth:
             pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)
-        pace.note_round(size, emitted, 1.0, depth, 0.0)
-        time += 1 + COSTS.verifying(size) + COSTS.drafting(depth)
+        forward, drafting = (1.0, 0.0) if seconds is None else seconds(size, depth)
+        pace.note_round(size, emitted, forward, depth, drafting)
+        time += forward + drafting
+        if seconds is None:
+            time += COSTS.verifying(size) + COSTS.drafting(depth)
         tokens += emitted
     return time, tokens
 
@@ -231,15 +237,14 @@ def test_costs_are_found_within_the_rounds_of_a_short_call():
 
 def test_no_dear_tree_is_verified_unawares():
     """Where a node costs nearly half a forward, no round takes as long as 24 of them would."""
-    pace, seconds, tokens = CostPace(6, MeasuredCosts()), 0.0, 0
-    for _ in range(32):
-        depth = pace.plan()
-        size = cut_size(pace, draft(pace, [chain(*[0.4] * depth)], depth))
-        assert size <= 8
-        forward = 0.040 * (1.0 + 0.4 * size)
-        pace.note_round(size, 1.0, forward, depth, 0.002 * depth)
-        seconds, tokens = seconds + forward + 0.002 * depth, tokens + 1
-    assert seconds < 1.15 * 0.040 * tokens, "not one draft was right"
+    sizes = []
+
+    def seconds(size, depth):
+        sizes.append(size)
+        return 0.040 * (1.0 + 0.4 * size), 0.002 * depth
+
+    time, tokens = run(CostPace(6, MeasuredCosts()), 32, right=0.0, drafted=0.4, seconds=seconds)
+    assert max(sizes) <= 8 and time < 1.15 * 0.040 * tokens
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9])
@@ -387,20 +392,9 @@ def test_costs_stay_where_a_longer_text_makes_every_round_longer():
 @pytest.mark.parametrize("right", [0.2, 0.4])
 def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     """A trial found drafts and nodes cheap, and then they are dear: not slower than without a drafter for long."""
-    draw, seconds, tokens = random.Random(1), 0.0, 0
-    pace = CostPace(6, found())
-    for _ in range(600):
-        depth = pace.plan()
-        tree = chain(*[right] * depth)
-        size = cut_size(pace, draft(pace, [tree], depth))
-        length = next((n for n in range(depth) if draw.random() >= right), depth)
-        if depth:
-            pace.learn(tree, [*range(1, length + 1), 99])
-        emitted = 1 + min(length, size)
-        forward, drafting = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
-        pace.note_round(size, emitted, forward, depth, drafting)
-        seconds, tokens = seconds + forward + drafting, tokens + emitted
-    assert tokens * 0.040 / seconds > 0.96
+    dear = lambda size, depth: (0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth)  # noqa: E731
+    time, tokens = run(CostPace(6, found()), 600, right, right, dear)
+    assert tokens * 0.040 / time > 0.96
 
 
 def test_what_drafting_loses_is_bounded_where_expectations_stay_wrong():
