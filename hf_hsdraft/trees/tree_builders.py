@@ -161,10 +161,7 @@ class FoundNodes:
         return cls(tokens, parents, depths, found[2].view(torch.float32).tolist())
 
     def best_tree(self, row: int, size: int, depth: int, threshold: float) -> DraftTree:
-        """Makes a tree of the `size` most probable nodes besides the root, down to `depth`.
-
-        `threshold` is the least probability of a path, 0 to 1.
-        """
+        """Makes a tree of the `size` most probable nodes down to `depth`; no path is less probable than `threshold`."""
         scores, parents, depths = self.scores[row], self.parents[row], self.depths
         least = math.log(threshold) if threshold > 0 else -sys.float_info.max
         likely = [node for node in range(1, len(scores)) if scores[node] >= least and depths[node] <= depth]

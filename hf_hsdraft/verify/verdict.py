@@ -88,10 +88,7 @@ class Verifier:
         return rule
 
     def learned(self, folder: Path | None) -> Verifier:
-        """Returns the rule with what it has learned, from the drafter's folder if there is one.
-
-        Raises a ValueError if it needs a file that is not there.
-        """
+        """Returns the rule with what it has learned; raises a ValueError if the folder lacks a file it needs."""
         return self
 
     def described(self, folder: Path) -> list[str]:

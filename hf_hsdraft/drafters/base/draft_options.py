@@ -61,10 +61,7 @@ class DraftOptions:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_by(self, rows: int) -> DraftOptions:
-        """Options of each row of a batch: rows share two thirds of `tree_size`, with at least two nodes each.
-
-        Nodes cost more in a batch, which already fills the machine; small trees need no depth either.
-        """
+        """Options of each row of a batch, where nodes cost more: trees are smaller and less deep."""
         if rows == 1:
             return self
         size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
@@ -239,11 +236,7 @@ def is_misspelt(name: str, option: str) -> bool:
 
 
 def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:
-    """Raises a ValueError for misspelt options.
-
-    Unknown names only warn, since libraries add their own fields, and transformers copies all fields of a model's
-    generation configuration.
-    """
+    """Raises a ValueError for misspelt options. Other unknown names only warn: libraries add such fields."""
     known = options | vars(GenerationConfig()).keys() | {"transformers_version"}
     unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
     told = []

@@ -78,10 +78,7 @@ class DraftContext:
         return self.layers[0][0].shape[1] if self.layers else 0
 
     def within(self, window: int | None) -> DraftContext:
-        """Drops positions that no later position of their sequence can see through `window`.
-
-        The window counts the querying position, so the next position sees one fewer of the earlier ones.
-        """
+        """Drops positions that no later position of their sequence sees; `window` counts the querying position too."""
         if window is None:
             return self
         documents = self.document_ids

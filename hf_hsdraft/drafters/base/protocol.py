@@ -163,10 +163,7 @@ class Session:
         return None
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Continues from a memory, if it belongs to the sequence whose first `cached` tokens are in the target's cache.
-
-        Another drafter may have left it.
-        """
+        """Continues from a memory, if it is this drafter's, of the text whose `cached` tokens the target has read."""
 
     def end(self) -> None:
         """Called when the call ends without an error."""
@@ -212,10 +209,7 @@ class Drafter:
         """Raises DraftingRefused, naming the field, if this drafter was made for another target."""
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """May warn before a call that the drafter suits the target badly; `tokenizer` is the target's, if known.
-
-        `all_processes`: whether all processes must run the same forwards.
-        """
+        """May warn of a bad fit; `tokenizer` is the target's or None, `all_processes` whether all must run forwards."""
 
     def session(self, call: Call) -> Session:
         raise NotImplementedError

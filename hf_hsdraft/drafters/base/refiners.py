@@ -81,10 +81,7 @@ def why_not_refined(drafter: Any) -> str:
 
 
 def check_refiners(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError if the options ask for a refiner that this drafter lacks or cannot take.
-
-    `Refiner.of` checks whether it fits the target.
-    """
+    """Raises a ValueError for a refiner that this drafter lacks or cannot take; `Refiner.of` checks the target."""
     for name, share in _shares(options).items():
         if why := why_not_refined(drafter):
             raise ValueError(f"{name}={share!r} is invalid for this drafter: {why}; set it to 0")

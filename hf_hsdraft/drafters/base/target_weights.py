@@ -131,10 +131,7 @@ class StateNetwork(PreTrainedModel):
                 nn.init.zeros_(module.bias)
 
     def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
-        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and embeddings of x_{i+1} `[T, D]`.
-
-        Networks that do not read tokens ignore the embeddings.
-        """
+        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and, if read, embeddings of x_{i+1} `[T, D]`."""
         parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
         if self.token_norm is not None:
             parts.append(self.token_norm(embeds))

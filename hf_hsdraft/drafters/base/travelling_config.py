@@ -137,10 +137,7 @@ class TravellingConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> Any:
-        """Derives the configuration from a loaded target (of an encoder-decoder, the decoder); `overrides` set fields.
-
-        Raises a ValueError if an override is invalid.
-        """
+        """Derives the configuration from a loaded target, or its decoder; a wrong override raises a ValueError."""
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
 

@@ -216,10 +216,7 @@ class ParallelExpansion(Expansion):
 
 
 class TreeSession(Session):
-    """Drafts trees (or chains) of the tokens `vocab_ids` `[V']`, int64; families implement `expansion`.
-
-    `foresight` is of the target's draws, and ignored if nodes are drawn.
-    """
+    """Drafts trees (or chains) of tokens `vocab_ids` `[V']`, int64; for drawn nodes `foresight` is ignored."""
 
     def __init__(self, options: DraftOptions, vocab_ids: torch.Tensor, foresight: Foresight | None = None) -> None:
         self._options, self._vocab_ids = options, vocab_ids

@@ -146,10 +146,7 @@ def _kind_of(config: BlockConfig) -> str:
 
 
 def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a drafter's config.json, with all switches, since readers have different defaults.
-
-    Raises a ValueError if the format cannot express what the drafter computes.
-    """
+    """Returns a drafter's config.json; raises a ValueError if the format cannot express what the drafter computes."""
     _check_can_be_written(config)
     kind = _kind_of(config)
     heads: dict[str, Any] = {}

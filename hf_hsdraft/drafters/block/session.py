@@ -22,16 +22,12 @@ from .network import BlockNetwork
 
 @dataclass(frozen=True)
 class BlockBias(TokenBias):
-    """The bias that a head computes from the tokens of a path.
-
-    hidden is `[B, slots, D]`, projected `[B, slots, P]` the head's `project` of it, `first_slot` that of the first
-    draft.
-    """
+    """The bias that a head computes from the tokens of a path."""
 
     head: TokenHead
-    hidden: torch.Tensor
-    projected: torch.Tensor
-    first_slot: int
+    hidden: torch.Tensor  # `[B, slots, D]`
+    projected: torch.Tensor  # `[B, slots, P]`, the head's `project` of it
+    first_slot: int  # of the first draft
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
@@ -89,10 +85,7 @@ class BlockSession(ParallelSession):
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
     def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
-        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each root.
-
-        The whole block is computed whatever the depth: its slots see each other.
-        """
+        """Reads pending positions, and returns a whole block's slots `[B, slots, D]` after each root."""
         self.read_pending(rows)
         drafter, context = self.drafter, self._context
         positions = self.anchors(rows) + self._slots

@@ -74,10 +74,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
-        """Borrows the target's embedding, unless the drafter has one.
-
-        Rows are used unscaled: these drafters are trained on a copy of the table, even if the target scales it.
-        """
+        """Borrows the target's embedding, unscaled as in training, unless the drafter has one."""
         ids = self.draft_vocab_ids()
         if self.embed_tokens is None:
             return borrow(embedding, None, ids, self.device, self.dtype, scaled=False)

@@ -75,10 +75,7 @@ class Reading:
         return told and "lm_head.weight" not in self.checkpoint.shapes and config.draft_vocab_size == config.vocab_size
 
     def complete_config(self) -> EagleConfig:
-        """Returns the configuration with the ids of the draft vocabulary.
-
-        Raises a ValueError if they are not distinct tokens of the target, or the files contradict each other.
-        """
+        """Returns the configuration with the ids of the draft vocabulary; raises a ValueError as `drafted_ids`."""
         config = self.config
         if config.draft_vocab_size == config.vocab_size:  # maps mean nothing then
             return config
@@ -101,10 +98,7 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 
 
 def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
-    """Reads a drafter's configuration in any of the formats; `mask_token_id` is for files that lack it.
-
-    Raises a ValueError if a field is missing, invalid or unknown, or the drafter is of an unsupported type.
-    """
+    """Reads files of any format; `mask_token_id` is for those that lack it. Raises a ValueError for wrong fields."""
     if speculators_type(checkpoint):
         return _read_speculators(checkpoint)
     return _read_eagle(checkpoint, mask_token_id)

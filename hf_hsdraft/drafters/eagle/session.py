@@ -124,10 +124,7 @@ class EagleExpansion(Expansion):
 
 
 class EagleSession(ReadingSession):
-    """Drafts trees (or chains) for a batch, one depth of all rows per forward.
-
-    Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
-    """
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward."""
 
     def __init__(self, network: EagleNetwork, weights: TargetWeights, call: Call) -> None:
         config = network.config

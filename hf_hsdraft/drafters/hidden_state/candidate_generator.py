@@ -90,10 +90,7 @@ class HSCandidateGenerator(CandidateGenerator):
     def _draft(
         self, taps: torch.Tensor, following: torch.Tensor, positions: torch.Tensor, accepted: list[int], length: int
     ) -> list[int]:
-        """Reads accepted pairs and drafts a chain; `accepted` are the accepted tokens of the last draft.
-
-        taps `[n, taps * D]` are h_i, following `[n]` x_{i+1}, positions `[n]` i.
-        """
+        """Reads pairs (h_i, x_{i+1}, i) and drafts a chain; `accepted` are the accepted tokens of the last draft."""
         leftover = Leftover.of(self._drafted, self._root, accepted)
         self._root = int(following[-1])
         depth = self._depth if self._max_length is None else min(self._depth, self._max_length - length - 1)

@@ -145,13 +145,10 @@ INJECTORS: dict[str, type[Injector]] = {
 
 @dataclass(frozen=True)
 class Leftover:
-    """Drafted states g_{a+1} .. g_{K-1} of one row, `[K', D]`, that still predict future positions.
+    """Drafted states of one row that still predict future positions."""
 
-    `path` are the tokens accepted since they were drafted, beginning with their root.
-    """
-
-    hidden: torch.Tensor
-    path: tuple[int, ...]
+    hidden: torch.Tensor  # `[K', D]`, g_{a+1} .. g_{K-1}
+    path: tuple[int, ...]  # tokens accepted since these were drafted, beginning with their root
 
     @classmethod
     def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:

@@ -22,12 +22,9 @@ from .network import INJECTORS, HSDraftAttention, HSDraftLayer, HSDraftNetwork, 
 
 @dataclass(frozen=True)
 class QuickWeights(WorkingWeights):
-    """Working weights, fused, packed and in 8 bits.
+    """Working weights, fused, packed and in 8 bits."""
 
-    `spare` has objects that calls leave for the next call with these weights; None if the weights serve one call.
-    """
-
-    spare: list[Any] | None = field(default=None, compare=False, repr=False)
+    spare: list[Any] | None = field(default=None, compare=False, repr=False)  # left for later calls; None for one call
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> QuickWeights:

@@ -46,10 +46,7 @@ class Followed:
 
 
 class StaticRollOut(RollOut):
-    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
-
-    `made_for` are room, K and compile configuration.
-    """
+    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as there."""
 
     def __init__(
         self,
@@ -232,16 +229,13 @@ _lock = threading.Lock()
 @contextmanager
 def static_roll_out(
     drafter: HSDraftNetwork,
-    working: QuickWeights,
+    working: QuickWeights,  # with `spare`
     weights: TargetWeights,
-    slots: int,
+    slots: int,  # greatest length of the sequence
     num_draft_steps: int,
     compile_config: Any,
 ) -> Iterator[StaticRollOut]:
-    """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors.
-
-    `working` must have `spare`; `slots` is the greatest length of the sequence.
-    """
+    """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors."""
     needed, spare = slots + num_draft_steps + 1, working.spare
     sizes = needed + -needed % TUNING.static_positions, num_draft_steps, compile_config
     assert spare is not None

@@ -94,10 +94,7 @@ class Trunk:
 def read(
     trunk: Trunk, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, context: Context, ahead: int
 ) -> tuple[torch.Tensor, list[Rope]]:
-    """Reads accepted positions `[T, ...]`, as in [`HSDrafter.forward`], into the context.
-
-    Returns g_0 of each chain, `[S, D]`, and the ropes of `ahead` steps.
-    """
+    """Reads positions `[T, ...]` into the context; returns g_0 of each chain, `[S, D]`, and ropes of `ahead` steps."""
     count, x = len(position_ids), trunk.fuse_inputs(taps, embeds)
     starts = position_ids[context.starts]
     further = starts + torch.arange(1, ahead + 1, device=starts.device)[:, None]

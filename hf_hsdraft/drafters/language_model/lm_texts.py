@@ -75,10 +75,7 @@ class LMTexts:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
-        """Reads further accepted tokens of each row, if any, into the cache.
-
-        Returns logits `[B, wanted, V]` of the last tokens, aligned at the end; undefined for rows without tokens.
-        """
+        """Reads further tokens of rows; returns logits `[B, wanted, V]` of the last, undefined for rows without any."""
         return self.read_states(tokens, wanted).logits
 
     @torch.no_grad()
