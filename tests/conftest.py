@@ -107,6 +107,15 @@ def as_plain(target, drafter, inputs, seed: int = 0, **call):
     return drafted
 
 
+def edited(folder: Path, name: str = "config.json", **fields) -> dict:
+    """The fields of a JSON file after these are changed; `None` takes one out."""
+    found = {**json.loads((folder / name).read_text()), **fields}
+    found = {field: value for field, value in found.items() if value is not None or field not in fields}
+    if fields:
+        (folder / name).write_text(json.dumps(found))
+    return found
+
+
 @pytest.fixture(scope="session")
 def target():
     return make_target()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import edited
 from family_helpers import drafts_much, make_block_drafter
 from format_parity import main as print_formats
 from lm_helpers import drafts_of
@@ -67,7 +68,7 @@ def changed(case: Case, change) -> Case:
 
         def save(folder: Path) -> None:
             reference.save(folder)
-            config = json.loads((folder / "config.json").read_text())
+            config = edited(folder)
             change(config)
             (folder / "config.json").write_text(json.dumps(config))
 
@@ -203,9 +204,7 @@ def test_a_loose_embedding_of_masks_is_applied(saved, target):
     other = AutoDrafter.from_pretrained(folder)
     assert torch.equal(other.mask_embedding, row)
     (folder / "mask_embedding.pt").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"] = MASK + 1
-    (folder / "config.json").write_text(json.dumps(config))
+    edited(folder, dflash_config={**edited(folder)["dflash_config"], "mask_token_id": MASK + 1})
     same = AutoDrafter.from_pretrained(folder)
     weights = same.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     anchors, mask = torch.randn(2, 32), weights.embed(torch.tensor(MASK + 1))

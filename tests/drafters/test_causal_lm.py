@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, make_target
+from conftest import VOCAB, as_plain, edited, make_drafter, make_target
 from family_helpers import near
 from lm_helpers import tiny, with_fixed
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
@@ -312,9 +312,8 @@ MARKS = {
 
 def test_a_drafter_of_another_format_is_no_language_model(target, tmp_path):
     target.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     for mark, value in MARKS.items():
-        (tmp_path / "config.json").write_text(json.dumps({**config, mark: value}))
+        edited(tmp_path, **{**dict.fromkeys(MARKS), mark: value})
         with pytest.raises(ValueError, match=mark):
             CausalLMDrafter.from_pretrained(tmp_path)
 
@@ -344,14 +343,11 @@ def test_options_and_shapes_are_checked_before_weights_are_read(target, tmp_path
         CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path, tree_size=0)
-    stored = json.loads((tmp_path / "drafting_config.json").read_text())
-    (tmp_path / "drafting_config.json").write_text(json.dumps({**stored, "beam_width": 0}))
+    edited(tmp_path, "drafting_config.json", beam_width=0)
     with pytest.raises(ValueError, match="beam_width=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path)
     (tmp_path / "drafting_config.json").unlink()
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["intermediate_size"] = 2**20
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edited(tmp_path, intermediate_size=2**20)
     with pytest.raises(ValueError, match=r"of other shapes: model\.layers\.0\.mlp\.\w+\.weight \[.* instead of"):
         AutoDrafter.from_pretrained(tmp_path)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import edited
 from oracles.eagle_parity import (
     CASES,
     DRAFTED,
@@ -111,11 +112,6 @@ def midlayer_state():
     return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
 
 
-def change(folder: Path, **fields) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def saved(model, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
@@ -200,7 +196,7 @@ BAD_LAYERS = {
 
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
 def test_wrong_fields_are_told_by_name(files, fields, message):
-    change(files, **fields)
+    edited(files, **fields)
     with pytest.raises(ValueError, match=message):
         AutoDrafter.from_pretrained(files)
 
@@ -222,10 +218,10 @@ def test_a_mask_that_the_files_do_not_name_is_given(tmp_path):
 
 def test_a_parallel_drafter_needs_its_mask(tmp_path):
     folder = saved(speculators_model("peagle", mask_token_id=MASK), tmp_path)
-    change(folder, mask_token_id=None)
+    edited(folder, mask_token_id=None)
     with pytest.raises(ValueError, match="has no mask_token_id"):
         AutoDrafter.from_pretrained(folder)
-    change(folder, mask_token_id=TOKENS)
+    edited(folder, mask_token_id=TOKENS)
     with pytest.raises(ValueError, match=f"mask_token_id={TOKENS} is invalid"):
         AutoDrafter.from_pretrained(folder)
 
@@ -288,7 +284,7 @@ def test_what_is_saved_is_loaded_by_speculators_and_by_us(tmp_path, variant):
     drafter = AutoDrafter.from_pretrained(saved(speculators_model(**SAVED[variant]), tmp_path / "theirs"))
     drafter.generation_config.tree_size = 17
     drafter.save_pretrained(tmp_path / "ours")
-    document, theirs = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("ours", "theirs"))
+    document, theirs = (edited(tmp_path / place) for place in ("ours", "theirs"))
     assert "model_type" not in document and "model_type" not in theirs  # vLLM knows the format by that
     assert document["norm_before_residual"] is drafter.config.norm_before_residual
     again = AutoDrafter.from_pretrained(tmp_path / "ours")

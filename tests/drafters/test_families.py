@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter
+from conftest import VOCAB, as_plain, edited, make_drafter
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
@@ -102,7 +100,7 @@ def test_a_family_of_one_file_is_saved_loaded_and_exact(target, tiny, prompt, tm
 
 def test_its_own_files_travel_and_its_card_is_its_own(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = edited(tmp_path)
     assert config["auto_map"] == {"AutoConfig": "test_families.TinyConfig", "AutoModel": "test_families.TinyDrafter"}
     assert config["code_files"] == ["test_families.py"] == [path.name for path in tmp_path.glob("*.py")]
     card = (tmp_path / "README.md").read_text()
@@ -139,8 +137,7 @@ def test_a_cacheback_drafter_is_saved_with_its_texts(target, prompt, tmp_path):
 
 def test_damaged_texts_and_other_models_are_told(target, tmp_path):
     CachebackDrafter().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "texts": [["a"]]}))
+    edited(tmp_path, texts=[["a"]])
     with pytest.raises(ValueError, match="expected lists of token ids"):
         AutoDrafter.from_pretrained(tmp_path)
     make_drafter(target).save_pretrained(tmp_path / "other")
@@ -174,7 +171,7 @@ def test_a_family_that_is_derived_from_another_one_is_saved_as_itself(target, pr
     register_drafter("tiny_next", NextConfig, NextDrafter)
     try:
         NextDrafter(NextConfig()).save_pretrained(tmp_path)
-        code = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+        code = edited(tmp_path)["auto_map"]
         assert code["AutoModel"].endswith(".NextDrafter") and code["AutoConfig"].endswith(".NextConfig")
         loaded = AutoDrafter.from_pretrained(tmp_path)
         assert type(loaded) is NextDrafter
@@ -210,7 +207,7 @@ class OtherOfBase(Base):
 def test_a_family_of_whatever_base_is_the_one_that_is_saved(family, target, tmp_path):
     config = PrismConfig(**make_drafter(target).config.to_dict()) if family is Prism else NextConfig()
     family(config).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = edited(tmp_path)
     assert config["auto_map"] == {
         "AutoConfig": f"test_families.{family.config_class.__name__}",
         "AutoModel": f"test_families.{family.__name__}",

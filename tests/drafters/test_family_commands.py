@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import as_plain, make_drafter, make_target
+from conftest import as_plain, edited, make_drafter, make_target
 from family_helpers import make_block_drafter, make_eagle
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -119,7 +119,7 @@ def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
 def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
     out = tmp_path / "out"
     run("export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
-    document = json.loads((out / "config.json").read_text())
+    document = edited(out)
     assert document["speculators_model_type"] == {"block": "dspark", "eagle": "eagle3"}[kind]
     assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
     assert "org/a-target" in (out / "README.md").read_text()

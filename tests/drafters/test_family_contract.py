@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
+from conftest import VOCAB, as_plain, each_with_its_seed, edited, make_drafter, make_target
 from family_helpers import (
     PUBLISHED,
     STEPS,
@@ -272,14 +271,6 @@ def test_a_memory_does_not_fit_a_drafter_of_another_dtype(target):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def document_of(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
-def change(folder, **fields) -> None:
-    (folder / "config.json").write_text(json.dumps({**document_of(folder), **fields}))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in PUBLISHED if kind != "block, sliding"])
 def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
     drafter = PUBLISHED[kind](target, target_name="/home/somebody/models/a-target")
@@ -292,7 +283,7 @@ def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     card, config = ((tmp_path / name).read_text() for name in ("README.md", "config.json"))
-    assert f"`{document_of(tmp_path)['speculators_model_type']}`" in card and "reads hidden states" in card
+    assert f"`{edited(tmp_path)['speculators_model_type']}`" in card and "reads hidden states" in card
     assert "a-target" in card and "a-target" in config and "somebody" not in card + config
     again.generation_config.tree_size = 0
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
@@ -309,7 +300,7 @@ def test_a_drafter_takes_the_place_of_a_former_one(target, family, model_type, t
     drafter.save_pretrained(tmp_path)
     left = {"model-00001-of-00002.safetensors", "figures.json", "mask_embedding.pt", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} & left == {"notes.txt"}
-    change(tmp_path, **({"model_type": model_type} if model_type else {}))
+    edited(tmp_path, **({"model_type": model_type} if model_type else {}))
     assert torch.equal(AutoDrafter.from_pretrained(tmp_path).fc.weight, drafter.fc.weight)
 
 
@@ -375,7 +366,7 @@ def test_recipe_and_figures_come_along_while_the_weights_stay(target, family, tm
     next(drafter.parameters()).data.mul_(2)
     drafter.save_pretrained(tmp_path / "changed")
     assert not (tmp_path / "changed" / "figures.json").exists()
-    assert json.loads((tmp_path / "changed" / "training_recipe.json").read_text())["changed_since"] is True
+    assert edited(tmp_path / "changed", "training_recipe.json")["changed_since"] is True
 
 
 @pair
@@ -392,17 +383,17 @@ def test_maps_of_the_vocabulary_that_contradict_each_other_are_refused(target, f
 def test_switches_and_methods_of_files(target, family, tmp_path):
     """Harmless switches of layers are passed over, unknown ones refused; methods may be missing but not wrong."""
     PAIR[family](target).save_pretrained(tmp_path)
-    layers, proposals = (document_of(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
+    layers, proposals = (edited(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
     assert (layers["mlp_bias"], layers["tie_word_embeddings"]) == (False, False)  # readers have different defaults
     harmless = {"use_cache": True, "return_dict": True, "is_decoder": False, "tie_word_embeddings": False}
     for methods in (None, []):
-        change(tmp_path, transformer_layer_config={**layers, **harmless},
+        edited(tmp_path, transformer_layer_config={**layers, **harmless},
                speculators_config={**proposals, "proposal_methods": methods, "verifier": "a name"})  # fmt: skip
         AutoDrafter.from_pretrained(tmp_path)
-    change(tmp_path, speculators_config={**proposals, "proposal_methods": "greedy"})
+    edited(tmp_path, speculators_config={**proposals, "proposal_methods": "greedy"})
     with pytest.raises(ValueError, match="proposal_methods='greedy' is invalid: expected a list"):
         AutoDrafter.from_pretrained(tmp_path)
-    change(tmp_path, speculators_config=proposals, transformer_layer_config={**layers, "scales_by_depth": True})
+    edited(tmp_path, speculators_config=proposals, transformer_layer_config={**layers, "scales_by_depth": True})
     with pytest.raises(ValueError, match="transformer_layer_config has scales_by_depth=true"):
         AutoDrafter.from_pretrained(tmp_path)
 

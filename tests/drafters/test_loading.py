@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, make_target
+from conftest import VOCAB, as_plain, edited, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 
@@ -249,10 +249,10 @@ def test_weights_that_cannot_be_used_are_told(folder, damage, kind, messages):
 def test_a_configuration_is_checked_on_loading(folder):
     with pytest.raises(ValueError, match="num_draft_steps=0"):
         HSDrafter.from_pretrained(folder, num_draft_steps=0)
-    edit(folder, num_draft_steps=0)
+    edited(folder, num_draft_steps=0)
     with pytest.raises(ValueError, match="num_draft_steps=0"):
         HSDrafter.from_pretrained(folder)
-    edit(folder, num_draft_steps=4, intermediate_size=80)  # unlike the weights
+    edited(folder, num_draft_steps=4, intermediate_size=80)  # unlike the weights
     with pytest.raises(ValueError, match="gate_proj"):
         HSDrafter.from_pretrained(folder)
 
@@ -290,25 +290,17 @@ def test_a_configuration_from_elsewhere_is_checked(target, folder, tmp_path):
         HSDrafter.from_pretrained(folder, config=wider, intermediate_size=64)
 
 
-def edit(folder, **fields) -> dict:
-    """Changes fields of a saved configuration; `None` takes one out."""
-    config = {**json.loads((folder / "config.json").read_text()), **fields}
-    config = {name: value for name, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return config
-
-
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "saved before there was a list"])
 def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, listed):
     """A folder that is saved to again has the code of this version, and whatever somebody else put there."""
     current = {path.name for path in folder.glob("*.py")}
-    assert set(json.loads((folder / "config.json").read_text())["code_files"]) == current
+    assert set(edited(folder)["code_files"]) == current
     (folder / "former_module.py").write_text("raise RuntimeError")
     (folder / "app.py").write_text("print()")
     if not listed:
         with (folder / "hub_entry.py").open("a") as entry:
             entry.write("\nfrom .former_module import nothing\n")
-    edit(folder, code_files=[*current, "former_module.py"] if listed else None)
+    edited(folder, code_files=[*current, "former_module.py"] if listed else None)
     loaded = HSDrafter.from_pretrained(folder)
     (folder / "network.py").unlink()  # whatever is missing comes again
     for _ in range(2):
@@ -321,7 +313,7 @@ def test_a_list_of_code_names_no_files_elsewhere(target, folder):
     outside = folder.parent / "outside.py"
     outside.write_text("print()")
     (folder / "notes.txt").write_text("mine")
-    edit(folder, code_files=["../outside.py", str(outside), "notes.txt", 5, "custom_generate"])
+    edited(folder, code_files=["../outside.py", str(outside), "notes.txt", 5, "custom_generate"])
     with pytest.raises(ValueError, match="code_files"):
         HSDrafter.from_pretrained(folder)
     make_drafter(target).save_pretrained(folder)

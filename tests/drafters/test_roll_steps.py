@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, as_plain, make_drafter
+from conftest import VOCAB, as_plain, edited, make_drafter
 from session_helpers import drafted_by
 from test_pipeline import decodes_as_plain, plan, run
 from training_helpers import kill_at_step_three
@@ -212,9 +211,9 @@ def test_a_drafter_that_names_neither_is_as_before(target, tmp_path):
     drafter = make_drafter(target, num_hidden_layers=2)
     assert not any("step_modules" in name for name in drafter.state_dict())
     drafter.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config.pop("num_roll_layers") == 2 and config.pop("num_step_modules") == 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = edited(tmp_path)
+    assert config["num_roll_layers"] == 2 and config["num_step_modules"] == 1
+    edited(tmp_path, num_roll_layers=None, num_step_modules=None)
     loaded, inputs = HSDrafter.from_pretrained(tmp_path), inputs_of(drafter, 7)
     with torch.no_grad():
         close(torch.cat(loaded(*inputs).hidden_states), torch.cat(drafter(*inputs).hidden_states))
@@ -265,11 +264,11 @@ def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_pat
     assert loaded.config.num_hidden_layers == 2 and loaded.config.num_roll_layers == 1
     assert not torch.equal(loaded.layers[1].down_proj.weight, loaded.step_modules[0].layers[0].down_proj.weight)
     assert decodes_as_plain(chatty, loaded)
-    recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
+    recipe = edited(tmp_path / "out", "training_recipe.json")["training"]
     assert (
         "2 layers for the text, 1 for the roll-out; sets of parameters by step: 2, path injector" in recipe["drafter"]
     )
-    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    figures = edited(tmp_path / "out", "figures.json")["training"]["history"]
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-4
     smaller = plan(tmp_path, init_from=str(tmp_path / "out"), drafter={"num_step_modules": 1}, out=str(tmp_path / "no"))
     with pytest.raises(ValueError, match=r"has num_step_modules=2, not 1; leave num_step_modules out"):

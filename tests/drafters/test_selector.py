@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from conftest import VOCAB, make_drafter
+from conftest import VOCAB, edited, make_drafter
 from test_pipeline import SIZES, decodes_as_plain, plan, run
 from typer.testing import CliRunner
 
@@ -65,14 +63,14 @@ def test_there_are_no_more_candidates_than_tokens(target):
 def test_it_is_trained(chatty, tokenizer, tmp_path):
     sizes = SIZES | {"injector": "selector", "injector_top_k": 4}
     run(chatty, tokenizer, plan(tmp_path, drafter=sizes), max_steps=40, eval_steps=40, learning_rate=2e-2)
-    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    figures = edited(tmp_path / "out", "figures.json")["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), losses
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-4
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.config.injector == "selector" and loaded.injector.top_k == 4
     assert decodes_as_plain(chatty, loaded)
-    recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
+    recipe = edited(tmp_path / "out", "training_recipe.json")["training"]
     assert "selector injector" in recipe["drafter"]
 
 
