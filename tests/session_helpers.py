@@ -33,6 +33,13 @@ def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -
     )
 
 
+def pairs_of(drafter, length: int, seed: int = 0, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random hidden states, embeddings and positions of a text, as a hidden-state drafter reads them."""
+    generator, size = torch.Generator().manual_seed(seed), drafter.config.target_hidden_size
+    taps = torch.randn(length, size * len(drafter.config.target_tap_layers), generator=generator)
+    return taps, torch.randn(length, size, generator=generator), torch.arange(first, first + length)
+
+
 def drafted_by(session: HSDraftSession) -> list[DraftTree]:
     """The trees after the last tokens that a session has read, as deep as its options say."""
     options = session._options.shared_by(len(session._rows))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, as_plain, edited, make_drafter
-from session_helpers import drafted_by
+from session_helpers import drafted_by, pairs_of
 from test_pipeline import decodes_as_plain, plan, run
 from training_helpers import kill_at_step_three
 
@@ -40,12 +40,6 @@ def drafter_of(target, shape: str, **fields) -> HSDrafter:
             if "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
     return drafter
-
-
-def inputs_of(drafter: HSDrafter, length: int, seed: int = 0):
-    generator, size = torch.Generator().manual_seed(seed), drafter.config.target_hidden_size
-    taps = torch.randn(length, size * len(drafter.config.target_tap_layers), generator=generator)
-    return taps, torch.randn(length, size, generator=generator), torch.arange(length)
 
 
 class Slots:
@@ -106,7 +100,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 def test_steps_are_their_definition(target, shape, window):
     drafter = drafter_of(target, shape, sliding_window=window)
-    inputs = inputs_of(drafter, 9)
+    inputs = pairs_of(drafter, 9)
     found = torch.cat(drafter(*inputs).hidden_states)
     close(found, by_definition(drafter, *inputs, STEPS))
 
@@ -119,7 +113,7 @@ def test_rounds_of_one_text_and_of_a_batch_draft_what_training_computes(target, 
     drafter.generation_config.tree_size = 64  # enough for both texts to be drafted to the end
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     texts = [torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    taps = [inputs_of(drafter, 20, seed)[0] for seed in range(2)]
+    taps = [pairs_of(drafter, 20, seed)[0] for seed in range(2)]
     alone, batch = HSDraftSession(drafter, weights), HSDraftSession(drafter, weights, batch_size=2)
     for begins, ends in itertools.pairwise([(0, 0), (8, 5), (9, 9), (14, 11)]):
         for row in range(2):
@@ -170,7 +164,7 @@ def test_all_that_is_trained_gets_gradients_as_far_as_it_is_used(target, shape):
         drafter = drafter_of(target, shape).train()
         if again:
             _recompute_layers(drafter)
-        states = drafter(*inputs_of(drafter, 9)).hidden_states
+        states = drafter(*pairs_of(drafter, 9)).hidden_states
         torch.cat(states).square().mean().backward()
         gradients.append({name: each.grad for name, each in drafter.named_parameters()})
         trunk = {name for name in gradients[0] if not name.startswith(("injector", "norm"))}
@@ -179,7 +173,7 @@ def test_all_that_is_trained_gets_gradients_as_far_as_it_is_used(target, shape):
         torch.testing.assert_close(gradients[0][name], gradients[1][name], atol=1e-4, rtol=1e-3)
     if drafter.step_modules:
         drafter.zero_grad()
-        drafter(*inputs_of(drafter, 9), num_draft_steps=2).hidden_states[1].sum().backward()
+        drafter(*pairs_of(drafter, 9), num_draft_steps=2).hidden_states[1].sum().backward()
         used = [step.roll_proj.weight.grad is not None for step in drafter.step_modules]
         assert used == [index == 0 for index in range(len(used))]
 
@@ -214,7 +208,7 @@ def test_a_drafter_that_names_neither_is_as_before(target, tmp_path):
     config = edited(tmp_path)
     assert config["num_roll_layers"] == 2 and config["num_step_modules"] == 1
     edited(tmp_path, num_roll_layers=None, num_step_modules=None)
-    loaded, inputs = HSDrafter.from_pretrained(tmp_path), inputs_of(drafter, 7)
+    loaded, inputs = HSDrafter.from_pretrained(tmp_path), pairs_of(drafter, 7)
     with torch.no_grad():
         close(torch.cat(loaded(*inputs).hidden_states), torch.cat(drafter(*inputs).hidden_states))
         close(torch.cat(loaded(*inputs).hidden_states), by_definition(drafter, *inputs, STEPS))
@@ -232,7 +226,7 @@ def test_a_grown_drafter_drafts_what_it_was_grown_from(target, shape, modules, l
     assert larger.config.num_step_modules == modules and larger.config.num_hidden_layers == layers
     assert larger.config.num_roll_layers == drafter.config.num_roll_layers
     assert larger.generation_config.tree_size == 7
-    inputs = inputs_of(drafter, 9)
+    inputs = pairs_of(drafter, 9)
     close(torch.cat(larger(*inputs).hidden_states), torch.cat(drafter(*inputs).hidden_states))
     for parameter in larger.parameters():  # nothing of it is shared
         parameter.add_(1.0)
@@ -243,7 +237,7 @@ def test_new_layers_learn(target):
     larger = grown(make_drafter(target), 2, 2).train()
     weights = larger.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     larger.loss_function = ChainLoss(weights, weights.head, forward_kl, [1.0] * STEPS)
-    torch.cat(larger(*inputs_of(larger, 9)).hidden_states).square().mean().backward()
+    torch.cat(larger(*pairs_of(larger, 9)).hidden_states).square().mean().backward()
     assert larger.layers[0].attention.o_proj.weight.grad.abs().max() > 0
     assert larger.layers[0].down_proj.weight.grad.abs().max() > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, as_plain, make_drafter, make_target
+from session_helpers import pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hsdraft.drafters.base import packed_texts
@@ -15,15 +16,12 @@ from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 def read(drafter, lengths, past=None):
     """Hidden states and context of several texts that are read at once; the numbers depend on the lengths alone."""
-    generator, config = torch.Generator().manual_seed(sum(lengths)), drafter.config
-    total, size = sum(lengths), config.target_hidden_size
-    taps = torch.randn(total, size * len(config.target_tap_layers), generator=generator)
-    embeds = torch.randn(total, size, generator=generator)
+    taps, embeds, _ = pairs_of(drafter, sum(lengths), seed=sum(lengths))
     before = 0 if past is None else 20
     positions = torch.cat([torch.arange(before, before + length) for length in lengths])
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     starts = torch.tensor(lengths).cumsum(0) - 1
-    window, past = config.sliding_window, past or packed_texts.DraftContext()
+    window, past = drafter.config.sliding_window, past or packed_texts.DraftContext()
     texts = packed_texts.PackedTexts(past, positions, documents, starts, window, 3)
     x, ropes = trunk.read(drafter.trunk(), taps, embeds, positions, texts, 2)
     return torch.stack(trunk.roll(drafter.trunk(), x, ropes, texts)), texts.context
@@ -93,8 +91,7 @@ def test_no_tensor_is_as_large_as_the_square_of_a_batch(window):
 def test_a_long_text_is_read_in_blocks(window, before, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window, head="trained")
     weights = WorkingWeights.of(drafter, None)
-    embeds = torch.randn(900, 32)
-    taps = torch.randn(900, drafter.config.target_hidden_size * len(drafter.config.target_tap_layers))
+    pairs = pairs_of(drafter, 900)
 
     def states(block):
         tuned(mask_rows=block)
@@ -102,7 +99,7 @@ def test_a_long_text_is_read_in_blocks(window, before, tuned):
         for part in (slice(0, before), slice(before, 900)):
             if part.stop:
                 with _Largest() as made:
-                    hidden = rolled((taps[part], embeds[part], torch.arange(900)[part]), 4)
+                    hidden = rolled(tuple(each[part] for each in pairs), 4)
         return hidden, made.size
 
     expected, _ = states(1000)
@@ -120,20 +117,13 @@ def windowed(request, target):
     return make_drafter(target, sliding_window=WINDOW, num_hidden_layers=request.param)
 
 
-def inputs(drafter, length: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    config = drafter.config
-    taps = torch.randn(length, len(config.target_tap_layers) * config.target_hidden_size, generator=generator)
-    return taps, torch.randn(length, config.target_hidden_size, generator=generator), torch.arange(length)
-
-
 def states_of(drafter, *args, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         return torch.stack(drafter(*args, **kwargs).hidden_states)
 
 
 def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
-    taps, embeds, positions = inputs(windowed, 30)
+    taps, embeds, positions = pairs_of(windowed, 30)
     reach = windowed.config.num_hidden_layers * (WINDOW - 1) + 1
     expected, kept, fewer = (
         states_of(windowed, taps[-count:], embeds[-count:], positions[-count:]) for count in (30, reach, reach - 1)
@@ -143,7 +133,7 @@ def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
 
 
 def test_chains_of_packed_texts_see_their_own_last_positions(windowed):
-    taps, embeds, positions = inputs(windowed, 50)
+    taps, embeds, positions = pairs_of(windowed, 50)
     documents = torch.tensor([0] * 20 + [1] * 30)
     positions = torch.cat([torch.arange(20), torch.arange(30)])
     starts = torch.tensor([12, 19, 25, 49])
