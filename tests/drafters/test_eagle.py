@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import VOCAB, as_plain, make_target
-from family_helpers import assert_same_tree, drafts, drafts_much, make_eagle, session_of
+from family_helpers import assert_same_tree, drafts, make_eagle, session_of
 from oracles.scripted import ScriptedDrafter
 from session_helpers import news, padded
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
@@ -118,21 +116,6 @@ def test_rows_are_borrowed_without_the_factor_of_the_target(target, hooked):
         embedding.register_forward_hook(lambda *_: None)
     found = make_eagle(target).borrow(embedding).embed(tokens)
     torch.testing.assert_close(found, embedding.weight.detach()[tokens])
-
-
-def test_layers_of_the_same_window_share_a_mask(target, monkeypatch):
-    config = replace(EagleConfig.for_target(target), num_hidden_layers=4, windows=(None, 9, None, 9))
-    drafter, made, drafted = drafts_much(EagleDrafter(config)), [], []
-    seen, extend = RowContext.seen, session_module.DraftedRows.extend
-
-    def counted(self, rows, last, window=None, number=0):
-        made.extend([window] if number else [])
-        return seen(self, rows, last, window, number)
-
-    monkeypatch.setattr(RowContext, "seen", counted)
-    monkeypatch.setattr(session_module.DraftedRows, "extend", lambda *given: drafted.append(1) or extend(*given))
-    target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
-    assert drafted and len(made) == 2 * len(drafted)
 
 
 def test_what_texts_see_is_told_without_waiting_for_a_device():
