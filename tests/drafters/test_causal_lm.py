@@ -149,12 +149,6 @@ def test_only_roots_and_expanded_nodes_are_multiplied_by_the_head():
     assert rows == [1, 3, 3, 3]
 
 
-def test_prompts_may_be_padded_on_the_right(target):
-    inputs = {name: value.flip(1) for name, value in padded(3).items()}
-    output = as_plain(target, drafter_of(near(target), tree_size=24), inputs, max_new_tokens=NEW)
-    assert output.statistics.draft_kind == "tree" and sum(output.statistics.accepted_lengths) > 0
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_target_itself_drafts_what_it_accepts(target, rows):
     """All drafted tokens of a chain are right: a round emits its depth and one token more."""

@@ -97,16 +97,6 @@ def test_several_drafters_of_different_kinds_are_compared(folders):
     assert "tree24x4" in said or ("tree24x3" in said and "tree24x6" in said)
 
 
-def test_commands_refuse_a_language_model_with_another_tokenizer(folders, tmp_path):
-    shutil.copytree(folders["language model"], tmp_path / "other")
-    vocabulary = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
-    vocabulary["model"]["vocab"]["seven"] = vocabulary["model"]["vocab"].pop("w7")
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
-    both = "--target", folders["target"], "--drafter", str(tmp_path / "other")
-    for command in (["demo", "w1 w2"], ["bench", "--limit", "1"]):
-        assert "tokenizer is not the target's: 1 of 97 token ids" in refused(*command, *both)
-
-
 @commanded
 def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
     drafted = as_plain(target, folders[kind], prompt, max_new_tokens=16)

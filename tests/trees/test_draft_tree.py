@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from oracles.exactness import FullExpansion
 
 from hf_hsdraft.core.draft_tree import DraftTree, merge_trees
-from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
-from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 
@@ -157,32 +155,3 @@ def test_equal_scores_keep_parents_before_children():
     [tree] = beams(certain, [0], 4, [4], width=3, size=3)
     assert tree.tokens == (0, 1, 2, 3)
     assert tree.parents == (-1, 0, 1, 2)
-
-
-def test_sequences_of_a_batch_grow_their_own_trees():
-    """A batch gives what each sequence gives alone, cut where its own greatest depth is."""
-    table = tables(3, 4, 9)
-
-    def expand(level, tokens, states):
-        return table[level - 1][tokens], torch.zeros(*tokens.shape, 1)
-
-    together = beams(expand, [0, 5, 7], 9, [4, 2, 1], width=3, size=12)
-    for root, depth, tree in zip((0, 5, 7), (4, 2, 1), together, strict=True):
-        [alone] = beams(expand, [root], 9, [depth], width=3, size=12)
-        assert max(tree.depths) <= depth
-        assert (tree.tokens, tree.parents) == (alone.tokens, alone.parents)
-        assert tree.scores == pytest.approx(alone.scores)
-
-
-@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_nodes_of_block_drafts_can_be_drawn_too(builder):
-    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(1))
-    limits, expansion = TreeLimits(12, 3, 0.0, [3, 3]), ParallelExpansion(logits)
-    trees = TREE_BUILDERS[builder].grow(expansion, torch.tensor([1, 2]), torch.arange(9), limits)
-    for row, tree in enumerate(trees):
-        assert_well_formed(tree)
-        steps = logits[row].log_softmax(-1)
-        for node in range(1, len(tree)):
-            path = [tree.tokens[each] for each in tree.path(node)]
-            expected = sum(float(steps[depth, token]) for depth, token in enumerate(path))
-            assert tree.scores[node] == pytest.approx(expected, abs=1e-5)
