@@ -136,6 +136,8 @@ def test_prompts_beyond_the_context_window(drafter):
         ("beam_width", True, "an integer"),
         ("num_assistant_tokens", True, "an integer"),
         ("ngram_length", False, "an integer"),
+        *(("ngram_length", value, "an integer from 0 .* to 16") for value in (-1, 17, 2.5)),
+        *(("ngram_continuation", value, "an integer from 0 .* to 24") for value in (-1, 25, 2.5)),
         ("assistant_confidence_threshold", False, "a probability"),
         ("reuse_weight", True, "a number"),
         ("reuse_weight", float("nan"), "a number"),

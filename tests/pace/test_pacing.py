@@ -7,7 +7,7 @@ import random
 
 import pytest
 from conftest import as_plain, make_drafter, make_target
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft.core.draft_tree import DraftTree
@@ -93,20 +93,6 @@ def test_what_is_proposed_for_nothing_is_not_drafted_again():
     pace = CostPace(6, COSTS)
     run(pace, 100, right=0.5)
     assert pace.plan(certain=0.0) > 0 and pace.plan(certain=0.97) == 0
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, 0.2))
-@settings(max_examples=50, deadline=None)
-def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
-    pace = CostPace(8, Costs(0.0, node, 0.0, 0.0))
-    tree = chain(*probabilities)
-    size = cut_size(pace, [tree])
-    least = pace.habits.rate * node
-    paths = [math.exp(score) for score in tree.scores[1:]]
-    assume(all(abs(path - least) > 1e-6 for path in paths))
-    paying = [path for path in paths if path > least]
-    assume(abs(sum(paying) - least * len(paying)) > 1e-6)
-    assert size == (len(paying) if sum(paying) > least * len(paying) else 0)
 
 
 @given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=4), st.floats(0.0, 0.3))
