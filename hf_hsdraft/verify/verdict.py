@@ -96,13 +96,7 @@ class Verifier:
         return []
 
     def check(self, width: int, layers: int, name: str = "") -> None:
-        """Raises a ValueError for a target that the rule was not trained for. May warn of one with another name.
-
-        Args:
-            width: size of the target's hidden states.
-            layers: number of its layers.
-            name: its publishable name, or empty.
-        """
+        """Raises a ValueError for a target of another hidden size or number of layers; may warn of another name."""
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         """Returns the verdict about a tree. Its only side effect may be to draw random numbers."""

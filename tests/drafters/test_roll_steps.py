@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, as_plain, edited, make_drafter
-from session_helpers import drafted_by, pairs_of
+from session_helpers import drafted_by, hidden_session, pairs_of
 from test_pipeline import decodes_as_plain, plan, run
 from training_helpers import kill_at_step_three
 
 from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.methods.growth.growing import grown
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loop.trainer import _recompute_layers
@@ -114,7 +113,7 @@ def test_rounds_of_one_text_and_of_a_batch_draft_what_training_computes(target, 
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     texts = [torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     taps = [pairs_of(drafter, 20, seed)[0] for seed in range(2)]
-    alone, batch = HSDraftSession(drafter, weights), HSDraftSession(drafter, weights, batch_size=2)
+    alone, batch = (hidden_session(drafter, weights, rows) for rows in (1, 2))
     for begins, ends in itertools.pairwise([(0, 0), (8, 5), (9, 9), (14, 11)]):
         for row in range(2):
             part = slice(begins[row], ends[row])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import drafted_by
+from session_helpers import drafted_by, hidden_session
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -22,7 +22,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSCandidateGenerator, HSDrafter
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 NEW = 48
 
@@ -233,7 +232,7 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
-    generator = HSDraftSession(drafter, weights)
+    generator = hidden_session(drafter, weights)
     generator.read(taps[:10], ids[1:11], torch.arange(10))
     drafted_by(generator)
     states_before = generator._rows[0].drafted

@@ -118,23 +118,16 @@ class PackedTexts:
     """Packed sequences and chains rolled from them, for one forward.
 
     Attention can be recomputed, so gradient checkpointing gives the same result.
-
-    Args:
-        past: earlier positions of these sequences.
-        position_ids, document_ids: `[T]`, of the pairs; `document_ids` is None for a single sequence without a past.
-        starts: `[S]`, the pairs at which chains start; None for the last one only.
-        window: attended positions, including the position itself; None for all.
-        steps: K.
     """
 
     def __init__(
         self,
-        past: DraftContext,
-        position_ids: torch.Tensor,
-        document_ids: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        window: int | None,
-        steps: int,
+        past: DraftContext,  # earlier positions of these sequences
+        position_ids: torch.Tensor,  # `[T]`, of the pairs
+        document_ids: torch.Tensor | None,  # `[T]`, of the pairs; None for a single sequence without a past
+        starts: torch.Tensor | None,  # `[S]`, the pairs at which chains start; None for the last one only
+        window: int | None,  # attended positions, including the position itself; None for all
+        steps: int,  # K
     ) -> None:
         own = torch.zeros_like(position_ids) if document_ids is None else document_ids
         texts, places = own, position_ids

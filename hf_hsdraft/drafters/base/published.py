@@ -102,23 +102,15 @@ def fresh_rope(target_config: Any) -> dict[str, Any]:
 
 def speculators_document(
     config: Any,
-    kind: str,
-    architecture: str,
+    kind: str,  # type of drafter in that format
+    architecture: str,  # class name that engines use
     dtype: torch.dtype,
-    model_type: str,
+    model_type: str,  # transformers' type of the layers
     sizes: LayerSizes,
-    windows: Sequence[int | None],
-    **fields: Any,
+    windows: Sequence[int | None],  # sliding window of each layer; empty if the files need not tell
+    **fields: Any,  # of the type
 ) -> dict[str, Any]:
-    """Returns a drafter's config.json in the speculators format, with all switches: readers have different defaults.
-
-    Args:
-        kind: type of drafter in that format.
-        architecture: class name that engines use.
-        model_type: transformers' type of the layers.
-        windows: sliding window of each layer; empty if the files need not tell.
-        fields: of the type.
-    """
+    """Returns a drafter's config.json in the speculators format, with all switches: readers have different defaults."""
     sliding = {
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": next((window for window in windows if window is not None), None),

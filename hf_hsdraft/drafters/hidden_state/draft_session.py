@@ -14,9 +14,8 @@ from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
 from ...core.tensors import Transform
 from ...core.tuning import TUNING
-from ...verify.foresight import Foresight
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
+from ..base.protocol import Accepted, Ask, Call
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
@@ -98,29 +97,20 @@ class _Row:
 class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for a batch from the target's hidden states.
 
-    Args:
-        options: `drafter.generation_config`'s by default.
-        working: weights for decoding; built from drafter and weights by default.
-        foresight: of the target's draws, used by beams only: rejection needs nodes drawn by independent random numbers.
-        roll_out: reads and rolls; by default a growing one.
-        target: warned about at the end of the call if drafts did poorly.
+    At the end of the call it warns if drafts did poorly because of another target.
     """
 
     def __init__(
         self,
         drafter: HSDraftNetwork,
         weights: TargetWeights,
-        options: DraftOptions | None = None,
-        *,
-        batch_size: int = 1,
-        working: WorkingWeights | None = None,
-        foresight: Foresight | None = None,
-        roll_out: RollOut | None = None,
-        target: Any = None,
+        call: Call,
+        working: WorkingWeights | None = None,  # built from drafter and weights by default
+        roll_out: RollOut | None = None,  # a growing one by default
     ) -> None:
         config = drafter.config
-        super().__init__(options or DraftOptions.of(drafter), weights.vocab_ids, foresight)
-        self.drafter, self.weights, self._target = drafter, weights, target
+        super().__init__(call.options, weights.vocab_ids, call.foresight)
+        self.drafter, self.weights, self._target = drafter, weights, call.target
         self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
@@ -128,8 +118,8 @@ class HSDraftSession(TreeSession):
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(batch_size)]
-        self._refiner = refiner_of(drafter, self._options, weights, batch_size)
+        self._rows = [_Row() for _ in range(call.rows)]
+        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -159,8 +149,7 @@ class HSDraftSession(TreeSession):
             self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
     def end(self) -> None:
-        if self._target is not None:
-            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
+        warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Takes tokens that hold only until the next news, as in a cascade."""

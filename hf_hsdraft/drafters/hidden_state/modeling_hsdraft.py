@@ -135,12 +135,11 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
-        made: dict[str, Any] = {"working": working, "foresight": call.foresight, "target": call.target}
         if not self._compiles(call, working):
-            return HSDraftSession(self, weights, call.options, batch_size=call.rows, **made)
+            return HSDraftSession(self, weights, call, working)
         sizes = call.runtime.slots.size, call.options.depth, call.runtime.acceleration.compile_config
         roll_out = call.stack.enter_context(static_roll_out(self, working, weights, *sizes))
-        return StaticSession(self, weights, call.options, roll_out=roll_out, **made)
+        return StaticSession(self, weights, call, working, roll_out)
 
     def _compiles(self, call: Call, working: QuickWeights) -> bool:
         """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""

@@ -23,8 +23,8 @@ class StaticSession(HSDraftSession):
 
     _roll_out: StaticRollOut
 
-    def __init__(self, *args: Any, roll_out: StaticRollOut, **kwargs: Any) -> None:
-        super().__init__(*args, roll_out=roll_out, **kwargs)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         with_states = self._foresight is not None or self._refiner is not None or self._reuse != "none"
         self._beams = not with_states and self._options.tree_builder == "beam"
         self._sizes: tuple[int, int] | None = None  # `tree_size` and `beam_width` of this round's draft

@@ -146,23 +146,17 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 class GrowingText:
-    """A single sequence in growing buffers; rolled positions follow those read, until more are read.
-
-    Args:
-        like: empty keys of a layer, `[kv_heads, 0, head_dim]`.
-        window: attended positions including the position itself; None for all.
-        spare: positions by which buffers grow, plus a quarter of the positions read.
-        mask_rows: rows per mask.
-
-    Attributes:
-        keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
-        length: number of positions read.
-    """
+    """A single sequence in growing buffers; rolled positions follow the `length` ones read, until more are read."""
 
     starts = slice(-1, None)
 
     def __init__(
-        self, layers: int, like: torch.Tensor, window: int | None, spare: int = 128, mask_rows: int = 256
+        self,
+        layers: int,
+        like: torch.Tensor,  # empty keys of a layer, `[kv_heads, 0, head_dim]`
+        window: int | None,  # attended positions including the position itself; None for all
+        spare: int = 128,  # positions by which buffers grow, plus a quarter of the positions read
+        mask_rows: int = 256,  # rows per mask
     ) -> None:
         self.keys, self.values, self._window = [like] * layers, [like] * layers, window
         self._spare, self._mask_rows, self.length = spare, mask_rows, 0

@@ -30,16 +30,12 @@ class LMTexts:
     Args:
         model: not changed, and referenced weakly.
         rows: row numbers in the call.
-        kinds: attention types that need separate masks, see `LMAbility`; empty for a model that only reads chains
-            of a single row.
+        kinds: attention types that need separate masks, see `LMAbility`.
         most_drafted: greatest number of drafted tokens per row that one draft reads.
-
-    Attributes:
-        kept: cached tokens of each row.
     """
 
     def __init__(self, model: Any, rows: Sequence[int], kinds: Sequence[AttentionKind], most_drafted: int) -> None:
-        self.rows, self.kept = list(rows), [0] * len(rows)
+        self.rows, self.kept = list(rows), [0] * len(rows)  # `kept`: cached tokens of each row
         # Memories on the target's cache must not keep the drafter alive.
         self._reference = weakref.ref(model)
         self._kinds, self._most_drafted = kinds, most_drafted
