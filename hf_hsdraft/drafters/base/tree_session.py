@@ -24,14 +24,24 @@ from .protocol import Ask, Session
 from .refiners import Refinement
 
 
-@dataclass(frozen=True)
-class DraftMemory:
-    """Drafter state of one sequence, stored on the target's cache."""
+class CacheMemory:
+    """What a session leaves on the target's cache. It is never changed; pickling the cache drops it."""
 
-    drafter: Callable[[], Any]  # weak reference to the drafter that made it
-    length: int  # of the sequence then, including the last token
-    context: Any  # what the drafter had read; opaque outside its family
-    pending: tuple[Any, ...]  # accepted positions not read yet
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: Any) -> CacheMemory:
+        return self
+
+
+@dataclass(frozen=True)
+class DraftMemory(CacheMemory):
+    """Drafter state of one sequence."""
+
+    drafter: Callable[[], Any] = lambda: None  # weak reference to the drafter that made it
+    length: int = 0  # of the sequence then, including the last token
+    context: Any = None  # what the drafter had read; opaque outside its family
+    pending: tuple[Any, ...] = ()  # accepted positions not read yet
     place: tuple[Any, ...] = ()  # device and dtype of the drafter then
 
     @classmethod
@@ -42,17 +52,6 @@ class DraftMemory:
         """Whether this memory is this drafter's, for a sequence of that length, on its current device and dtype."""
         place = drafter.device, drafter.dtype
         return self.drafter() is drafter and self.length == length and self.place == place
-
-    def __reduce__(self) -> Any:
-        """Pickling a cache drops the memory."""
-        return _forgotten, ()
-
-    def __deepcopy__(self, memo: Any) -> DraftMemory:
-        return self  # immutable
-
-
-def _forgotten() -> DraftMemory:
-    return DraftMemory(lambda: None, 0, None, ())
 
 
 class TokenBias:

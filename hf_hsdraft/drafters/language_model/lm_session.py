@@ -15,7 +15,7 @@ from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.tree_session import TreeSession, log_probs_of
+from ..base.tree_session import CacheMemory, TreeSession, log_probs_of
 from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 
 
@@ -46,18 +46,11 @@ class LMExpansion(Expansion):
 
 
 @dataclass(frozen=True)
-class LMMemory:
-    """Tokens that a language model has read, with its cache, stored on the target's cache. Copy `texts` before use."""
+class LMMemory(CacheMemory):
+    """Tokens that a language model has read, with its cache. Copy `texts` before use."""
 
     tokens: tuple[int, ...] = ()
     texts: LMTexts | None = None
-
-    def __reduce__(self) -> Any:
-        """Pickling a cache drops the memory."""
-        return LMMemory, ()
-
-    def __deepcopy__(self, memo: Any) -> LMMemory:
-        return self  # immutable
 
 
 @dataclass
