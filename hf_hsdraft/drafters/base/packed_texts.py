@@ -30,10 +30,6 @@ class Sight:
     places: torch.Tensor  # `[P]`, position of each column
     window: int | None  # visible positions including the row's; None for all
 
-    @property
-    def is_large(self) -> bool:
-        return len(self.rows) * len(self.texts) > TUNING.large_mask
-
     def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
         """`[R, P]`, True where a row may look; with `columns` `[C]`, `[R, C]`."""
         columns = torch.arange(len(self.texts), device=self.rows.device) if columns is None else columns
@@ -158,7 +154,7 @@ class PackedTexts:
             keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        if not sight.is_large:
+        if len(sight.rows) * len(sight.texts) <= TUNING.large_mask:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []
         for block, columns, mask in sight.blocks():  # computes no scores between sequences

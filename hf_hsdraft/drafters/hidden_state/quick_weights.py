@@ -107,7 +107,8 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
     with torch.inference_mode(False), torch.no_grad():
         head = drafter.lm_head if drafter.lm_head is not None else output_head
         tensors = [getattr(head, "weight", None), *drafter.parameters()]
-        if not all(map(_can_be_sampled, tensors)) or not _is_as_built(drafter):
+        as_built = all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
+        if not as_built or not all(map(_can_be_sampled, tensors)):
             return QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
         ids = drafter.config.draft_vocab_ids
         shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
@@ -132,10 +133,6 @@ _PARTS = (
     nn.Linear,
     RMSNorm,
 )
-
-
-def _is_as_built(drafter: HSDraftNetwork) -> bool:
-    return all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
 
 
 def _can_be_sampled(tensor: Any) -> bool:

@@ -73,7 +73,10 @@ class CachebackDrafter(WeightlessDrafter):
                 raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
         self.texts = [[int(token) for token in text] for text in texts]
-        self.frozen: list[FollowerTable] = _tables_of(self.texts, ngram_length) if self.texts else []
+        known = NgramCache(ngram_length)
+        for text in self.texts:
+            known.extend([*text, -1])  # no n-gram crosses the end of a text
+        self.frozen: list[FollowerTable] = known.own if self.texts else []
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
 
     @classmethod
@@ -111,14 +114,6 @@ class CachebackDrafter(WeightlessDrafter):
 
     def session(self, call: Call) -> NgramSession:
         return NgramSession(call, self.frozen)
-
-
-def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
-    """Builds tables for leaders of up to `length` tokens. No n-gram crosses the end of a text."""
-    cache = NgramCache(length)
-    for text in texts:
-        cache.extend([*text, -1])
-    return cache.own
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)
