@@ -154,19 +154,16 @@ def batch_rounds(rows, costs, rounds=60):
 
 
 @pytest.mark.parametrize(
-    ("rows", "costs"),
+    ("rows", "costs", "pays"),
     [
-        ([0.05] * 5 + [0.95] * 3, Costs(0.0, 0.45, 0.05, 0.05)),  # a column is one of every row
-        ([0.5] * 8, Costs(0.4, 0.15, 0.05, 0.05)),  # a tree costs something beside its nodes
+        ([0.05] * 5 + [0.95] * 3, Costs(0.0, 0.45, 0.05, 0.05), False),  # a column is one of every row
+        ([0.5] * 8, Costs(0.4, 0.15, 0.05, 0.05), False),  # a tree costs something beside its nodes
+        ([0.7] * 8, Costs(0.03, 0.1, 0.05, 0.05), True),
     ],
 )
-def test_a_batch_is_not_drafted_for_where_no_tree_is_worth_verifying(rows, costs):
+def test_a_batch_is_drafted_for_where_a_tree_is_worth_verifying(rows, costs, pays):
     drafts, unused = batch_rounds(rows, costs)
-    assert drafts <= 5 and unused == drafts
-
-
-def test_a_batch_is_drafted_for_where_that_pays():
-    assert batch_rounds([0.7] * 8, Costs(0.03, 0.1, 0.05, 0.05)) == (60, 0)
+    assert (drafts, unused) == (60, 0) if pays else unused == drafts <= 5
 
 
 def test_calibration_finds_how_often_an_overconfident_drafter_is_right():

@@ -40,6 +40,16 @@ def plain_draws(seed: int, count: int) -> list[int]:
     return [int(torch.multinomial(p, 1, generator=generator)) for p in probabilities(count)]
 
 
+def drawn_by(draws: Draws, given: list[torch.Tensor], ahead: int = 1) -> list[int]:
+    """Draws a token from each of these probabilities, with so many draws foreseen."""
+    drawn = []
+    for p in given:
+        draws.foresee(ahead)
+        drawn.append(draws(p))
+        draws.settle(1)
+    return drawn
+
+
 ROUNDS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=8)
 
 
@@ -79,11 +89,7 @@ def test_draws_of_others_are_noticed(ahead):
 def test_foreseen_numbers_are_made_once(monkeypatch):
     calls, multinomial = [], torch.multinomial
     monkeypatch.setattr(torch, "multinomial", lambda *args, **kwargs: calls.append(1) or multinomial(*args, **kwargs))
-    draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
-    for p in probabilities(10):
-        draws.foresee(2)
-        drawn.append(draws(p))
-        draws.settle(1)
+    drawn = drawn_by(Draws(torch.Generator().manual_seed(5), VOCAB), probabilities(10), ahead=2)
     assert len(calls) == 1
     assert drawn == plain_draws(5, 10)
 
@@ -97,15 +103,9 @@ def test_who_draws_meanwhile_gets_other_numbers(monkeypatch):
         return winner(numbers, probabilities)
 
     draws, flat = Draws(generator, 5000), torch.full((1, 5000), 1 / 5000)
-    draws.foresee(1)
-    draws(flat)
-    draws.settle(1)
+    drawn_by(draws, [flat])
     monkeypatch.setattr(_Numbers, "winner", interrupted)
-    mine = []
-    for _ in range(2):  # after three such misses in a row nothing is foreseen any more
-        draws.foresee(1)
-        mine.append(draws(flat))
-        draws.settle(1)
+    mine = drawn_by(draws, [flat] * 2)  # after three such misses in a row nothing is foreseen any more
     again = torch.Generator().manual_seed(5)
     plain = [int(torch.multinomial(flat, 1, generator=again)) for _ in range(5)][1:]
     assert [mine[0], others[0], mine[1], others[1]] == plain
@@ -115,15 +115,10 @@ def test_who_draws_meanwhile_gets_other_numbers(monkeypatch):
     "change", [torch.Tensor.double, torch.Tensor.bfloat16, lambda p: p[:, :-3], lambda p: p[:, :1]]
 )
 def test_probabilities_of_another_kind_are_drawn_from_as_ever(change):
-    draws, drawn, again = Draws(torch.Generator().manual_seed(5), VOCAB), [], torch.Generator().manual_seed(5)
-    for place, p in enumerate(probabilities(12)):
-        draws.foresee(2)
-        drawn.append(draws(change(p) if place > 3 else p))
-        draws.settle(1)
-    expected = [
-        int(torch.multinomial(change(p) if k > 3 else p, 1, generator=again)) for k, p in enumerate(probabilities(12))
-    ]
-    assert drawn == expected and not draws.foreseeable
+    draws, again = Draws(torch.Generator().manual_seed(5), VOCAB), torch.Generator().manual_seed(5)
+    given = [change(p) if place > 3 else p for place, p in enumerate(probabilities(12))]
+    expected = [int(torch.multinomial(p, 1, generator=again)) for p in given]
+    assert drawn_by(draws, given, ahead=2) == expected and not draws.foreseeable
 
 
 def masked(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -143,10 +138,7 @@ def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])
 def test_what_cannot_be_drawn_from_is_refused_as_ever(wrong):
     draws = Draws(torch.Generator().manual_seed(5), VOCAB)
-    for p in probabilities(3):
-        draws.foresee(1)
-        draws(p)
-        draws.settle(1)
+    drawn_by(draws, probabilities(3))
     draws.foresee(1)
     with pytest.raises(RuntimeError, match="probabilit"):
         draws(torch.full((1, VOCAB), wrong))
