@@ -235,11 +235,7 @@ class ParallelSession(ReadingSession):
         raise NotImplementedError
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
-
-    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
-        """As `expansion`, from given slots `[B, slots, D]`."""
-        logits, bias = self.predicted(hidden, depth)
+        logits, bias = self.predicted(self.drafted(asks, depth), depth)
         rows, temperature = [ask.row for ask in asks], options.temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)

@@ -180,15 +180,12 @@ class CausalLMSession(TreeSession):
             self._texts[row].read = list(self._texts[row].known)
         try:
             self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
-            trees = self.grown(all_asks, self.expansion_of(texts, first, depth, options), options)
+            race, size = self.race(texts.rows, depth), self._vocab_size
+            expansion = LMExpansion(texts, first, depth, size, options.temperature, race)
+            trees = self.grown(all_asks, expansion, options)
         finally:
             texts.forget()
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
-
-    def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        """As `expansion`, for all rows of a group; `first` `[B, 1, V]`: logits after the roots."""
-        race = self.race(texts.rows, depth)
-        return LMExpansion(texts, first, depth, self._vocab_size, options.temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
         return replace(expansion, texts=expansion.texts.copied())  # drafts are dropped after each round

@@ -65,9 +65,10 @@ class SpecFormerSession(ParallelSession):
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         return self.drafter.logits(hidden, self.weights), None
 
-    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
-            return super().expansion_of(asks, hidden, depth, options)
-        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.temperature
+            return super().expansion(asks, depth, options)
+        frames = self.drafter.frames(self.drafted(asks, depth), self.weights)
+        drawn, temperature = options.drawn, options.temperature
         race = self.race([ask.row for ask in asks], depth)
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, race)
