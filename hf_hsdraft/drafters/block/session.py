@@ -74,9 +74,6 @@ class BlockSession(ParallelSession):
         for index in range(self.drafter.config.num_hidden_layers):
             self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
 
-    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
-        return self.slots([ask.row for ask in asks], [ask.root for ask in asks])
-
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
@@ -84,12 +81,12 @@ class BlockSession(ParallelSession):
             return logits, None
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
-    def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
-        """Reads pending positions, and returns a whole block's slots `[B, slots, D]` after each root."""
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        """Returns all slots of a block, whatever the depth: they see each other."""
+        drafter, context, rows = self.drafter, self._context, [ask.row for ask in asks]
         self.read_pending(rows)
-        drafter, context = self.drafter, self._context
         positions = self.anchors(rows) + self._slots
-        anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
+        anchors = self.weights.embed(torch.tensor([ask.root for ask in asks], device=drafter.device))
         masks: dict[Sight, torch.Tensor | None] = {}
 
         def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
@@ -106,13 +103,10 @@ class BlockSession(ParallelSession):
         """`[B, slots, P]`, True where a slot may look; P counts the context positions, then the slots."""
         window = None if sight.reach is None else sight.reach + 1
         context = self._context.seen(rows, farthest(sight, positions), window)
-        own = own_mask(sight, len(self._slots), positions.device)
-        if context is None and own is None:
-            return None
-        shape, device = (len(rows), len(self._slots)), positions.device
+        (batch, slots), reach = positions.shape, None if sight.of_anchor else sight.reach
         if context is None:
+            if not sight.causal and (reach is None or reach >= slots - 1):  # a slot sees all
+                return None
             length = max(self._context.lengths[row] for row in rows)
-            context = torch.ones(*shape, length, dtype=torch.bool, device=device)
-        if own is None:
-            own = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device)
-        return torch.cat([context, own.expand(shape[0], -1, -1)], dim=2)
+            context = torch.ones(batch, slots, length, dtype=torch.bool, device=positions.device)
+        return torch.cat([context, own_mask(sight, slots, positions.device).expand(batch, -1, -1)], dim=2)
