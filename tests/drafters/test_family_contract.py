@@ -209,7 +209,7 @@ def test_drafts_depend_on_the_text_alone(target, kind, tuned):
         for session in (often, rarely):
             session.observe([news(drafter, target, text, start, start + 1)])
         drafts(often, {0: text[start + 1]})
-    assert len(rarely._rows[0].pending) <= 3
+    assert len(rarely._pending[0]) <= 3
     wanted = drafts(whole, {0: text[-1]})[0]
     for session in (often, often, rarely):
         assert_same_tree(drafts(session, {0: text[-1]})[0], wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +48,8 @@ class RowContext:
         """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
-        rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
-        begins = self.lengths
-        places = [begins[row] + each for row, count in counts.items() for each in range(count)]
-        slots = Slots(rows, on_device(places, device))
+        taken = [(row, self.lengths[row] + each) for row, count in counts.items() for each in range(count)]
+        slots = Slots(*on_device(taken, device).unbind(dim=1))
         self._positions[slots.rows, slots.slots] = positions.to(device)
         for row, count in counts.items():
             self.lengths[row] += count
@@ -74,11 +72,9 @@ class RowContext:
         return ends[:, None] + torch.arange(begin, begin + count, device=device)
 
     def _make_room(self, needed: int) -> None:
-        if needed > self.capacity:
-            self._grow(needed + TUNING.spare_tokens + needed // TUNING.spare_part)
-
-    def _grow(self, capacity: int) -> None:
-        more = capacity - self.capacity
+        if needed <= self.capacity:
+            return
+        more = needed + TUNING.spare_tokens + needed // TUNING.spare_part - self.capacity
 
         def grown(room: torch.Tensor, axis: int, value: int) -> torch.Tensor:
             shape = list(room.shape)
@@ -144,14 +140,6 @@ class RowContext:
 Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
 
 
-@dataclass
-class _Row:
-    """State of one row: pending inputs, and `[1]`, int64, the position of the last accepted token."""
-
-    pending: list[Columns] = field(default_factory=list)
-    anchor: torch.Tensor | None = None
-
-
 class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
@@ -164,7 +152,8 @@ class ReadingSession(TreeSession):
         self.drafter, self.weights = drafter, weights
         heads, width = sizes.num_key_value_heads, sizes.head_dim
         self._context = RowContext(call.rows, layers, heads, width, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(call.rows)]
+        self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
+        self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
 
     def columns(self, news: Accepted) -> Columns:
@@ -177,46 +166,44 @@ class ReadingSession(TreeSession):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            row, columns = self._rows[each.row], self.columns(each)
-            row.pending.append(columns)
-            row.anchor = columns[-1][-1:] + 1
+            pending, columns = self._pending[each.row], self.columns(each)
+            pending.append(columns)
+            self._anchors[each.row] = columns[-1][-1:] + 1
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            if sum(len(part[-1]) for part in row.pending[1:]) > TUNING.most_pending:  # no draft for a long time
+            if sum(len(part[-1]) for part in pending[1:]) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
 
     def read_pending(self, rows: Sequence[int]) -> None:
-        rows = [row for row in rows if self._rows[row].pending]
+        rows = [row for row in rows if self._pending[row]]
         if not rows:
             return
-        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
-        parts = [part for row in rows for part in self._rows[row].pending]
+        counts = {row: sum(len(part[-1]) for part in self._pending[row]) for row in rows}
+        parts = [part for row in rows for part in self._pending[row]]
         columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         self.read(self._context.reserve(counts, columns[-1]), counts, columns)
         for row in rows:
-            self._rows[row].pending.clear()
+            self._pending[row].clear()
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
         """Returns the positions `[B, 1]` of the last accepted tokens."""
-        found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
-        assert len(found) == len(rows), "a text is observed before it is drafted for"
-        return torch.stack(found)
+        return torch.stack([self._anchors[row] for row in rows])
 
     def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self._rows))).difference(rows):
-            self._rows[row] = _Row()
+        for row in set(range(len(self._pending))).difference(rows):
+            self._pending[row].clear()
             self._context.forget(row)
 
     def memory(self, length: int) -> DraftMemory | None:
-        if len(self._rows) > 1:
+        if len(self._pending) > 1:
             return None
-        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._pending[0])
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._context = memory.context.copy_of(0)
-            self._rows[0].pending.extend(memory.pending)
+            self._pending[0].extend(memory.pending)
 
 
 class ParallelSession(ReadingSession):
