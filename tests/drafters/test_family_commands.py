@@ -19,7 +19,7 @@ from hf_hsdraft.drafters.base.formats import formats
 from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.training.evaluate import decoding_check
 
-COMMANDED = ("block", "eagle", "language model", "n-grams")
+COMMANDED = ("block", "eagle", "language model", "cacheback")
 commanded = pytest.mark.parametrize("kind", COMMANDED)
 
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory, target, tokenizer):
     make_block_drafter(target, block_size=4, target_name="org/big").save_pretrained(made["block"])
     make_eagle(target).save_pretrained(made["eagle"])
     make_drafter(target).save_pretrained(made["hidden states"])
-    CachebackDrafter(node_cost=0.0, depth_cost=0.0).save_pretrained(made["n-grams"])
+    CachebackDrafter(node_cost=0.0, depth_cost=0.0).save_pretrained(made["cacheback"])
     CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(made["language model"])
     return {name: str(folder) for name, folder in made.items()}
 
@@ -64,7 +64,7 @@ def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
         checkpoint = Checkpoint.open(folders[kind])
         form = next(form for form in formats() if form.matches(checkpoint))
         assert all(text.isprintable() for each in form.describe(checkpoint).items() for text in each)
-    said = run("info", folders["n-grams"])
+    said = run("info", folders["cacheback"])
     assert "family: cacheback, CachebackDrafter" in said and "ngram_length: 4" in said
     target.base_model.save_pretrained(tmp_path)
     error = refused("info", str(tmp_path))
@@ -76,7 +76,7 @@ def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
 def test_commands_decode_with_drafters_of_any_format(kind, folders, tmp_path):
     both = "--target", folders["target"], "--drafter", folders[kind]
     said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
-    if kind == "n-grams":  # which cannot be trained
+    if kind == "cacheback":  # which cannot be trained
         assert "same texts: 3 of 3; tau" in said and said.endswith("passed: every text is that of plain decoding")
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["w1 w2 w3"]}))
         sizes = "--batch-sizes", "1", "--calls", "1", "--max-new-tokens", "4"
@@ -125,7 +125,7 @@ def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("n-grams", "it has no weights"),
+        ("cacheback", "it has no weights"),
         ("hidden states", "states roll on"),
         ("language model", "take as their draft model as it is"),
     ],
@@ -137,13 +137,13 @@ def test_what_no_other_format_holds_is_not_exported(kind, reason, folders, tmp_p
 
 
 def test_commands_for_hidden_states_say_so(folders):
-    error = refused("card", folders["n-grams"])
+    error = refused("card", folders["cacheback"])
     assert "needs a hidden-state drafter" in error and "is a CachebackDrafter" in error
 
 
 def test_a_check_ends_with_its_verdict(folders, monkeypatch, tmp_path):
     def checked(*arguments: str):
-        return CliRunner().invoke(app, ["check", folders["n-grams"], *arguments])
+        return CliRunner().invoke(app, ["check", folders["cacheback"], *arguments])
 
     monkeypatch.setattr(decoding_check, "first_divergence", lambda *_, **__: "differs at token 3")
     result = checked(folders["target"], "--max-new-tokens", "8")
@@ -162,7 +162,7 @@ def test_a_prompt_beyond_the_window_is_refused_before_anything_is_decoded(comman
     long = " ".join(["w1"] * 300)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": [long]}))
     prompts = [long] if command == "demo" else ["--prompts", str(tmp_path / "prompts.jsonl")]
-    drafter, model = folders["n-grams"], folders["target"]
+    drafter, model = folders["cacheback"], folders["target"]
     pair = [drafter, model] if command == "check" else ["--drafter", drafter, "--target", model]
     result = CliRunner().invoke(app, [command, *prompts, *pair])
     assert "model's context window is 256: shorten it" in f"{result.exception} {' '.join(result.output.split())}"
