@@ -19,7 +19,6 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
-from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
@@ -193,7 +192,7 @@ def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path
     weights = borrowed(drafter, target)
     likely = len(weights.vocab_ids) // 2
     tuned(likely_columns=likely)
-    session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
+    session = drafter.session(Call(target, 1, DraftOptions.of(drafter)))
     session.observe([news(drafter, target, text, 0, 9)])
     expansion, columns = expansion_of(session, text[-1]), torch.tensor([[4, 2, 7]])
     _, states = expansion(1, torch.tensor([[text[-1]]]), None)
