@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from oracles.device_reads import host_reads
 from session_helpers import pairs_of
-from test_static_cache import Graphs, decode, host_reads
+from test_static_cache import Graphs, decode
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights

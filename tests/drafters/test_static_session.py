@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from test_static_cache import host_reads
+from oracles.device_reads import host_reads
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions

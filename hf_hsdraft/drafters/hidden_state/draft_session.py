@@ -192,8 +192,10 @@ class HSDraftSession(TreeSession):
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
         waiting = sum(len(part[2]) for part in pending[1:])
-        if len(self._rows) == 1 and waiting > TUNING.most_pending:  # no draft for a long time
-            self._roll_out.read(_joined(pending[:-1]))
+        if waiting > TUNING.most_pending:  # no draft for a long time
+            early = pending[:-1]
+            counts = {row: sum(len(part[2]) for part in early)} if len(self._rows) > 1 else None
+            self._roll_out.read(_joined(early), rows=counts)
             del pending[:-1]
 
     def settle(self, accepted: Sequence[int], row: int = 0) -> None:

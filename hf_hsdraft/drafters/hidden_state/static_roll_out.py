@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
-from ...gpu.device_time import DeviceTime
-from ...gpu.fixed_shapes import StaticText, compiled, keep_in_place
+from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
 from ...trees.tree_builders import FoundNodes, TreeLimits, searched
 from ...verify.verdict import chosen_path
 from ..base.packed_texts import DraftContext

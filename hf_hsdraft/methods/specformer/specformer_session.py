@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import TokenBias
 from ...trees.tree_builders import Expansion
 from .collapsed_frames import CollapsedFrames
-from .specformer_network import SpecFormerNetwork
 
 
 class SpecFormerSession(ParallelSession):
@@ -25,9 +25,7 @@ class SpecFormerSession(ParallelSession):
     others would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
-    drafter: SpecFormerNetwork
-
-    def __init__(self, drafter: SpecFormerNetwork, weights: TargetWeights, call: Call) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         super().__init__(drafter, weights, call, 1, config.sizes)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
