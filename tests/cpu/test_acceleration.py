@@ -27,7 +27,7 @@ def test_two_modules_of_the_runtime_know_of_acceleration():
 def plain_session(drafter, call):
     """A session by the drafter's modules as they are."""
     weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
-    return HSDraftSession(drafter, weights, call.options, batch_size=call.rows, foresight=call.foresight)
+    return HSDraftSession(drafter, weights, call)
 
 
 @pytest.fixture

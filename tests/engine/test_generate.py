@@ -4,13 +4,12 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from family_helpers import make_lm
-from session_helpers import drafted_by
+from session_helpers import drafted_by, hidden_session
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from hf_hsdraft import CausalLMDrafter, HSCandidateGenerator, HSDrafter
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.engine import loop
 from hf_hsdraft.engine.divergence import first_divergence
 from hf_hsdraft.generate.generate_hook import _assisted_decoding, install
@@ -157,7 +156,7 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
-    generator = HSDraftSession(drafter, weights)
+    generator = hidden_session(drafter, weights)
     generator.read(taps[:10], ids[1:11], torch.arange(10))
     drafted_by(generator)
     states_before = generator._rows[0].drafted

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import drafted_by
+from session_helpers import drafted_by, hidden_session
 
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import Features, cache_features
@@ -85,7 +84,7 @@ def test_training_logits_are_those_of_decoding(target, features, layers, injecto
         starts=torch.tensor([offset + start, 5]),
         document_ids=pack.document_ids,
     )
-    generator = HSDraftSession(drafter, weights)
+    generator = hidden_session(drafter, weights)
     # As in decoding: the prompt in one piece, then what two rounds accepted.
     for begin, end in ((0, 7), (7, 8), (8, start + 1)):
         generator.read(taps[begin:end], ids[begin + 1 : end + 1], torch.arange(begin, end))
