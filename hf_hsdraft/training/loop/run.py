@@ -106,12 +106,7 @@ def train(
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
             else:
                 torch.manual_seed(args.seed)
-                asked = (target, tokenizer, plan, args.seed, run.identity, prompts, out, report)
-                if plan.stream:
-                    groups = stream_answers(*asked)
-                    run.learn_from(_enough(groups, finished), start, groups)
-                else:
-                    run.learn_from(finished + answer_all(*asked), start)
+                run.answer_and_learn(finished, prompts, start)
             if chats is not None:  # before the drafter, as its card names them
                 report(f"chats sent: {chats.send(out / 'data')}")
                 name_data_set(out, chats.name)
@@ -164,6 +159,16 @@ class _Run:
         if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
             check_template_keeps_turns(self.tokenizer)
         return finished, prompts
+
+    def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
+        """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
+        plan, out = self.plan, Path(self.plan.out)
+        asked = (self.target, self.tokenizer, plan, self.args.seed, self.identity, prompts, out, self.report)
+        if plan.stream:
+            groups = stream_answers(*asked)
+            self.learn_from(_enough(groups, finished), start, groups)
+        else:
+            self.learn_from(finished + answer_all(*asked), start)
 
     def learn_from(
         self, conversations: Sequence[Conversation], start: Any, groups: Iterator[list[Conversation]] | None = None
