@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from oracles.remote_relay import relay
+from oracles.remote_server import relay
 from remote_bench.clients import Order, run, soak
 from remote_helpers import plain, prompts, serving, until
 

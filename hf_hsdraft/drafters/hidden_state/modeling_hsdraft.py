@@ -135,24 +135,18 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
-        made: dict[str, Any] = {
-            "batch_size": call.rows,
-            "working": working,
-            "foresight": call.foresight,
-            "target": call.target,
-        }
         if not self._compiles(call, working):
-            return HSDraftSession(self, weights, call.options, **made)
-        assert call.slots is not None
-        sizes = call.slots, call.options.depth, call.compile_config
+            return HSDraftSession(self, weights, call, working)
+        sizes = call.runtime.slots.size, call.options.depth, call.runtime.acceleration.compile_config
         roll_out = call.stack.enter_context(static_roll_out(self, working, weights, *sizes))
-        return StaticSession(self, weights, call.options, roll_out=roll_out, **made)
+        return StaticSession(self, weights, call, working, roll_out)
 
     def _compiles(self, call: Call, working: QuickWeights) -> bool:
         """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""
-        if working.spare is None or call.compile_config is None or call.slots is None:
+        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0
+        if target is None or target.slots.size is None or target.acceleration.compile_config is None:
             return False
-        return self.device.type == device_of(call.target).type and call.rows == 1 and call.options.depth > 0
+        return alone and working.spare is not None and self.device.type == device_of(call.target).type
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         head = self.config.draft_vocab_size * self.config.hidden_size
@@ -179,7 +173,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
 def _with_joined_weights(layer: Any) -> Layer:
     """The products of a layer; the layer itself where its forward is wrapped, as for activation checkpointing."""
-    return layer.products(joined) if is_unhooked(layer) else layer  # type: ignore[no-any-return]
+    return layer.products(joined) if is_unhooked(layer) else layer
 
 
 __all__ = ["HSDrafter"]

@@ -107,11 +107,7 @@ def train(
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
             else:
                 torch.manual_seed(args.seed)
-                if plan.stream:
-                    groups = run.answering.stream(prompts)
-                    run.learn_from(_enough(groups, finished), start, groups)
-                else:
-                    run.learn_from(finished + run.answering.all(prompts), start)
+                run.answer_and_learn(finished, prompts, start)
             if chats is not None:  # before the drafter, as its card names them
                 report(f"chats sent: {chats.send(out / 'data')}")
                 name_data_set(out, chats.name)
@@ -165,12 +161,19 @@ class _Run:
             check_template_keeps_turns(self.tokenizer)
         return finished, prompts
 
+    def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
+        """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
+        if self.plan.stream:
+            groups = self.answering.stream(prompts)
+            self.learn_from(_enough(groups, finished), start, groups)
+        else:
+            self.learn_from(finished + self.answering.all(prompts), start)
+
     def learn_from(
         self, conversations: Sequence[Conversation], start: Any, groups: Iterator[list[Conversation]] | None = None
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best. `groups` yields further conversations."""
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        out, state = Path(plan.out), PartialState()
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
         first = len(conversations) if groups is None else BEFORE_LEARNING
         pairs = self._tokenized([*in_order(conversations[:first], args.seed), *conversations[first:]])
@@ -189,7 +192,7 @@ class _Run:
         size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
         whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
         report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
-        last, patience = last_checkpoint(out), args.early_stopping_patience
+        last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
             further = (self._features(drafter, taps, group, counts) for group in groups)
@@ -209,6 +212,12 @@ class _Run:
         report(what_is_computed(trainer))
         begin = time.perf_counter()
         _learn(trainer, last, report)
+        self._keep(trainer, counts, begin)
+
+    def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
+        """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
+        target, plan, family, report = self.target, self.plan, self.family, self.report
+        out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
                 family.record_target(trainer.drafter, target, self.tokenizer, plan.drafter.get("target_name"))
@@ -221,7 +230,7 @@ class _Run:
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(args))
+            finish(out, trainer.state.global_step, limits_of(self.args))
         state.wait_for_everyone()
 
     def _features(

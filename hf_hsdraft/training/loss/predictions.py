@@ -6,13 +6,14 @@ Letters in the shapes: S chains, K draft steps, D size of a drafted state, V' dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...drafters.base.target_weights import StateNetwork, TargetWeights
+from ...drafters.base.target_weights import TargetWeights
 
 
 class Predictions:
@@ -62,10 +63,31 @@ class Predictions:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class StatePredictions(Predictions):
+    """Predictions of a `StateNetwork`'s drafted states, which know nothing of the tokens between them."""
+
+    drafter: Any
+    weights: TargetWeights
+    by_columns = True
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.lm_head)
+
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head_logits(self.drafter, hidden, self.weights, columns)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
+
+
 def head_logits(
-    drafter: StateNetwork, hidden: torch.Tensor, weights: TargetWeights, columns: torch.Tensor | None
+    drafter: Any, hidden: torch.Tensor, weights: TargetWeights, columns: torch.Tensor | None
 ) -> torch.Tensor:
-    """`StateNetwork.logits`, of some columns `[C]`, int64, or of all."""
+    """`StateNetwork.logits` of a drafter with its `norm` and `lm_head`: of some columns `[C]`, int64, or of all."""
     if columns is None:
         return drafter.logits(hidden, weights)
     normed = drafter.norm(hidden)
