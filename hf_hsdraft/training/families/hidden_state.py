@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +11,23 @@ from torch import nn
 from ...core.cache_name import CACHE, returned_cache
 from ...core.tensors import biased
 from ...drafters.base.refiners import NOT_REFINED
-from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
-from ..loss.predictions import Predictions, head_logits, some_columns, trained
+from ..loss.predictions import StatePredictions, head_logits, some_columns, trained
 from .travelling import TravellingFamily, record_name
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS = 96
 
 
-@dataclass(frozen=True)
-class InjectedPredictions(Predictions):
+class InjectedPredictions(StatePredictions):
     """Predictions of states that are drafted without tokens; an injector adds the tokens of a path.
 
     The first depth needs none: its states have read the parent.
     """
-
-    drafter: HSDrafter
-    weights: TargetWeights
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -61,9 +55,6 @@ class InjectedPredictions(Predictions):
             return logits
         bias = some_columns(injector.up, injector.code(injector.project(hidden), states), columns)
         return biased(logits, bias, injector.reach(logits))
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drafter.norm(hidden)
 
 
 class HiddenStateFamily(TravellingFamily):

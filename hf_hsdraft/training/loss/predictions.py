@@ -65,7 +65,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class StatePredictions(Predictions):
-    """Predictions of a `StateNetwork`'s drafted states, which know nothing of the tokens between them."""
+    """Predictions of a `StateNetwork`'s drafted states; those of most know nothing of the tokens between them."""
 
     drafter: Any
     weights: TargetWeights
