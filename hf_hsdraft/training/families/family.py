@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.checks import public_name
 from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
@@ -15,8 +16,14 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.predictions import Predictions
 
 Choose = Callable[[int], list[int]]
+OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
 _HEAD, _UP = 0.3, 0.2  # scales of the head and of the token bias of a fresh drafter
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
+
+
+def name_of(target: Any, name: str | None = None) -> str:
+    """Returns a target's name as it may be published: `name`, or else the one by which it was loaded."""
+    return public_name(name or getattr(target, "name_or_path", "") or "")
 
 
 class TrainableFamily:
@@ -120,6 +127,13 @@ class TrainableFamily:
         `with_draft_vocabulary` can change.
         """
         raise NotImplementedError
+
+    def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        """Sets the drafting options among some fields; an invalid one is a ValueError."""
+        for name in OPTIONS:
+            if name in fields:
+                setattr(drafter.generation_config, name, fields[name])
+        drafter.check_options()
 
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
         """Initialises the norm, head and token bias of a fresh drafter of the target's width from the target.

@@ -156,6 +156,3 @@ class LMPredictions(Predictions):
         self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self.drafter.logits(hidden)[..., : len(self.weights.vocab_ids)]
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
