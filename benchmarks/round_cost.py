@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SHAPE, PARTS = "8b", ("draft", "verify", "rest")
 _STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
-_LAYERS, _TOKENS = (2, 6), 30
+_LAYERS, _TOKENS = (2, 3), 30
 
 
 @dataclass(frozen=True)
