@@ -21,15 +21,10 @@ from runner import options
 
 @dataclass(frozen=True)
 class Curve:
-    """What a variant reaches after so much learning.
+    """What a variant reaches after so much learning."""
 
-    Attributes:
-        variant: name of the variant in the report.
-        points: answer tokens learned from, and tau.
-    """
-
-    variant: str
-    points: Sequence[tuple[float, float]]
+    variant: str  # name of the variant in the report
+    points: Sequence[tuple[float, float]]  # answer tokens learned from, and tau
 
     @property
     def per_tenfold(self) -> float:

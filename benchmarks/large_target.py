@@ -49,21 +49,13 @@ _REPEATS, _PROMPT = 5, 256
 
 @dataclass(frozen=True)
 class Taken:
-    """What a drafter takes. Memory is in bytes, times are in seconds.
-
-    Attributes:
-        family: family of the drafter.
-        own: bytes of its own weights.
-        borrowed: bytes of the target's weights that it multiplies by.
-        added: bytes by which the resident memory grew at most; `None` where the system does not tell.
-        draft: median time of a draft.
-    """
+    """What a drafter takes. Memory is in bytes, times are in seconds."""
 
     family: str
-    own: int
-    borrowed: int
-    added: int | None
-    draft: float
+    own: int  # its own weights
+    borrowed: int  # the target's weights that it multiplies by
+    added: int | None  # growth of the resident memory at most; `None` where the system does not tell
+    draft: float  # median time of a draft
 
     def cells(self, step: float) -> list[Any]:
         """Returns a row of the table, beside the seconds of the target's step."""

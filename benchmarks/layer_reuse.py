@@ -23,14 +23,7 @@ _WAYS = ("plain", "reuse", "anew")
 
 @dataclass
 class Compared:
-    """What was measured of one drafter.
-
-    Attributes:
-        seconds: of all calls, by the way of decoding.
-        tokens: number of new tokens of all calls, by the way of decoding.
-        calls: statistics of the drafted calls, by the way of decoding.
-        texts: new tokens of each call, by the way of decoding.
-    """
+    """What was measured of one drafter, by way of decoding."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WAYS, 0.0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_WAYS, 0))

@@ -32,19 +32,12 @@ _DEFINITION = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """Prompts decoded by one system.
+    """Prompts decoded by one system."""
 
-    Attributes:
-        tokens: new tokens of each prompt.
-        chains: number of drafts that were verified.
-        accepted: number of drafts whose first, second, ... token was accepted.
-        speed: new tokens per second.
-    """
-
-    tokens: list[list[int]]
-    chains: int
-    accepted: list[int]
-    speed: float
+    tokens: list[list[int]]  # new tokens of each prompt
+    chains: int  # number of drafts that were verified
+    accepted: list[int]  # number of drafts whose first, second, ... token was accepted
+    speed: float  # new tokens per second
 
 
 def by_vllm(

@@ -29,31 +29,18 @@ from hf_hsdraft.remote.remote_model import RemoteModel, RemoteOutput
 
 @dataclass(frozen=True)
 class Order:
-    """What devices do.
+    """What devices do."""
 
-    Attributes:
-        url: of the server.
-        drafter: `"ngrams"`, `"none"`, or a folder or Hub name.
-        sessions: number of devices.
-        prompts: token ids of prompts; device i begins with prompt i.
-        texts: that each device decodes, one after the other.
-        options: of `generate()`.
-        most_taps: see `RemoteModel.generate`.
-        soak_seconds: instead of `texts`, decodes for so long, while devices are killed at random.
-        timeout_seconds: after which an order that has not ended fails.
-        stuck_seconds: after which a device that gets no tokens counts as stuck.
-    """
-
-    url: str
-    drafter: str
-    sessions: int
-    prompts: list[list[int]]
-    texts: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    most_taps: int | None = None
-    soak_seconds: float = 0.0
-    timeout_seconds: float = 900.0
-    stuck_seconds: float = 60.0
+    url: str  # of the server
+    drafter: str  # `"ngrams"`, `"none"`, or a folder or Hub name
+    sessions: int  # number of devices
+    prompts: list[list[int]]  # token ids of prompts; device i begins with prompt i
+    texts: int = 1  # that each device decodes, one after the other
+    options: dict[str, Any] = field(default_factory=dict)  # of `generate()`
+    most_taps: int | None = None  # see `RemoteModel.generate`
+    soak_seconds: float = 0.0  # instead of `texts`, decodes for so long, while devices are killed at random
+    timeout_seconds: float = 900.0  # after which an order that has not ended fails
+    stuck_seconds: float = 60.0  # after which a device that gets no tokens counts as stuck
 
 
 def drafter_named(name: str) -> Any:
@@ -94,17 +81,11 @@ class Beats:
 
 @dataclass
 class _Device:
-    """A process that decodes.
-
-    Attributes:
-        process: it.
-        pipe: what it tells, as lists in JSON. Each has its own: one that dies while it writes stops no other.
-        told: when it last told something.
-    """
+    """A process that decodes."""
 
     process: Any
-    pipe: Any
-    told: float = field(default_factory=time.monotonic)
+    pipe: Any  # what it tells, as lists in JSON. Each has its own: one that dies while it writes stops no other
+    told: float = field(default_factory=time.monotonic)  # when it last told something
 
     @classmethod
     def of(cls, work: Callable[..., None], *arguments: Any) -> _Device:

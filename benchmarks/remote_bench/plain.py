@@ -18,17 +18,11 @@ from remote_bench.orders import options_of
 
 @dataclass(frozen=True)
 class Plain:
-    """What the target makes of the prompts by itself.
+    """What the target makes of the prompts by itself."""
 
-    Attributes:
-        prompts: their token ids.
-        texts: of plain `generate()`, by prompt.
-        rows: figures of one call of `generate()` for as many texts as there are devices.
-    """
-
-    prompts: list[list[int]]
-    texts: list[list[int]]
-    rows: list[dict[str, Any]]
+    prompts: list[list[int]]  # their token ids
+    texts: list[list[int]]  # of plain `generate()`, by prompt
+    rows: list[dict[str, Any]]  # figures of one call of `generate()` for as many texts as there are devices
 
 
 def plain_texts(asked: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> Plain:

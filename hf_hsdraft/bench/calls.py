@@ -21,22 +21,14 @@ from .systems import PLAIN, System, with_options
 
 @dataclass(frozen=True)
 class Settings:
-    """How every system decodes.
+    """How every system decodes."""
 
-    Attributes:
-        max_new_tokens: per prompt.
-        temperature: 0 decodes greedily, above 0 `generate()` samples, see `top_k`.
-        seed: set before every call.
-        top_k: tokens to sample from, 0 for all; `None` for the target's generation configuration, or transformers'
-            default of 50.
-        max_cache_len: tokens that static caches hold, so that all calls share one cache.
-    """
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    max_new_tokens: int  # per prompt
+    temperature: float = 0.0  # 0 decodes greedily, above 0 `generate()` samples, see `top_k`
+    seed: int = 0  # set before every call
+    # tokens to sample from, 0 for all; `None` for the target's generation configuration, or transformers' default of 50
     top_k: int | None = None
-    max_cache_len: int | None = None
+    max_cache_len: int | None = None  # tokens that static caches hold, so that all calls share one cache
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Returns arguments for `generate()`. The target's generation configuration sets the rest."""
@@ -49,33 +41,23 @@ class Settings:
 
 @dataclass
 class Run:
-    """Measurements of one call.
+    """Measurements of one call."""
 
-    Attributes:
-        tokens: new tokens of all rows, ends of text included, padding excluded.
-        forwards: of the target, the prompts' included. Our decoding counts each one for every row.
-        first_seconds, first_tokens: seconds until the first new tokens were handed on, and their number.
-        accepted: drafted tokens accepted in each round; `None` where the system does not report them.
-        memory_before, memory_peak: bytes held when the call began, and their peak during it.
-        same_rows: rows with plain decoding's text; `None` where there is nothing to compare.
-        divergence: where the text of a single prompt diverged from plain decoding's.
-        question, repeat: index of the prompt or batch, and of the repetition of all prompts.
-    """
-
-    tokens: int
+    tokens: int  # new tokens of all rows, ends of text included, padding excluded
     seconds: float
-    forwards: int
+    forwards: int  # of the target, the prompts' included. Our decoding counts each one for every row
     rows: int = 1
     statistics: DraftStatistics | None = None
-    first_seconds: float | None = None
-    first_tokens: int = 0
+    first_seconds: float | None = None  # until the first new tokens were handed on
+    first_tokens: int = 0  # their number
+    # drafted tokens accepted in each round; `None` where the system does not report them
     accepted: list[int] | None = None
-    memory_before: int | None = None
-    memory_peak: int | None = None
-    same_rows: int | None = None
-    divergence: Divergence | None = None
-    question: int = 0
-    repeat: int = 0
+    memory_before: int | None = None  # bytes held when the call began
+    memory_peak: int | None = None  # during the call
+    same_rows: int | None = None  # rows with plain decoding's text; `None` where there is nothing to compare
+    divergence: Divergence | None = None  # where the text of a single prompt diverged from plain decoding's
+    question: int = 0  # index of the prompt or batch
+    repeat: int = 0  # index of the repetition of all prompts
 
 
 class ArrivalStreamer(BaseStreamer):

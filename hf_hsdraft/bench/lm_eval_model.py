@@ -128,20 +128,13 @@ def run_tasks(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A drafted run beside a plain one.
+    """A drafted run beside a plain one."""
 
-    Attributes:
-        answers: number of documents.
-        other_answers: task and number of the documents whose answers differ.
-        seconds: of all calls of `generate()`, plain and drafted.
-        call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
-            different sizes.
-    """
-
-    answers: int
-    other_answers: Sequence[tuple[str, int]]
+    answers: int  # number of documents
+    other_answers: Sequence[tuple[str, int]]  # task and number of the documents whose answers differ
     same_scores: bool
-    seconds: tuple[float, float]
+    seconds: tuple[float, float]  # of all calls of `generate()`, plain and drafted
+    # plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found different sizes
     call_ratios: Sequence[float] = field(repr=False)
 
     def __str__(self) -> str:

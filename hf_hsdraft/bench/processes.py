@@ -36,18 +36,13 @@ CONCURRENT = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter by name, loaded by every process.
+    """A target and a drafter by name, loaded by every process."""
 
-    Attributes:
-        target: `None` for the default one.
-        packed_weights: the drafter's option of that name; `None` leaves it unchanged.
-    """
-
-    target: str | None
+    target: str | None  # `None` for the default one
     drafter: str
     dtype: torch.dtype
     device: str = "cpu"
-    packed_weights: bool | None = None
+    packed_weights: bool | None = None  # the drafter's option of that name; `None` leaves it unchanged
 
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""

@@ -69,28 +69,17 @@ _FORWARDS = 7  # number of forwards timed for t(1) and for t(n)
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of the rounds of one system; means are over its rounds.
-
-    Attributes:
-        round_ms: mean milliseconds of a round.
-        parts: mean milliseconds of each part; they sum to `round_ms`.
-        tau: mean tokens a round.
-        nodes: mean nodes verified in a round, the root included.
-        timed_nodes: number n of nodes of the repeated forward; `None` if no forward could be repeated.
-        forward_one_ms: t(1), milliseconds of a forward over one token; `None` as above.
-        forward_nodes_ms: t(n), milliseconds of the repeated forward; `None` as above.
-        decode_speed_up: measured without timers; `None` if not measured.
-    """
+    """Measurements of the rounds of one system; means are over its rounds."""
 
     rounds: int
-    round_ms: float
-    parts: dict[str, float]
-    tau: float
-    nodes: float
-    timed_nodes: int | None
-    forward_one_ms: float | None
-    forward_nodes_ms: float | None
-    decode_speed_up: float | None = None
+    round_ms: float  # mean milliseconds of a round
+    parts: dict[str, float]  # mean milliseconds of each part; they sum to `round_ms`
+    tau: float  # mean tokens a round
+    nodes: float  # mean nodes verified in a round, the root included
+    timed_nodes: int | None  # number n of nodes of the repeated forward; `None` if no forward could be repeated
+    forward_one_ms: float | None  # t(1), milliseconds of a forward over one token; `None` as above
+    forward_nodes_ms: float | None  # t(n), milliseconds of the repeated forward; `None` as above
+    decode_speed_up: float | None = None  # measured without timers; `None` if not measured
 
     @property
     def limit(self) -> float | None:

@@ -27,17 +27,12 @@ _Any = TypeVar("_Any")
 
 @dataclass
 class Measured:
-    """All calls of a comparison.
+    """All calls of a comparison."""
 
-    Attributes:
-        runs: calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat.
-        left_out: systems that could not decode, with the reason.
-        first: first call of each system, not included in `runs`.
-    """
-
+    # calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat
     runs: dict[str, list[Run]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    first: dict[str, Run] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # systems that could not decode, with the reason
+    first: dict[str, Run] = field(default_factory=dict)  # first call of each system, not included in `runs`
 
     @property
     def plain(self) -> list[Run]:

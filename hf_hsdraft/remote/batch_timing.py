@@ -59,26 +59,20 @@ class Arrivals:
 
 @dataclass
 class BatchStatistics:
-    """Totals since the thread began.
-
-    Attributes:
-        sizes: number of forwards by number of texts.
-        verify_seconds: of all verifying forwards, updating the caches included.
-        columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
-            nodes of the largest tree.
-        failures: number of prompts and trees that could not be read.
-    """
+    """Totals since the thread began."""
 
     forwards: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # number of forwards by number of texts
     tokens: int = 0
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    verify_seconds: float = 0.0  # of all verifying forwards, updating the caches included
+    # columns, columns_squared, columns_seconds: sums over forwards, for `fitted_line`; columns are texts times the
+    # nodes of the largest tree
     columns: int = 0
     columns_squared: int = 0
     columns_seconds: float = 0.0
-    failures: int = 0
+    failures: int = 0  # number of prompts and trees that could not be read
 
     def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
         columns = texts * nodes

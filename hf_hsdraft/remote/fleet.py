@@ -25,21 +25,13 @@ _SPREAD = 0.3  # relative spread of the time away
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """Costs of a server's forwards.
+    """Costs of a server's forwards."""
 
-    Attributes:
-        fixed_seconds: per forward, however little it reads.
-        column_seconds: per node of each text.
-        token_bytes: keys and values of a token.
-        free_bytes: memory for keys and values.
-        most_texts: maximum per forward.
-    """
-
-    fixed_seconds: float
-    column_seconds: float
-    token_bytes: int
-    free_bytes: int
-    most_texts: int = 32
+    fixed_seconds: float  # per forward, however little it reads
+    column_seconds: float  # per node of each text
+    token_bytes: int  # keys and values of a token
+    free_bytes: int  # memory for keys and values
+    most_texts: int = 32  # maximum per forward
 
     def forward(self, texts: float, columns: float) -> float:
         """Seconds of a forward over `texts` texts with `columns` nodes each, root included."""
@@ -48,24 +40,16 @@ class ServerCosts:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """A device's work in one round.
+    """A device's work in one round."""
 
-    Attributes:
-        tokens: emitted, the target's own included.
-        columns: nodes that a forward reads per text: the size of the largest tree, root included.
-        sent, received: bytes.
-        bytes_per_second: of the link, each way; infinite to ignore it.
-        length: tokens of a finished text.
-    """
-
-    tokens: float = 1.0
-    columns: float = 1.0
+    tokens: float = 1.0  # emitted, the target's own included
+    columns: float = 1.0  # nodes that a forward reads per text: the size of the largest tree, root included
     draft_seconds: float = 0.0
-    sent: float = 0.0
-    received: float = 0.0
+    sent: float = 0.0  # bytes
+    received: float = 0.0  # bytes
     round_trip_seconds: float = 0.0
-    bytes_per_second: float = math.inf
-    length: int = 1024
+    bytes_per_second: float = math.inf  # of the link, each way; infinite to ignore it
+    length: int = 1024  # tokens of a finished text
 
     @property
     def away(self) -> float:
@@ -75,26 +59,18 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class FleetPoint:
-    """Performance of a number of devices on one server.
-
-    Attributes:
-        batch: texts per forward.
-        busy: share of the time that the server reads.
-        sent, received: bytes per second of the server's link, from and to all devices.
-        cache_bytes: keys and values of all texts.
-        fits: whether these fit into the server's memory.
-    """
+    """Performance of a number of devices on one server."""
 
     sessions: int
-    batch: float
-    busy: float
+    batch: float  # texts per forward
+    busy: float  # share of the time that the server reads
     round_seconds: float
     tokens_per_second: float
     each_tokens_per_second: float
-    sent: float
-    received: float
-    cache_bytes: int
-    fits: bool
+    sent: float  # bytes per second from all devices
+    received: float  # bytes per second to all devices
+    cache_bytes: int  # keys and values of all texts
+    fits: bool  # whether these fit into the server's memory
 
 
 def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPoint:

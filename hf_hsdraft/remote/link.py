@@ -47,15 +47,11 @@ class ServerRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """URL (`ws://` or `wss://`) and credentials of a server.
-
-    Attributes:
-        token: bearer token; empty for none. It never appears in the repr.
-        tls: for encrypted connections; `None` for the machine's certificates.
-    """
+    """URL (`ws://` or `wss://`) and credentials of a server."""
 
     url: str
-    token: str = field(default="", repr=False)
+    token: str = field(default="", repr=False)  # bearer token; empty for none. It never appears in the repr
+    # for encrypted connections; `None` for the machine's certificates
     tls: ssl.SSLContext | None = field(default=None, repr=False)
 
     @classmethod

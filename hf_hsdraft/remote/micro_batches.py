@@ -52,16 +52,12 @@ class PieceRead:
 
 @dataclass(frozen=True)
 class Job:
-    """One step of a text.
-
-    Attributes:
-        tree: to verify; `None` to read the next piece of the prompt, and emit the first token after the last one.
-        done: called with the outcome: `Verified`, `PieceRead` or the error.
-    """
+    """One step of a text."""
 
     text: VerifiedText
+    # to verify; `None` to read the next piece of the prompt, and emit the first token after the last one
     tree: DraftTree | None
-    done: Callable[[Any], None]
+    done: Callable[[Any], None]  # called with the outcome: `Verified`, `PieceRead` or the error
     came: float = field(default_factory=time.monotonic)
 
 

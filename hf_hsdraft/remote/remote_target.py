@@ -38,21 +38,14 @@ _GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may b
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Settings of one text.
-
-    Attributes:
-        ids: the prompt.
-        options: of `generate()`.
-        taps: layers whose hidden states the drafter reads.
-        most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
-    """
+    """Settings of one text."""
 
     connect: Callable[[], Link]
-    ids: Sequence[int]
+    ids: Sequence[int]  # the prompt
     seed: int
-    options: Mapping[str, Any]
-    taps: Sequence[int] = ()
-    most_taps: int | None = None
+    options: Mapping[str, Any]  # of `generate()`
+    taps: Sequence[int] = ()  # layers whose hidden states the drafter reads
+    most_taps: int | None = None  # number of last prompt positions whose hidden states are fetched; `None` for all
     patience: float = 60.0
 
 

@@ -39,17 +39,11 @@ from ..runtime.tree_reading import AttentionKind, attention_kinds, read_trees
 
 @dataclass(frozen=True)
 class TreesRead:
-    """Outputs of a forward over the trees of several texts; their caches are unchanged so far.
+    """Outputs of a forward over the trees of several texts; their caches are unchanged so far."""
 
-    Attributes:
-        cache: the texts' caches as one.
-        logits: of each text `[nodes, V]`.
-        taps: of each text the hidden states that it wants, `[nodes, taps * D]`.
-    """
-
-    cache: Any
-    logits: Sequence[torch.Tensor]
-    taps: Sequence[torch.Tensor]
+    cache: Any  # the texts' caches as one
+    logits: Sequence[torch.Tensor]  # of each text `[nodes, V]`
+    taps: Sequence[torch.Tensor]  # of each text the hidden states that it wants, `[nodes, taps * D]`
 
     def keep(self, place: int, path: Sequence[int]) -> None:
         """Appends the root and the accepted path of a text's tree to its cache."""

@@ -17,23 +17,14 @@ from ..runtime.prompt_inputs import end_tokens, room_left
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target.
+    """One answer of the target."""
 
-    Attributes:
-        text: without special tokens.
-        tokens: number of new tokens, the end of the turn included.
-        kept: number of prompt tokens that were cached and not read again.
-        seconds: wall-clock time of the call, the prompt's forward included.
-        statistics: of the drafting; `None` for a plain answer.
-        cut: whether the limit of new tokens ended it.
-    """
-
-    text: str
-    tokens: int
-    kept: int
-    seconds: float
-    statistics: DraftStatistics | None
-    cut: bool
+    text: str  # without special tokens
+    tokens: int  # number of new tokens, the end of the turn included
+    kept: int  # number of prompt tokens that were cached and not read again
+    seconds: float  # wall-clock time of the call, the prompt's forward included
+    statistics: DraftStatistics | None  # of the drafting; `None` for a plain answer
+    cut: bool  # whether the limit of new tokens ended it
 
 
 class Conversation:

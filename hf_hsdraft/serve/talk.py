@@ -77,21 +77,14 @@ class Reply(PieceStreamer, Observer):
 
 @dataclass
 class Turn:
-    """A message and its answers.
-
-    Attributes:
-        reply: `None` before it begins.
-        plain: the answer without the drafter, for comparison; `None` without one.
-        drafts: whether `reply` was requested with the drafter.
-        error: why it could not be answered; empty if it could.
-    """
+    """A message and its answers."""
 
     message: str
-    drafts: bool = True
-    reply: Reply | None = None
-    plain: Reply | None = None
+    drafts: bool = True  # whether `reply` was requested with the drafter
+    reply: Reply | None = None  # `None` before it begins
+    plain: Reply | None = None  # the answer without the drafter, for comparison; `None` without one
     stopped: bool = False
-    error: str = ""
+    error: str = ""  # why it could not be answered; empty if it could
 
     @property
     def difference(self) -> int | None:
