@@ -45,8 +45,8 @@ class Case:
 
     target: Any
     inputs: Callable[[int], list[Inputs]]  # takes a number of texts, and returns the inputs of each call
-    # By their names in the table; each takes the number of texts and returns a drafter for one call, because drafters of
-    # forced calls keep their place in the pattern.
+    # By name in the table; each takes the number of texts and returns a drafter for one call. Drafters of forced calls
+    # keep their place in the pattern.
     drafters: Mapping[str, Callable[[int], Any]]
     longest: int  # tokens of the longest prompt
 
