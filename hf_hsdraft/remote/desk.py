@@ -39,7 +39,6 @@ from .wire import MOST_TEXT, Message, WireError, log_failure
 from .workers import on_own_thread
 
 Send = Callable[[Message], Awaitable[None]]
-RETRY_FAILED = 1.0  # seconds
 
 
 class DeviceGone(Exception): ...
@@ -63,8 +62,13 @@ class Desk:
         return RowData(await asyncio.to_thread(on_own_thread, rows, message.table, message.first, message.count))
 
     async def encode(self, message: Encode) -> Message:
-        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
-        return Tokens(packed_ints(ids))
+        def ids(tokenizer: Any) -> list[int]:
+            if not message.chat:
+                return tokenizer(message.text)["input_ids"]
+            turn = [{"role": "user", "content": message.text}]
+            return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+        return Tokens(packed_ints(await self._tokenized(ids)))
 
     async def decode(self, message: Decode) -> Message:
         ids, rows = unpacked_ints(message.ids), self.tables.shape[0]
@@ -273,11 +277,4 @@ class Conversation:
 def _failed(error: Exception) -> Refused:
     if isinstance(error, ValueError):
         return Refused("invalid", str(error)[:2048], 0.0)
-    return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", RETRY_FAILED)
-
-
-def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return tokenizer(text)["input_ids"]
-    turn = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", 1.0)

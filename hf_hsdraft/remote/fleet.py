@@ -64,7 +64,6 @@ class FleetPoint:
     sessions: int
     batch: float  # texts per forward
     busy: float  # share of the time that the server reads
-    round_seconds: float
     tokens_per_second: float
     each_tokens_per_second: float
     sent: float  # bytes per second from all devices
@@ -92,7 +91,6 @@ def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPo
         sessions,
         batch,
         busy,
-        sessions / rate,
         rate * load.tokens,
         rate * load.tokens / sessions,
         rate * load.sent,
@@ -145,11 +143,6 @@ def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second
     return low
 
 
-def plain_load(load: DeviceLoad) -> DeviceLoad:
-    """Returns the load of the same texts decoded by the server alone: one token per round, no round trip."""
-    return DeviceLoad(length=load.length)
-
-
 def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
     """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
 
@@ -159,9 +152,6 @@ def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
     spread = n * xx - x * x
     slope = max((n * xt - x * t) / spread, 0.0) if n > 1 and spread > 0 else 0.0
     return max((t - slope * x) / max(n, 1), 0.0), slope
-
-
-_SESSIONS = (1, 4, 16, 64, 256, 1024)
 
 
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
@@ -191,8 +181,8 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
     """Prints a table of performance by number of devices; each should get `least` tokens per second."""
     table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
-    plain = plain_load(load)
-    for sessions in _SESSIONS:
+    plain = DeviceLoad(length=load.length)  # the server alone: one token per round, no round trip
+    for sessions in (1, 4, 16, 64, 256, 1024):
         point, alone = fleet_point(server, load, sessions), fleet_point(server, plain, sessions)
         table.add_row(
             str(sessions),

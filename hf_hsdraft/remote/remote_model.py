@@ -20,8 +20,8 @@ from ..engine.call_output import DraftStatistics
 from ..engine.loop import Keeper
 from ..verify.registry import VERIFIERS
 from .link import Address, LinkPool
-from .messages import Decode, Encode, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
-from .remote_target import LinkStatistics, RemoteCall, RemoteTarget, Streaming, decode_rounds
+from .messages import Decode, Encode, Open, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
+from .remote_target import LinkStatistics, RemoteTarget, Streaming, decode_rounds
 from .verified_text import check_options
 from .weight_tables import TargetShell, kept_tables
 from .wire import MOST_TEXT
@@ -99,8 +99,9 @@ class RemoteModel:
         self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
-        call = RemoteCall(self._links.take, ids, seed, options, taps, most_taps, self._links.patience)
-        target = RemoteTarget(call, None if draft is None else draft.options, self._hello.width)
+        taps_from = 0 if most_taps is None else max(len(ids) - most_taps, 0)
+        opening = Open(packed_ints(ids), len(ids), seed, draft is None, options, taps, taps_from)
+        target = RemoteTarget(self._links, opening, None if draft is None else draft.options, self._hello.width)
         statistics = self._decode(target, assistant_model, draft, ids, streamer)
         sequences = torch.tensor([target.tokens])
         if return_dict_in_generate:
@@ -127,14 +128,14 @@ class RemoteModel:
             streamer.end()
         return statistics
 
-    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, list[int]]:
         """The drafter's call, and the layers whose hidden states it reads."""
         if drafter is None:
-            return None, ()
+            return None, []
         check_drafter(drafter, self._shell)
         asked = {name: options[name] for name in ("do_sample", "temperature") if name in options}
         draft = DraftOptions.of(drafter, GenerationConfig(**asked))
-        taps = tuple(sorted(drafter.taps_of(self._shell)))
+        taps = sorted(drafter.taps_of(self._shell))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
         return Call(shell, 1, draft), taps

@@ -82,12 +82,7 @@ def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torc
 
 
 class VerifiedText:
-    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long.
-
-    Attributes:
-        cache: keys and values of all tokens but the last, once the prompt was read.
-        position_bytes: size of a position's hidden states, packed.
-    """
+    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long."""
 
     def __init__(self, target: Any, opening: Open, longest: int, vocab_size: int) -> None:
         self._opening, ids = opening, unpacked_ints(opening.ids)
@@ -105,8 +100,8 @@ class VerifiedText:
         self.taps = sorted(set(opening.taps))
         if any(layer > layers for layer in self.taps):
             raise ValueError(f"hidden states {self.taps} are wanted: the target has 0 to {layers}")
-        self.cache = DynamicCache()
-        self.position_bytes = 2 * width * len(self.taps)
+        self.cache = DynamicCache()  # of all tokens but the last, once the prompt was read
+        self.position_bytes = 2 * width * len(self.taps)  # of a position's hidden states, packed
         if self.position_bytes > PIECE_BYTES:
             raise ValueError(f"{len(self.taps)} hidden states of a position are wanted: they do not fit into a message")
         self._ids = torch.tensor([ids], device=device_of(target))

@@ -40,7 +40,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_ints,
     unpacked_states,
 )
-from hf_hsdraft.remote.remote_target import RemoteCall, RemoteTarget
+from hf_hsdraft.remote.remote_target import RemoteTarget
 from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verified_text import seeded
 
@@ -402,7 +402,7 @@ def test_random_numbers_are_passed_over_as_draws_take_them(drawn: int, vocab_siz
 def test_no_draft_is_asked_for_that_is_deeper_than_the_server_has_room_for():
     """Without any room for nodes nothing is drafted: sessions are never asked for trees of no nodes."""
     draft = DraftOptions.of(CachebackDrafter())
-    target = RemoteTarget(RemoteCall(lambda: None, [5, 6], 0, {}), draft, 32)
+    target = RemoteTarget(None, Open(packed_ints([5, 6]), 2, 0, False, {}, [], 0), draft, 32)
     for nodes in (0, 1, 2, 500):
         target._reach, target._most_nodes = 8, nodes
         [ask] = target.asks()

@@ -205,7 +205,7 @@ def test_a_place_for_a_connection_is_waited_for(target) -> None:
         threading.Timer(0.5, link.close).start()
         with served.connect() as model:
             assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32
-            model._links._idle[0].close()
+            model._links._idle.queue[0].close()
             assert until(lambda: served.status()["connections"] == 0)
             other = served.link()
             threading.Timer(0.5, other.close).start()
@@ -257,9 +257,9 @@ def test_silent_connections_are_closed_and_fail_no_call(target) -> None:
     with serving(target, idle_seconds=0.3, keep_seconds=0.2) as served, served.connect(patience=0) as model:
         served.opened(ids)
         assert until(lambda: served.status()["connections"] == 0 and len(served.sessions) == 0)
-        assert until(lambda: not model._links._idle[0].is_open)
+        assert until(lambda: not model._links._idle.queue[0].is_open)
         assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32  # asked over the connection that was closed
-        assert until(lambda: served.status()["connections"] == 0 and not model._links._idle[0].is_open)
+        assert until(lambda: served.status()["connections"] == 0 and not model._links._idle.queue[0].is_open)
         assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
 
 
