@@ -180,7 +180,8 @@ class PretrainedDrafter(PreTrainedModel):
         folder = Path(save_directory)
         name = hub.pop("repo_id", None) or folder.resolve().name
         saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        if self._adapted or not self.should_save_on_this_rank(is_main_process):
+        adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if adapted or not self.should_save_on_this_rank(is_main_process):
             super().save_pretrained(folder, **saving)
             if push_to_hub and self.should_save_on_this_rank(is_main_process):
                 push(folder, name, **hub)
@@ -215,31 +216,27 @@ class PretrainedDrafter(PreTrainedModel):
             self.save_pretrained(folder, **saving)
             return push(Path(folder), repo_id, **kwargs)
 
-    @property
-    def _adapted(self) -> bool:
-        return bool(getattr(self, "_hf_peft_config_loaded", False))
-
 
 def fields_of(config_class: Any) -> set[str]:
-    """Returns the names of a configuration's fields."""
     own = {each.name for each in settings(config_class)} | set(inspect.signature(config_class.__init__).parameters)
     return own - {"self", "kwargs"}
 
 
 def stored_options(path: Path) -> dict[str, Any]:
-    """Returns the drafting options in a file, if it exists. Raises a DamagedFile if it is no JSON object."""
-    return without_lossy(drafting_options(read_json(path)), path.parent) if path.is_file() else {}
+    """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
-
-def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the drafting options of a folder without a lossy or unknown rule, with a warning.
-
-    A saved lossy rule is ignored: the loading code must ask for it.
+    A saved lossy or unknown rule is ignored with a warning: the loading code must ask for it. Raises a DamagedFile if
+    the file is no JSON object.
     """
+    if not path.is_file():
+        return {}
+    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
+    stored = read_json(path).items()
+    options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
     rule = options.get("verification")
     if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
         return options
-    asked = f"the options saved in {folder} ask for verification={printable(rule)!r}, which is"
+    asked = f"the options saved in {path.parent} ask for verification={printable(rule)!r}, which is"
     if rule in VERIFIERS:
         logger.warning(
             f"{asked} lossy: it may change the text. The drafter is loaded with exact verification. To use that rule, "
@@ -257,9 +254,3 @@ def _unpublished(options: dict[str, Any]) -> str:
     told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
             if options.get(name, default) not in (None, default)]  # fmt: skip
     return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""
-
-
-def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """The drafting options of a stored generation configuration, with unknown names, so that they can be reported."""
-    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
-    return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

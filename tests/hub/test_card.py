@@ -282,13 +282,6 @@ def test_weights_of_a_folder_that_was_no_drafters_are_not_taken_for_the_new_ones
     assert torch.equal(HSDrafter.from_pretrained(tmp_path).fuse.weight, drafter.fuse.weight)
 
 
-def test_a_card_of_the_first_format_is_kept_with_what_it_says(folder):
-    old = "---\nlicense: mit\n---\n<!-- written by hsdraft train -->\ntau 2.75"
-    (folder / "README.md").write_text(old)
-    HSDrafter.from_pretrained(folder).save_pretrained(folder)
-    assert (folder / "README.md").read_text() == old
-
-
 def test_a_targets_path_on_this_machine_is_not_published(target, tmp_path):
     (tmp_path / "secret" / "model").mkdir(parents=True)
     make_drafter(target, target_name=str(tmp_path / "secret" / "model")).save_pretrained(tmp_path / "out")
