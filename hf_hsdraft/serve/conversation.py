@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,7 @@ class Conversation:
         self._text: list[int] = []  # the cache's tokens; it may lack the last one
 
     def follow(self, other: Conversation) -> None:
-        """Copies another conversation and reads what it has read, so that both answer with equally much in their
-        caches.
-        """
+        """Copies another conversation and reads what it has read, so that both caches hold equally much."""
         self.messages = list(other.messages)
         if self._text == other._text:
             return
@@ -120,17 +119,19 @@ class Conversation:
         if self._cache is None:
             return None
         length = self._cache.get_seq_length()
-        same = 0
-        for held, asked in zip(self._text[:length], ids[:-1], strict=False):
-            if held != asked:
-                break
-            same += 1
+        same = alike(self._text[:length], ids[:-1])
         if same < length:
             sliding = any(getattr(layer, "is_sliding", False) for layer in self._cache.layers)
             if same == 0 or sliding or not self._cache.is_croppable:
                 return None
             self._cache.crop(same - length)
         return self._cache
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of equal tokens at the beginning of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class PieceStreamer(BaseStreamer):

@@ -7,13 +7,10 @@ from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; its default of 92% fails where that is not free
 
 
-def injector_width(config: HSDraftConfig) -> int:
-    return 2 * config.injector_hidden_size if config.injector == "path" else config.injector_rank
-
-
 def state_width(config: HSDraftConfig) -> int:
     """Returns how many values pass between draft steps: drafted hidden state, injector's state, number of the step."""
-    return config.hidden_size + injector_width(config) + 1
+    injector = 2 * config.injector_hidden_size if config.injector == "path" else config.injector_rank
+    return config.hidden_size + injector + 1
 
 
 def check(config: HSDraftConfig) -> None:
