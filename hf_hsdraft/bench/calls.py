@@ -61,9 +61,7 @@ class Run:
 
 
 class ArrivalStreamer(BaseStreamer):
-    """Records when the first new tokens arrive, and how many arrive each time. The prompt, which comes first, is
-    skipped.
-    """
+    """Records when the first new tokens arrive, after the prompt, and how many arrive each time."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -82,24 +80,6 @@ class ArrivalStreamer(BaseStreamer):
         pass
 
 
-class ForwardCounter:
-    """Counts the target's forwards in the same way for every system.
-
-    It counts calls of the first decoder layer, because some systems do not call the model as a whole.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self.count = 0
-        layers = getattr(target.base_model, "layers", None)
-        self._handle = (target if layers is None else layers[0]).register_forward_pre_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-
 def time_call(
     target: Any, inputs: dict[str, torch.Tensor], system: System, settings: Settings
 ) -> tuple[list[list[int]], Run]:
@@ -108,12 +88,15 @@ def time_call(
     `inputs` are `input_ids` and `attention_mask`, each `[B, length]`. Returns the new tokens of each row, and the
     measurements.
     """
-    stored = system.drafter.generation_config if system.options else None
-    memory = PeakMemory(target.device)
-    # A static forward is compiled with its hooks, and would be recompiled at every count.
-    counter = None if system.static else ForwardCounter(target)
-    try:
+    memory, forwards = PeakMemory(target.device), list[None]()
+    with contextlib.ExitStack() as stack:
+        if not system.static:  # compiled forwards would be compiled again at every count
+            # Some systems do not call the model as a whole, but all call its first layer.
+            layers = getattr(target.base_model, "layers", None)
+            counted = target if layers is None else layers[0]
+            stack.enter_context(counted.register_forward_pre_hook(lambda *_: forwards.append(None)))
         if system.options:
+            stack.callback(setattr, system.drafter, "generation_config", system.drafter.generation_config)
             with_options(system.drafter, system.options)
         torch.manual_seed(settings.seed)
         synchronise(target.device)
@@ -123,16 +106,11 @@ def time_call(
         synchronise(target.device)
         run.seconds = time.perf_counter() - begin
         run.memory_before, run.memory_peak = before, None if before is None else memory.peak()
-    finally:
-        if counter is not None:
-            counter.remove()
-        if system.options:
-            system.drafter.generation_config = stored
     rows = [until_end(row, target) for row in rows]
     if run.first_seconds is not None:
         run.first_seconds -= begin
     run.rows, run.tokens = len(rows), sum(map(len, rows))
-    run.forwards = max(map(len, rows)) if counter is None else counter.count
+    run.forwards = max(map(len, rows)) if system.static else len(forwards)
     if system.decode is not None and len(rows) == 1 and run.accepted is not None:
         # Rounds without a draft, which accepted nothing, are missing from the list.
         run.accepted += [0] * (run.forwards - 1 - len(run.accepted))

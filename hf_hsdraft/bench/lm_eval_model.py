@@ -32,12 +32,8 @@ logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 class HSDraftLM(HFLM):
     """lm_eval's model `hf` with drafted generation. Likelihoods never call `generate()`, so they do not change.
 
-    Args:
-        pretrained: Hub name or folder of the target, or the loaded target.
-        drafter: a drafter, or its Hub name or folder. `None` decodes plainly.
-        arguments: further arguments of `HFLM`.
-
-    `seconds` is the wall-clock time of each call of `generate()`.
+    `pretrained` and `arguments` are those of `HFLM`; `drafter` is a drafter, or its Hub name or folder, and `None`
+    decodes plainly. `seconds` is the wall-clock time of each call of `generate()`.
     """
 
     def __init__(

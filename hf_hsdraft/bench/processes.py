@@ -111,15 +111,12 @@ def _shown(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """Measurements of concurrent calls, of which `packed` used packed weights.
-
-    Resident memory is in bytes: before the calls, and its peak while they ran.
-    """
+    """Measurements of concurrent calls."""
 
     calls: int
-    packed: int
-    before: int
-    peak: int
+    packed: int  # calls that used packed weights
+    before: int  # bytes of resident memory before the calls
+    peak: int  # its peak while they ran
 
     @property
     def added(self) -> float:

@@ -131,14 +131,11 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """A forward of the target that can be repeated: arguments, with a copy of the cache, and context variables.
+    """A forward of the target that can be repeated."""
 
-    `packed` are the layers that multiplied by packed weights.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # with a copy of the cache
     context: contextvars.Context
-    packed: list[nn.Linear]
+    packed: list[nn.Linear]  # layers that multiplied by packed weights
 
     @property
     def nodes(self) -> int:
@@ -160,11 +157,8 @@ def _verifying_call(
                 kept = {**kwargs, CACHE: copy.deepcopy(cache)}
                 best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
 
-    hook = target.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with target.register_forward_pre_hook(look, with_kwargs=True):
         time_call(target, inputs, system, settings)
-    finally:
-        hook.remove()
     return best
 
 
@@ -219,17 +213,14 @@ class Attribution:
     def counting(self) -> Iterator[None]:
         """Counts the functions that this thread runs within the context."""
         before = sys.getprofile()
-        hooks = [
-            self._target.register_forward_pre_hook(self._target_begins),
-            self._target.register_forward_hook(self._target_ends, always_call=True),
-        ]
-        sys.setprofile(self._on_event)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-            for hook in hooks:
-                hook.remove()
+        begins = self._target.register_forward_pre_hook(self._target_begins)
+        ends = self._target.register_forward_hook(self._target_ends, always_call=True)
+        with begins, ends:
+            sys.setprofile(self._on_event)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         part = self._parts.get(frame.f_code)

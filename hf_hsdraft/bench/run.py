@@ -66,10 +66,8 @@ def measure(
     """Lets every system decode every prompt (or batch) several times, after a short warm-up.
 
     Plain decoding is always measured too. The seed of `settings` is that of the first prompt and grows by 1 per prompt.
-    `tell` is called with all calls so far whenever all systems have decoded a prompt.
-
-    Raises:
-        Exception: what plain decoding or one of our systems raised. Other systems that fail are left out.
+    `tell` is called with all calls so far whenever all systems have decoded a prompt. Raises what plain decoding or one
+    of our systems raises; other systems that fail are left out.
     """
     longest = max(each["input_ids"].shape[1] for each in inputs) + settings.max_new_tokens
     settings = replace(settings, max_cache_len=longest)
@@ -130,13 +128,10 @@ def _compare(
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Measurements at one context length, batch size or number of new tokens.
-
-    `prompt_tokens` is the mean number of tokens of a prompt, without padding.
-    """
+    """Measurements at one context length, batch size or number of new tokens."""
 
     value: int
-    prompt_tokens: float
+    prompt_tokens: float  # mean number of tokens of a prompt, without padding
     measured: Measured
 
 
