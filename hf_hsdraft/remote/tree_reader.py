@@ -117,7 +117,7 @@ class TreeReader:
             raise self._refusal(str(error)) from None
 
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
-        """Reads the next tokens `[1, n]` of a prompt; returns logits `[1, 1, V]` of the last, taps `[1, n, taps * D]`."""
+        """Reads a prompt's next tokens `[1, n]`; returns the last logits `[1, 1, V]`, and taps `[1, n, taps * D]`."""
         positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
         inputs = {
             "input_ids": ids,
