@@ -28,7 +28,6 @@ from transformers import (
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     Accepted,
@@ -40,9 +39,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_ints,
     unpacked_states,
 )
-from hf_hsdraft.remote.remote_target import RemoteTarget
 from hf_hsdraft.remote.tree_reader import TreeReader
-from hf_hsdraft.remote.verified_text import seeded
 
 ENDS = list(range(0, VOCAB, 9))
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -386,27 +383,6 @@ def test_texts_of_other_lengths_share_forwards_of_any_attention(kind: str) -> No
         found = at_once(lambda place: model.generate(ids[place], assistant_model=drafter, **options), 3)
         assert all(map(torch.equal, found, expected))
         assert max(served.status()["batches"]["sizes"]) > 1
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 2, 7])
-@pytest.mark.parametrize("vocab_size", [97, 5000])
-def test_random_numbers_are_passed_over_as_draws_take_them(drawn: int, vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(11)
-    probabilities = torch.rand(1, vocab_size, generator=torch.Generator().manual_seed(1))
-    for _ in range(drawn):
-        torch.multinomial(probabilities, num_samples=1, generator=generator)
-    found = seeded(11, torch.device("cpu"), vocab_size, drawn)
-    assert torch.equal(found.get_state(), generator.get_state())
-
-
-def test_no_draft_is_asked_for_that_is_deeper_than_the_server_has_room_for():
-    """Without any room for nodes nothing is drafted: sessions are never asked for trees of no nodes."""
-    draft = DraftOptions.of(CachebackDrafter())
-    target = RemoteTarget(None, Open(packed_ints([5, 6]), 2, 0, False, {}, [], 0), draft, 32)
-    for nodes in (0, 1, 2, 500):
-        target._reach, target._most_nodes = 8, nodes
-        [ask] = target.asks()
-        assert ask.size == min(nodes, draft.tree_size) and ask.depth == ask.reach == min(nodes, 8)
 
 
 def test_packed_weights_change_no_text(target) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import random
 import shutil
@@ -10,6 +11,8 @@ import socket
 import ssl
 import subprocess
 import threading
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import torch
@@ -264,20 +267,29 @@ def test_silent_connections_are_closed_and_fail_no_call(target) -> None:
 
 
 def test_tokens_are_wanted_and_in_no_log(target, caplog, monkeypatch) -> None:
-    """And this machine is reached without a proxy."""
+    """Also for the state; and this machine is reached without a proxy."""
     secret, ids = "a-very-secret-token", prompts(1)[0]
     for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     caplog.set_level(logging.DEBUG)
     logging.getLogger("websockets").setLevel(logging.DEBUG)
+
+    def status(token: str) -> dict:
+        asked = Request(f"{served.url}/status", headers={"Authorization": f"Bearer {token}"})
+        with build_opener(ProxyHandler({})).open(asked, timeout=10) as answer:
+            return json.load(answer)
+
     with serving(target, token=secret) as served:
         for wrong in ("", "another-secret", secret + "x"):
             with pytest.raises(ServerRefused, match="token") as refused:
                 served.connect(wrong)
             assert "secret" not in str(refused.value)
+            with pytest.raises(HTTPError, match="401"):
+                status(wrong)
         with served.connect(secret) as model:
             model.generate(ids, max_new_tokens=3)
             assert secret not in repr(model._links._address)
+        assert status(secret)["batches"]["failures"] == 0
         with socket.create_connection(("127.0.0.1", served.port)) as raw:
             raw.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {secret}\r\nbro ken\r\n\r\n".encode())
             raw.recv(1000)
