@@ -76,7 +76,7 @@ def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path, kind, layer
 
 def test_heads_that_vllm_does_not_read_are_refused(tmp_path):
     assert speculation_of(speculators(tmp_path / "one", "dspark", 7, markov_head_type="vanilla"))["method"] == "dspark"
-    with pytest.raises(ValueError, match="markov_head_type=gated.*'vanilla' only"):
+    with pytest.raises(ValueError, match=r"markov_head_type=gated.*'vanilla' only"):
         speculation_of(speculators(tmp_path / "other", "dspark", 7, markov_head_type="gated"))
 
 
