@@ -133,12 +133,9 @@ def run(
     save: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Measures each part that `found` lacks, and enters it there; returns the names of parts that failed.
+    """Measures each part that `found` lacks, enters it there by name, and saves; returns the names of failed parts.
 
-    Args:
-        found: results by name of the part. A failed part has `error`, and one without time `skipped`; both are measured
-            by the next run.
-        save: called after each part.
+    A failed part has `error`, and one without time `skipped`; both are measured by the next run.
     """
     failed = []
     for part in parts:

@@ -12,8 +12,7 @@ import torch
 
 from hf_hsdraft.bench.prompts import DEFAULT_PROMPTS
 from hf_hsdraft.runtime.target_loading import load_target
-from remote_bench.clients import Beats
-from remote_bench.orders import options_of
+from remote_bench.clients import Beats, options_of
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,7 @@ class Plain:
 
 
 def plain_texts(asked: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> Plain:
-    """Returns what the target makes of the prompts by itself.
-
-    Args:
-        tell: told of each row.
-    """
+    """Returns what the target makes of the prompts by itself; `tell` is told of each row."""
     target, tokenizer = load_target(asked.target, torch.float32, "cpu")
     prompts, texts = [], []
     for seed, prompt in enumerate(DEFAULT_PROMPTS):
