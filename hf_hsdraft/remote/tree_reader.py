@@ -75,10 +75,6 @@ class TreeReader:
             self._try()
         self._acceleration.begin(packed_weights, self.longest, lambda: False)
 
-    @property
-    def packed(self) -> bool:
-        return self._acceleration.packed
-
     def _refusal(self, reason: str) -> DraftingRefused:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
 
@@ -96,7 +92,10 @@ class TreeReader:
         for start, cache in zip(starts, caches, strict=True):
             self.read_prompt(cache, ids[:, :start], ())
             make_room(cache)
-            self._kinds = self._kinds_of(cache)
+            try:
+                self._kinds = attention_kinds(text_config(self.target), [each.is_initialized for each in cache.layers])
+            except ValueError as error:
+                raise self._refusal(str(error)) from None
             expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
         wrong = (int(ids[0, 0]) + 1) % vocabulary
         for _ in range(2):  # the second time on the caches the first one left
@@ -109,12 +108,6 @@ class TreeReader:
                 read.keep(place, [2])
             starts = [start + 2 for start in starts]
             expected = [self.target(ids[:, : start + 3], use_cache=False).logits[0, start:] for start in starts]
-
-    def _kinds_of(self, cache: DynamicCache) -> list[AttentionKind]:
-        try:
-            return attention_kinds(text_config(self.target), [layer.is_initialized for layer in cache.layers])
-        except ValueError as error:
-            raise self._refusal(str(error)) from None
 
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
         """Reads a prompt's next tokens `[1, n]`; returns the last logits `[1, 1, V]`, and taps `[1, n, taps * D]`."""

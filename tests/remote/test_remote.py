@@ -389,4 +389,4 @@ def test_packed_weights_change_no_text(target) -> None:
     ids = prompts(1)[0]
     with serving(target, packed=True) as served, served.connect() as model:
         assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
-        assert served.server._reader.packed
+        assert served.server._reader._acceleration.packed
