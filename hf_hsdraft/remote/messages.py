@@ -237,15 +237,11 @@ def unpacked_tree(draft: Draft, vocab_size: int) -> DraftTree:
     tokens, parents = unpacked_ints(draft.tokens), unpacked_ints(draft.parents, "h")
     if not 1 <= len(tokens) <= MOST_NODES or len(parents) != len(tokens):
         raise WireError(f"a draft came in with {len(tokens)} tokens and {len(parents)} parents")
-    if parents[0] != -1 or not 0 <= tokens[0] < vocab_size:
-        raise WireError("the root of a draft has a parent, or no token of the vocabulary")
-    depths = [0]
-    for node, parent in enumerate(parents[1:], 1):
-        if not 0 <= parent < node:
-            raise WireError(f"node {node} of a draft has parent {parent}: expected a node before it")
-        depths.append(depths[parent] + 1)
+    depths: list[int] = []
+    for parent in parents:  # wrong ones are told below
+        depths.append(depths[parent] + 1 if 0 <= parent < len(depths) else 0)
     tree = DraftTree(tuple(tokens), tuple(parents), tuple(depths), (0.0,) * len(tokens))
-    fault = tree.fault(vocab_size)
+    fault = tree.fault(vocab_size) if 0 <= tokens[0] < vocab_size else "the root is no token of the vocabulary"
     if fault:
         raise WireError(f"a draft is no tree: {fault}")
     return tree

@@ -63,10 +63,8 @@ class LinkStatistics:
 class RemoteTarget:
     """A text that a remote target decodes; see `engine.loop.Target`.
 
-    Args:
-        opening: the prompt, and how the server decodes it.
-        draft: drafting options; `None` without a drafter, where the server decodes by itself.
-        width: size of a hidden state.
+    `opening` has the prompt, and how the server decodes it. `draft` is `None` without a drafter, where the server
+    decodes by itself. `width` is the size of a hidden state.
     """
 
     def __init__(self, links: LinkPool, opening: Open, draft: DraftOptions | None, width: int) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..core.checks import demand
 from ..core.tuning import TUNING
 from .messages import MOST_LENGTH, MOST_NODES, Accepted, Refused
 from .verified_text import VerifiedText
@@ -35,16 +36,11 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "wait_seconds" and value in (None, 0):
-                continue
-            if value is None or value <= 0:
-                raise ValueError(f"{name}={value} is invalid: expected a positive number")
+            waits_not = name == "wait_seconds" and value in (None, 0)
+            demand(waits_not or (value is not None and value > 0), name, value, "expected a positive number")
         for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
-            if getattr(self, name) > most:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is invalid: expected at most {most}, where max_columns is "
-                    f"{self.max_columns}"
-                )
+            wanted = f"expected at most {most}, where max_columns is {self.max_columns}"
+            demand(getattr(self, name) <= most, name, getattr(self, name), wanted)
 
 
 class Overloaded(Exception):
@@ -77,14 +73,11 @@ class ServedSession:
 
 
 class Sessions:
-    """All texts of a server. Used by its event loop alone.
-
-    `token_bytes` are keys and values of a token; `prompt_seconds` estimates how long a number of prompt tokens takes to
-    read.
-    """
+    """All texts of a server. Used by its event loop alone; `prompt_seconds` estimates how long prompts take to read."""
 
     def __init__(self, limits: ServerLimits, token_bytes: int, prompt_seconds: Callable[[int], float]) -> None:
-        self.limits, self.token_bytes, self._prompt_seconds = limits, token_bytes, prompt_seconds
+        self.limits, self._prompt_seconds = limits, prompt_seconds
+        self.token_bytes = token_bytes  # keys and values of a token
         self._by_name: dict[str, ServedSession] = {}
         self._lifetime = 5.0  # seconds that a text is held, a running mean
         self.attached = 0  # texts with a connection

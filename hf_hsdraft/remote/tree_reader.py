@@ -159,11 +159,8 @@ def _branched(path: Sequence[int], wrong: int) -> DraftTree:
 class JoinedLayer(DynamicLayer):
     """A cache layer of several texts; attention sees them padded to the longest. Only new keys and values are stored.
 
-    `keep` appends new slots to the texts' layers. Until then these are unchanged, so a failed forward or a rejected
-    draft leaves no trace.
-
-    Args:
-        held: the layer of each text, keys and values `[1, heads, length, size]`.
+    `held` are the layers of the texts, keys and values `[1, heads, length, size]`. `keep` appends new slots to them;
+    until then they are unchanged, so a failed forward or a rejected draft leaves no trace.
     """
 
     def __init__(self, held: Sequence[DynamicLayer]) -> None:

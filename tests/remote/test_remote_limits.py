@@ -22,7 +22,6 @@ from oracles.scripted import ScriptedDrafter
 from remote_helpers import at_once, opening, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
-from hf_hsdraft.remote.batch_timing import Arrivals, BatchStatistics
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
@@ -39,6 +38,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_ints,
     unpacked_states,
 )
+from hf_hsdraft.remote.micro_batches import Arrivals, BatchStatistics
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
 from hf_hsdraft.remote.verify_server import VerifyServer
 
