@@ -26,7 +26,7 @@ def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
     """
     from vllm import LLM, SamplingParams
 
-    from hf_hsdraft.vllm_plugin.plugin_limits import CPU_MEMORY
+    from hf_hsdraft.vllm_plugin.speculation import CPU_MEMORY
 
     prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
     most = max(task["at_once"])

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from ..core.checks import demand
 from ..runtime.prompt_inputs import encode_prompt
 from .machine import PeakMemory, processor, timed
 from .prompts import Inputs
@@ -81,8 +82,8 @@ def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: in
 
     Raises a ValueError if there is no length, or one is below 1.
     """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
+    valid, wanted = min(lengths, default=0) > 0, "expected numbers of at least 1, such as 8,32,128"
+    demand(valid, "lengths", list(lengths), wanted)
     results = []
     for length in lengths:
         seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -130,8 +131,7 @@ def run_concurrent(
 
     Raises a ValueError if a count is below 1, or the system does not report a process's peak memory.
     """
-    if min(counts) < 1:
-        raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
+    demand(min(counts) > 0, "calls", min(counts), "expected numbers of at least 1")
     taken = [[prompts[index % len(prompts)] for index in range(count)] for count in counts]
     return [pair.in_fresh_process(measure_calls, each, max_new_tokens) for each in taken]
 

@@ -106,10 +106,8 @@ def digests(folder: Path) -> dict[str, str]:
 def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[str, str] | None) -> None:
     """Checks the files of weights by their headers, and by their SHA-256 digests where those are known.
 
-    Raises:
-        OSError: Files are missing.
-        DamagedFile: They are damaged.
-        ValueError: They hold other tensors. This is no warning: a partly random drafter decodes correctly, only slowly.
+    Raises an OSError if files are missing, a DamagedFile, and a ValueError if they hold other tensors. This is no
+    warning: a partly random drafter decodes correctly, only slowly.
     """
     found: dict[str, Shape] = {}
     for path in weight_files(folder):

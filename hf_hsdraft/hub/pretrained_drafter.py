@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.checks import few, printable, settings
+from ..core.checks import demand, few, printable, settings
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
@@ -29,15 +29,10 @@ _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class PretrainedDrafter(PreTrainedModel):
-    """A model whose folder is a repository of the Hub.
+    """A model whose folder is a repository of the Hub."""
 
-    Attributes:
-        loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
-        travels_as: The class that drafts where the package is not installed; `None` if none does.
-    """
-
-    loaded_from: Path | None = None
-    travels_as: ClassVar[Any] = None
+    loaded_from: Path | None = None  # whose documents come along when it is saved
+    travels_as: ClassVar[Any] = None  # the class that drafts where the package is not installed, if one does
 
     @classmethod
     def family(cls) -> Any:
@@ -71,8 +66,7 @@ class PretrainedDrafter(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
         """Makes the code of a derived class travel with it; a family's always does. Refuses other auto classes."""
         name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
-        if name != "AutoModel":
-            raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
+        demand(name == "AutoModel", "auto_class", name, "a drafter is loaded by 'AutoModel'")
         if cls is not cls.family():
             super().register_for_auto_class(name)
 

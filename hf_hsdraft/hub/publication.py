@@ -94,14 +94,11 @@ def is_ours(name: str, code: Collection[str]) -> bool:
 
 
 def complete(drafter: Any, partial: Path, folder: Path) -> None:
-    """Adds the rest of the repository to saved weights.
+    """Adds the rest of the repository to configuration, options and weights that were saved in `partial`.
 
-    The recipe of the folder that a drafter was loaded from comes along, and its figures if the weights are the same.
-
-    Args:
-        drafter: Its configuration gets the digests of the weights and the names of the code files.
-        partial: Holds configuration, options and weights.
-        folder: The destination. A hand-written card there stays.
+    The recipe of the folder that a drafter was loaded from comes along, and its figures if the weights are the same. A
+    hand-written card in `folder`, the destination, stays. The drafter's configuration gets the digests of the weights
+    and the names of the code files.
     """
     config, source = drafter.config, drafter.loaded_from
     config.weights_digest = digests(partial)

@@ -200,13 +200,7 @@ async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], N
 class _Answer(BaseStreamer):
     """One request: stands in for the target, and streams the tokens of the call.
 
-    Args:
-        config: generation configuration of the request; `max_new_tokens` is reduced to what fits.
-        seed: for sampling; `None` leaves the RNG as it is.
-        stopped: set when the server stops.
-
-    Raises:
-        HTTPException: the prompt does not fit (400).
+    `max_new_tokens` of `config` is reduced to what fits. Raises an HTTPException (400) if the prompt does not fit.
     """
 
     def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None, stopped: threading.Event) -> None:

@@ -37,15 +37,10 @@ class Conversation:
     common prefix. A cache that cannot be cropped is discarded. The answer is the same with and without a cache.
 
     A drafter keeps its context if the whole cache is used and the previous answer was drafted. Otherwise it starts with
-    the tokens read in this turn, and drafts less well at first.
+    the tokens read in this turn, and drafts less well at first. The drafter may be changed between turns; `None`
+    decodes plainly. `options` are those of `generate()`.
 
-    Args:
-        drafter: `None` decodes plainly. May be changed between turns.
-        system: the system prompt; `None` for none.
-        options: of `generate()`, for example `max_new_tokens`.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
+    Raises a ValueError if the tokenizer has no chat template.
     """
 
     def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None, **options: Any) -> None:

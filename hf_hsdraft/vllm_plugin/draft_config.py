@@ -7,7 +7,7 @@ from typing import Any
 from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from .plugin_limits import check, state_width
+from .speculation import check, state_width
 
 
 class HSDraftVllmConfig(SpeculatorsConfig):
