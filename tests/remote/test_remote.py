@@ -15,7 +15,7 @@ pytest.importorskip("websockets")
 
 from oracles.scripted import ScriptedDrafter
 from oracles.tiny import tiny_config, tiny_model
-from remote_helpers import at_once, plain, prompts, serving
+from remote_helpers import Streamer, at_once, fail_once, plain, prompts, serving
 from safetensors.torch import save_file
 from transformers import (
     MambaConfig,
@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
+from hf_hsdraft.remote.link import LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     Accepted,
     Open,
@@ -226,23 +226,6 @@ def test_text_goes_there_and_back_by_the_servers_tokenizer(chatty, own_tokenizer
                 call()
 
 
-class Streamer:
-    """Notes what is put; calls `then` after each round."""
-
-    def __init__(self, then: Any = None) -> None:
-        self.tokens: list[int] = []
-        self.rounds, self.ended, self._then = 0, False, then
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-        self.rounds += 1
-        if self._then is not None:
-            self._then(self.rounds)
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def losing(server: Any, rounds: int = 4) -> Streamer:
     """A streamer that lets a server forget its texts after some rounds."""
     return Streamer(lambda done: [server.sessions.remove(each) for each in server.sessions] if done == rounds else None)
@@ -301,20 +284,12 @@ def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, options, s
 def test_a_drafter_of_hidden_states_goes_on_when_its_text_is_resumed_or_opened_again(
     target, monkeypatch, sample: bool
 ) -> None:
-    ids, drafter, receive, told = prompts(1, seed=21)[0], make_drafter(target), Link.receive, []
+    ids, drafter = prompts(1, seed=21)[0], make_drafter(target)
     options = {"max_new_tokens": 40, "do_sample": sample}
     expected = plain(target, ids, 4, **options)
-
-    def broken(self, *kinds):
-        told.append(kinds)
-        if len(told) == 8:  # in the middle of the text
-            self.close()
-            raise LinkLost("broken")
-        return receive(self, *kinds)
-
     with serving(target, piece=8) as served, served.connect() as model:
         lost = model.generate(ids, drafter, seed=4, streamer=losing(served), return_dict_in_generate=True, **options)
-        monkeypatch.setattr(Link, "receive", broken)
+        fail_once(monkeypatch, 8, LinkLost("broken"))  # in the middle of the text
         cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
     assert (lost.link.reopened, lost.link.resumed) == (1, 0)
     assert (cut.link.reopened, cut.link.resumed) == (0, 1)

@@ -21,7 +21,7 @@ from conftest import VOCAB, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from remote_helpers import plain, prompts, serving, until
+from remote_helpers import Streamer, fail_once, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
 from hf_hsdraft.remote.connecting import connect
@@ -87,21 +87,14 @@ def test_a_restart_of_the_server_changes_no_text(target, sample: bool, drafter) 
         stack = contextlib.ExitStack()
         served = stack.enter_context(serving(target))
 
-        class Restarting:
-            rounds = 0
-
-            def put(self, value: torch.Tensor) -> None:
-                self.rounds += 1
-                if self.rounds == 6:
-                    stack.close()
-                    running.enter_context(serving(target, port=served.port))
-
-            def end(self) -> None: ...
+        def restart(rounds: int) -> None:
+            if rounds == 6:
+                stack.close()
+                running.enter_context(serving(target, port=served.port))
 
         with served.connect() as model:
-            output = model.generate(
-                ids, drafter, seed=3, streamer=Restarting(), return_dict_in_generate=True, **options
-            )
+            call = {**options, "streamer": Streamer(restart), "return_dict_in_generate": True}
+            output = model.generate(ids, drafter, seed=3, **call)
         assert torch.equal(output.sequences, plain(target, ids, 3, **options))
         if drafter:
             assert output.link.reopened == 1
@@ -138,15 +131,7 @@ def test_connections_that_break_at_any_moment_change_no_text(target, monkeypatch
 
 
 def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -> None:
-    ids, receive, told = prompts(1)[0], Link.receive, []
-
-    def broken(self, *kinds):
-        told.append(kinds)
-        if len(told) == 6:
-            self.close()
-            raise LinkLost("broken")
-        return receive(self, *kinds)
-
+    ids = prompts(1)[0]
     with serving(target) as served, served.connect() as model:
         take, asked = model._links.take, []
 
@@ -157,28 +142,19 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
             return take()
 
         monkeypatch.setattr(model._links, "take", full)
-        monkeypatch.setattr(Link, "receive", broken)
+        fail_once(monkeypatch, 6, LinkLost("broken"))
         output = model.generate(ids, CachebackDrafter(), return_dict_in_generate=True, **GREEDY)
     assert torch.equal(output.sequences, plain(target, ids, **GREEDY))
     assert (output.link.resumed, output.link.reopened) == (1, 0) and len(asked) == 3
 
 
 def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monkeypatch) -> None:
-    ids, receive = prompts(1)[0], Link.receive
+    ids = prompts(1)[0]
     with serving(target, keep_seconds=0.4) as served, served.connect() as model:
         for drafter in (CachebackDrafter(), None):
-            seen = []
-
-            def interrupted(self, *kinds, seen=seen):
-                seen.append(kinds)
-                if len(seen) == 4:
-                    raise KeyboardInterrupt
-                return receive(self, *kinds)
-
-            monkeypatch.setattr(Link, "receive", interrupted)
+            fail_once(monkeypatch, 4, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 model.generate(ids, drafter, **GREEDY)
-            monkeypatch.setattr(Link, "receive", receive)
             assert torch.equal(model.generate(ids, drafter, **GREEDY), plain(target, ids, **GREEDY))
         assert until(lambda: len(served.sessions) == 0)
         options = {"return_dict_in_generate": True, **GREEDY}
