@@ -28,7 +28,7 @@ class ServedTables:
     def __init__(self, target: Any) -> None:
         rows = target.get_input_embeddings().weight.detach()
         self._tables = {INPUT: rows}
-        output = getattr(target.get_output_embeddings(), "weight", None)
+        output: Any = getattr(target.get_output_embeddings(), "weight", None)
         is_table = isinstance(output, torch.Tensor) and output.is_floating_point() and output.shape == rows.shape
         if is_table and output.data_ptr() != rows.data_ptr():
             self._tables[OUTPUT] = output.detach()

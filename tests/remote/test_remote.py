@@ -313,13 +313,13 @@ def test_sampled_texts_of_other_seeds_options_and_drafters_share_forwards(target
 
 
 def test_a_batch_waits_for_texts_that_come_back_soon(target, monkeypatch) -> None:
-    """Drafts that come 20 ms after others come to share their forwards of 200 ms, unless the server does not wait."""
+    """Drafts that come 10 ms after others come to share their forwards of 100 ms, unless the server does not wait."""
     read, ids, shared = TreeReader.read, prompts(2, seed=33), {}
     options = {"max_new_tokens": 14, "do_sample": False}
-    late = Streamer(lambda _: time.sleep(0.02))
+    late = Streamer(lambda _: time.sleep(0.01))
 
     def slow(self: TreeReader, *args: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return read(self, *args)
 
     for wait in (None, 0.0):

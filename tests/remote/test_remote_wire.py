@@ -80,9 +80,9 @@ def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int]) -> No
         unpacked_tree(Draft(1, packed_ints(tokens), packed_ints(parents, "h")), 97)
 
 
-def test_twenty_thousand_malformed_messages_allocate_nothing_large() -> None:
+def test_thousands_of_malformed_messages_allocate_nothing_large() -> None:
     rng = random.Random(0)
-    for _ in range(20_000):
+    for _ in range(5_000):
         try:
             decode(malformed(rng), TO_SERVER)
         except WireError:
