@@ -53,7 +53,7 @@ def _print(row: dict[str, Any]) -> None:
 
 def sweep(asked: Namespace, plain: Plain, port: int, save: Callable[[list[dict[str, Any]]], None]) -> None:
     """Runs all combinations of drafter, devices, latency and bandwidth; prints and keeps a row for each."""
-    from oracles.remote_relay import relay
+    from oracles.remote_server import relay
     from remote_bench.clients import Order
     from remote_bench.figures import measured
     from remote_bench.processes import Devices, links_of, status_of

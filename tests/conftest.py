@@ -94,6 +94,28 @@ def each_with_its_seed(target, ids: torch.Tensor, mask: torch.Tensor, seed: int,
     return torch.cat(texts)
 
 
+def as_plain(target, drafter, inputs, seed: int = 0, **call):
+    """What a drafted call returns; its text has to be that of plain decoding with the same seed."""
+    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    call = {"do_sample": False, "return_dict_in_generate": True, **inputs, **call}
+    outputs = []
+    for assistant in (None, drafter):
+        torch.manual_seed(seed)
+        outputs.append(target.generate(**call, assistant_model=assistant))
+    plain, drafted = outputs
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    return drafted
+
+
+def edited(folder: Path, name: str = "config.json", **fields) -> dict:
+    """The fields of a JSON file after these are changed; `None` takes one out."""
+    found = {**json.loads((folder / name).read_text()), **fields}
+    found = {field: value for field, value in found.items() if value is not None or field not in fields}
+    if fields:
+        (folder / name).write_text(json.dumps(found))
+    return found
+
+
 @pytest.fixture(scope="session")
 def target():
     return make_target()

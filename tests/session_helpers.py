@@ -19,6 +19,10 @@ def padded(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def borrow(drafter, target):
+    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+
+
 def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -> Accepted:
     """What a session is told of positions `start` to `end` of a text."""
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states

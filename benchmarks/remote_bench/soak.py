@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
-from oracles.remote_relay import relay
+from oracles.remote_server import relay
 
 from hf_hsdraft.bench.machine import resident_bytes
 from remote_bench.clients import Order

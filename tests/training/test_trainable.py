@@ -13,6 +13,7 @@ from conftest import VOCAB, make_target, write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
+from session_helpers import borrow
 from training_helpers import kill_at_step_three, planned, run
 from transformers import TrainerCallback
 from typer.testing import CliRunner
@@ -60,10 +61,18 @@ KINDS = {
     "steered-lm": ("steered-lm", LM),
     "specformer, own head": ("specformer", SLOTTED | {"head": "trained", "hidden_size": 24, "num_hidden_layers": 2}),
 }
+FRAMES = {"num_draft_steps": 5, "draft_vocab_ids": IDS, "tree_size": 9, "ctc": True}
+COMPARED = {  # kinds whose decoding is compared with training
+    **KINDS,
+    "frames": ("specformer", FRAMES),
+    "frames, own head": ("specformer", FRAMES | {"reads_tokens": False, "sliding_window": 7, "head": "trained"}),
+    "self": ("self", SLOTTED | {"draft_layers": 2}),
+}
 SIZES = {
     "block": {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8, "draft_vocab_size": 40, "tree_size": 6},
     "eagle3": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
     "specformer": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
+    "self": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2},
 }
 CARDS = {"block": "`dspark`", "eagle3": "`eagle3`", "specformer": "`specformer`"}  # what cards call these families
 # A field that a drafter to start from has otherwise, with the error.
@@ -73,7 +82,7 @@ FIXED = {
     "specformer": ("num_draft_steps", "has num_draft_steps=3, not 30; leave num_draft_steps out"),
 }
 SIZES_OF_A_FILE = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8}
-families = pytest.mark.parametrize("family", SIZES)
+families = pytest.mark.parametrize("family", ["block", "eagle3", "specformer"])
 all_families = pytest.mark.parametrize("family", [*SIZES, "lm", "steered-lm"])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -84,7 +93,7 @@ def target():
 
 
 def fresh(target, kind: str):
-    return random_drafter(target, *KINDS[kind])
+    return random_drafter(target, *COMPARED[kind])
 
 
 def random_drafter(target, family: str, fields: dict):
@@ -112,10 +121,6 @@ def packed(target, drafter, *lengths: int) -> Pack:
     return Pack.of(features).to(torch.device("cpu"), torch.float32)
 
 
-def borrow(drafter, target):
-    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-
-
 def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields):
     weights = borrow(drafter, target)
     rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
@@ -126,19 +131,20 @@ def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields):
     return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
 
 
-@kinds
+@pytest.mark.parametrize("kind", COMPARED)
 def test_parity_holds_at_every_depth(target, kind):
-    report = parity(fresh(target, kind), target, prompts(), max_new_tokens=20)
-    assert len(report.depths) == 3 and min(depth.predictions for depth in report.depths) >= 10
+    drafter = fresh(target, kind)
+    report = parity(drafter, target, prompts(), max_new_tokens=20)
+    assert len(report.depths) == drafter.num_draft_steps and min(depth.predictions for depth in report.depths) >= 10
     assert max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4, report
 
 
-@pytest.mark.parametrize("kind", ["block", "eagle3", "peagle", "specformer", "lm", "steered-lm"])
+@pytest.mark.parametrize("kind", ["block", "eagle3", "peagle", "specformer", "frames", "self", "lm", "steered-lm"])
 @pytest.mark.parametrize("planted", ["teacher", "parents", "taps"])
 def test_parity_catches_what_is_off_by_one(target, kind, planted, monkeypatch):
     from hf_hsdraft.training.evaluate import parity as module
 
-    if planted == "parents" and kind in ("peagle", "specformer"):
+    if planted == "parents" and kind in ("peagle", "specformer", "self"):
         pytest.skip("it drafts without the parents")
     if planted == "taps" and kind == "lm":
         pytest.skip("it reads no hidden states")
@@ -170,13 +176,18 @@ def test_gradients_are_those_of_the_loss(target, kind):
     trained = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
     assert all(each.grad is not None for each in trained.values())
     assert all(each.grad is None for each in target.parameters())
+    assert_gradients(trained, lambda: loss_of(drafter, target, pack, chains).loss)
+
+
+def assert_gradients(trained: dict[str, torch.Tensor], loss) -> None:
+    """The greatest gradient of each parameter is the finite difference of the loss."""
     for name, parameter in trained.items():
         place = tuple(int(i) for i in (parameter.grad.abs() == parameter.grad.abs().max()).nonzero()[0])
         values = []
         for step in (5e-3, -5e-3):
             with torch.no_grad():
                 parameter[place] += step
-                values.append(loss_of(drafter, target, pack, chains).loss.item())
+                values.append(loss().item())
                 parameter[place] -= step
         difference = (values[0] - values[1]) / 1e-2
         assert parameter.grad[place].item() == pytest.approx(difference, rel=0.05, abs=2e-3), name
@@ -362,11 +373,12 @@ def test_commands_train_and_check(chatty, tokenizer, tmp_path, family, start):
     arguments = ["--family", family, "--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2"]
     arguments += ["--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8)), "--eval-conversations", "2"]
     arguments += ["--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3", "--eval-new-tokens", "4"]
-    arguments += ["--init-from", model] if model else ["--taps", "1,2"]
+    own = ["--draft-layers", "1"] if family == "self" else ["--taps", "1,2"]
+    arguments += ["--init-from", model] if model else own
     result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     if model is None:
-        assert AutoDrafter.from_pretrained(out).taps == (1, 2)
+        assert family == "self" or AutoDrafter.from_pretrained(out).taps == (1, 2)
         assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB // 4
     result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output

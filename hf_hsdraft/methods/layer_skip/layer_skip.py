@@ -29,24 +29,14 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class LayerSkipConfig(PlainConfig):
-    """Which layers of which target are skipped.
-
-    Attributes:
-        skipped_layers: layer numbers, ascending, from 0.
-        num_hidden_layers: number of layers of the target.
-        target_name: its name, for messages and cards.
-        vocab_size: compares equal to that of any target.
-
-    Raises:
-        ValueError: the target has no such layers, or none would remain.
-    """
+    """Which layers of which target are skipped; a ValueError if it has no such layers, or none would remain."""
 
     model_type: ClassVar[str] = "layer_skip"
 
-    skipped_layers: tuple[int, ...]
-    num_hidden_layers: int
-    target_name: str = ""
-    vocab_size: Any = ANY
+    skipped_layers: tuple[int, ...]  # ascending, from 0
+    num_hidden_layers: int  # of the target
+    target_name: str = ""  # for messages and cards
+    vocab_size: Any = ANY  # equal to any target's
     is_encoder_decoder: bool = False
 
     def __post_init__(self) -> None:
@@ -85,15 +75,10 @@ class LayerSkipDrafter(WeightlessDrafter):
 
     @classmethod
     def for_target(cls, target: Any, skipped_layers: Sequence[int], target_name: str = "") -> LayerSkipDrafter:
-        """Makes a drafter for a target.
+        """Makes a drafter for a target, without its layers of some numbers, ascending, from 0.
 
-        Args:
-            target: a transformers model that generates text.
-            skipped_layers: layer numbers, ascending, from 0.
-            target_name: default: the name by which the target was loaded.
-
-        Raises:
-            ValueError: the target has no such layers, or none would remain.
+        `target_name` is by default the name by which the target was loaded. Raises a ValueError if the target has no
+        such layers, or none would remain.
         """
         name = public_name(target_name or getattr(target, "name_or_path", "") or "")
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))

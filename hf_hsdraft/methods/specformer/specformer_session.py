@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from ...drafters.base.tree_session import TokenBias
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from .collapsed_frames import CollapsedFrames
-from .specformer_network import SpecFormerNetwork
 
 
 class SpecFormerSession(ParallelSession):
@@ -27,11 +27,9 @@ class SpecFormerSession(ParallelSession):
     others would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
-    drafter: SpecFormerNetwork
-
     def __init__(
         self,
-        drafter: SpecFormerNetwork,
+        drafter: Any,
         weights: TargetWeights,
         options: DraftOptions,
         *,

@@ -6,6 +6,7 @@ Letters in the shapes: S chains, K draft steps, D size of a drafted state, V' dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,24 @@ class Predictions:
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns what is compared with the target's final hidden states: `[N, width]`, of drafted states `[N, D]`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StatePredictions(Predictions):
+    """Predictions of a `StateNetwork`'s drafted states, which know nothing of the tokens between them."""
+
+    drafter: Any
+    weights: TargetWeights
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.lm_head)
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.logits(hidden, self.weights)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
 
 
 def trained(*modules: nn.Module | None) -> list[nn.Parameter]:
