@@ -28,7 +28,7 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     import torch
 
     from hf_hsdraft.cpu.private_operators import packed_copy
-    from hf_hsdraft.cpu.small_weights import KERNEL, in_blocks_of_4, in_blocks_of_8, in_int8
+    from hf_hsdraft.cpu.small_weights import KERNEL, in_int8
 
     numbers = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in SHAPES]
     scales = [torch.rand(rows) * 1e-3 for rows, _ in SHAPES]
@@ -41,11 +41,8 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     if operators is not None:
         made = {
             "int8": [in_int8(operators, *each) for each in zip(numbers, scales, strict=True)],
-            "Q8_0": [in_blocks_of_8(operators, *each) for each in zip(numbers, groups, strict=True)],
-            "Q4_1": [
-                in_blocks_of_4(operators, each.to(torch.uint8) & 15, group, -group)
-                for each, group in zip(numbers, groups, strict=True)
-            ],
+            "Q8_0": [_in_blocks(operators, "Q8_0", 34, *shape) for shape in SHAPES],
+            "Q4_1": [_in_blocks(operators, "Q4_1", 20, *shape) for shape in SHAPES],
         }
         found |= {name: list(copies) for name, copies in made.items()}
         if dtype == torch.bfloat16:
@@ -59,6 +56,19 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
             functools.partial(_four_bits, *_in_fours(*each)) for each in zip(numbers, groups, strict=True)
         ]
     return found
+
+
+def _in_blocks(operators: Any, kind: str, size: int, outputs: int, inputs: int) -> Any:
+    """A copy of random blocks of `size` bytes: a scale, for some kinds a least number, and the weights."""
+    import torch
+
+    from hf_hsdraft.cpu.gguf_blocks import dequantised
+    from hf_hsdraft.cpu.small_weights import in_blocks
+
+    raw = torch.randint(0, 256, (outputs, inputs // _GROUP, size), dtype=torch.uint8)
+    halves = torch.rand(outputs, inputs // _GROUP, size % 16 // 2) * 1e-3
+    raw[..., : size % 16] = halves.half().view(torch.uint8)
+    return in_blocks(operators, kind, raw.flatten(1), dequantised(kind, raw))
 
 
 def _packed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

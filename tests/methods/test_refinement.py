@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
-from hf_hsdraft.drafters.block.session import BlockSession
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
@@ -127,7 +126,7 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
     model, sessions = refiner_of(drafter, weights), []
     for share in (0.0, SHARE):
         drafter.generation_config.refinement = share
-        session = session_class(drafter, weights, DraftOptions.of(drafter))
+        session = session_class(drafter, weights, Call(target, 1, DraftOptions.of(drafter)))
         session.observe([news(drafter, target, text, 0, 9)])
         sessions.append(session)
     plain, other = (expansion_of(session, text[-1]) for session in sessions)
@@ -171,7 +170,7 @@ def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path
     weights = borrow(drafter, target)
     likely = len(weights.vocab_ids) // 2
     tuned(likely_columns=likely)
-    session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
+    session = drafter.session(Call(target, 1, DraftOptions.of(drafter)))
     session.observe([news(drafter, target, text, 0, 9)])
     expansion, columns = expansion_of(session, text[-1]), torch.tensor([[4, 2, 7]])
     _, states = expansion(1, torch.tensor([[text[-1]]]), None)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask
+from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 
 STEPS = 4
@@ -42,7 +42,7 @@ def make_specformer(target, kind: str = "default", **overrides) -> SpecFormerDra
 
 
 def session_of(drafter, target, rows: int = 1) -> SpecFormerSession:
-    return SpecFormerSession(drafter, borrow(drafter, target), DraftOptions.of(drafter), batch_size=rows)
+    return SpecFormerSession(drafter, borrow(drafter, target), Call(target, rows, DraftOptions.of(drafter)))
 
 
 def slots_after(session: SpecFormerSession, *asks: tuple[int, int], depth: int = STEPS) -> torch.Tensor:

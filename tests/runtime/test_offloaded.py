@@ -1,7 +1,5 @@
 """Targets that accelerate offloads, whole or in part: every family drafts for them, with plain decoding's text."""
 
-from __future__ import annotations
-
 import copy
 
 import accelerate

@@ -17,7 +17,7 @@ from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.depth_weights import d_pace
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import (
-    forward_kl,
+    OBJECTIVES,
     nla,
     objective_of,
     total_variation,
@@ -132,7 +132,9 @@ def some_chains(target, kind: str):
 def loss_of(drafter, target, pack, chains, labels, **fields):
     weights = borrow(drafter, target)
     rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
-    drafter.loss_function = ChainLoss(weights, rows, fields.pop("objective", forward_kl), [1.0, 0.5, 0.25], **fields)
+    drafter.loss_function = ChainLoss(
+        weights, rows, fields.pop("objective", OBJECTIVES["forward_kl"]), [1.0, 0.5, 0.25], **fields
+    )
     predictions = family_of(drafter).predictions(drafter, weights)
     return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
 
@@ -160,20 +162,21 @@ def gradients(loss: torch.Tensor, drafter) -> dict[str, torch.Tensor]:
 
 
 @kinds
-@pytest.mark.parametrize("streams", ["d-pace", "rejected", "both"])
+@pytest.mark.parametrize("streams", ["d-pace", "rejected", "both", "valid prefix"])
 def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams):
-    """Each prediction by itself, in float64: D-PACE's weights, and rejected drafts at some places; with gradients."""
+    """Each prediction by itself, in float64: weights of depths, and rejected drafts at some places; with gradients."""
     drafter, pack, chains, labels = some_chains(target, kind)
     every, rejected = logits_of(drafter, target, pack, chains, labels), None
-    if streams != "d-pace":
+    if streams in ("rejected", "both"):
         costs = torch.tensor([[0.0, 0.9, 0.0], [1.0, 0.9, 0.81], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
         columns = torch.zeros(4, 3, dtype=torch.int64)
         for place, (logits, _) in every.items():
             columns[place] = logits.argmax()  # drafts are first choices
         rejected = RejectedDrafts(columns, costs)
         labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
-    pace = streams != "rejected"
-    parts = loss_of(drafter, target, pack, chains, labels, d_pace=pace, chunk_logits=2 * 40, scored_logits=40)
+    pace, prefix = streams in ("d-pace", "both"), streams == "valid prefix"
+    terms = {"d_pace": pace, "valid_prefix": prefix}
+    parts = loss_of(drafter, target, pack, chains, labels, **terms, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
 
     total, count = torch.zeros((), dtype=torch.float64), labels.valid.sum().item()
@@ -182,6 +185,9 @@ def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams)
         reached = [every[chain, depth] for depth in range(3) if (chain, depth) in every]
         right = [float(logits.detach().softmax(-1)[teacher.argmax()]) for logits, teacher in reached]
         weights = weights_by_hand([*right, 0.0, 0.0], valid, 0.5) if pace else [1.0] * 3
+        if prefix:
+            first = [float(logits.argmax() == teacher.argmax()) for logits, teacher in reached]
+            weights = [math.prod(first[:depth]) for depth in range(3)]
         for depth, (logits, teacher) in enumerate(reached):
             log_p, log_q = teacher.log_softmax(-1), logits.log_softmax(-1)
             if valid[depth]:
@@ -204,9 +210,9 @@ def test_d_pace_takes_one_more_product_by_each_head(target, kind, monkeypatch):
     predictions = type(family_of(drafter).predictions(drafter, borrow(drafter, target)))
     logits, linear, products = predictions.logits, torch.nn.functional.linear, {"drafter": [], "target": []}
 
-    def counted(self, hidden, states):
+    def counted(self, hidden, states, columns):
         products["drafter"].append(len(hidden))
-        return logits(self, hidden, states)
+        return logits(self, hidden, states, columns)
 
     def teacher(rows, head, *bias):
         if head is drafter.loss_function.teacher_head:

@@ -33,7 +33,7 @@ from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.pruning import prune
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
-from hf_hsdraft.training.loss.objectives import forward_kl
+from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -125,7 +125,9 @@ def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields):
     weights = borrow(drafter, target)
     rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
     steps = drafter.num_draft_steps
-    drafter.loss_function = ChainLoss(weights, rows, forward_kl, [0.5**depth for depth in range(steps)], **fields)
+    drafter.loss_function = ChainLoss(
+        weights, rows, OBJECTIVES["forward_kl"], [0.5**depth for depth in range(steps)], **fields
+    )
     labels = true_labels(pack, chains, steps) if labels is None else labels
     predictions = family_of(drafter).predictions(drafter, weights)
     return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
@@ -201,7 +203,8 @@ def test_neither_other_texts_nor_their_chains_change_a_loss(target, kind, monkey
     parts = []
     for length, starts, blocks in ((20, [7, 11], 64), (46, [7, 11], 64), (46, [7, 11, 30, 33], 1)):
         monkeypatch.setattr(block_context, "_BLOCKS_AT_ONCE", blocks)
-        pack = replace(alone, **{name: value[:length] for name, value in vars(alone).items()})
+        known = {name: value for name, value in vars(alone).items() if value is not None}
+        pack = replace(alone, **{name: value[:length] for name, value in known.items()})
         labels = true_labels(pack, Chains(torch.tensor(starts), len(starts), torch.ones(len(starts)) > 0), 3)
         labels = replace(labels, valid=labels.valid & (torch.tensor(starts) < 20)[:, None], count=torch.full((3,), 2))
         chains = Chains(torch.tensor(starts), len(starts), labels.valid[:, 0])

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import drafted_by
+from session_helpers import drafted_by, hidden_session
 
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import Features, cache_features
@@ -25,7 +24,7 @@ from hf_hsdraft.training.loss.loss import (
     sample_chains,
     true_labels,
 )
-from hf_hsdraft.training.loss.objectives import OBJECTIVES, forward_kl, total_variation
+from hf_hsdraft.training.loss.objectives import OBJECTIVES, total_variation
 
 
 def conversation(length: int, seed: int) -> TokenizedConversation:
@@ -57,7 +56,7 @@ def chains_at(*starts: int, num_rolled: int | None = None) -> Chains:
 def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields) -> LossParts:
     weights = borrow(drafter, target)
     steps = drafter.config.num_draft_steps
-    fields = {"objective": forward_kl, "depth_weights": [0.5**depth for depth in range(steps)], **fields}
+    fields = {"objective": OBJECTIVES["forward_kl"], "depth_weights": [0.5**depth for depth in range(steps)], **fields}
     drafter.loss_function = ChainLoss(weights, weights.head, **fields)
     return drafter(
         pack.taps,
@@ -85,7 +84,7 @@ def test_training_logits_are_those_of_decoding(target, features, layers, injecto
         starts=torch.tensor([offset + start, 5]),
         document_ids=pack.document_ids,
     )
-    generator = HSDraftSession(drafter, weights)
+    generator = hidden_session(drafter, weights)
     # As in decoding: the prompt in one piece, then what two rounds accepted.
     for begin, end in ((0, 7), (7, 8), (8, start + 1)):
         generator.read(taps[begin:end], ids[begin + 1 : end + 1], torch.arange(begin, end))
@@ -179,7 +178,7 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, l
         pack = packed(features, multiple)
         drafter.zero_grad()
         teacher = weights.head if head == "target" else target.get_output_embeddings().weight.detach()
-        loss = ChainLoss(weights, teacher, forward_kl, [1.0] * 4, chunk_logits=chunk, scored_logits=chunk)
+        loss = ChainLoss(weights, teacher, OBJECTIVES["forward_kl"], [1.0] * 4, chunk_logits=chunk, scored_logits=chunk)
         drafter.loss_function = loss
         labels = replace(true_labels(pack, picked, 4), regression=0.3)
         embeds = weights.embed(pack.input_ids.roll(-1))
@@ -213,7 +212,7 @@ def test_the_target_says_once_what_follows_a_token(target, features, monkeypatch
         return linear(states, weight, *bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
-    drafter.loss_function = ChainLoss(weights, head, forward_kl, [1.0] * 4)
+    drafter.loss_function = ChainLoss(weights, head, OBJECTIVES["forward_kl"], [1.0] * 4)
     embeds = weights.embed(pack.input_ids.roll(-1))
     drafter(
         pack.taps, embeds, pack.position_ids, chains.starts, pack.document_ids,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer, printable, public_name
+from ...core.checks import are_ascending, is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
@@ -19,7 +19,7 @@ from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...drafters.base.travelling_config import ANY
-from ...drafters.language_model.layer_subset import are_layers, with_layers
+from ...drafters.language_model.layer_subset import with_layers
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...runtime.target_limits import decoder_layers, text_config
@@ -43,7 +43,7 @@ class LayerSkipConfig(PlainConfig):
         count, skipped = self.num_hidden_layers, self.skipped_layers
         if not is_integer(count) or not 1 <= count <= _MOST_LAYERS:
             raise ValueError(f"num_hidden_layers={count!r} is invalid: expected 1 to {_MOST_LAYERS}")
-        if not are_layers(skipped, count) or len(skipped) == count:
+        if not are_ascending(skipped, 0, count - 1) or len(skipped) == count:
             raise ValueError(
                 f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
                 "once and not all of them"

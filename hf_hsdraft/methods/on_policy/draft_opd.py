@@ -145,6 +145,11 @@ class DraftOPD(DataPolicy):
                 "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
                 "count as accepted, so it would weigh most; expected 'fixed'"
             )
+        if args.candidates:
+            raise ValueError(
+                f"candidates={args.candidates} is invalid with data_policy='draft-opd', which compares drafted tokens "
+                "of the whole draft vocabulary: leave it out"
+            )
 
     def chains(self, step: PolicyStep) -> tuple[Chains, ChainLabels]:
         met = replay(step.drafter, step.weights, step.pack, step.rows_per_chunk)

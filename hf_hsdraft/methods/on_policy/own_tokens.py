@@ -59,7 +59,8 @@ def labelled_by_target(
     teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
     rows = labels.rows.clone()
     rows[chosen, 1:] = len(labels.teacher) + torch.arange(drawn.numel(), device=rows.device).view_as(drawn)
-    return replace(labels, teacher=torch.cat([labels.teacher, teacher.to(labels.teacher)]), rows=rows)
+    states = torch.cat([labels.teacher, teacher.to(labels.teacher)])
+    return replace(labels, teacher=states, rows=rows, likely=None)
 
 
 def is_end(target: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...core.tensors import device_of
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import TreeSession
+from ...drafters.base.tree_session import TreeSession, log_probs_of
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from .first_layers import FirstLayers
@@ -49,9 +49,7 @@ class ImitationExpansion(Expansion):
         hidden, paths = self.first.read_nodes(tokens, above)
         imitated = self.drafter.imitated(hidden.to(self.drafter.device, self.drafter.dtype))
         logits = self.drafter.logits(imitated, self.weights).float().to(tokens.device)
-        if self.race is not None:
-            return self.race(level, logits), paths
-        return (logits / self.temperature).log_softmax(dim=-1), paths
+        return log_probs_of(level, logits, self.temperature, self.race), paths
 
 
 class SelfSession(TreeSession):

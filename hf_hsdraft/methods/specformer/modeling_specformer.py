@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.attention import batched_attention
-from ...core.tensors import RMSNorm, is_unhooked
+from ...core.tensors import RMSNorm, batched_attention, is_unhooked
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
@@ -163,7 +162,7 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
 
     def session(self, call: Call) -> SpecFormerSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
-        return SpecFormerSession(self, weights, call.options, batch_size=call.rows, foresight=call.foresight)
+        return SpecFormerSession(self, weights, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config, head = self.config, self.config.draft_vocab_size * self.config.hidden_size

@@ -26,6 +26,8 @@ class FramePredictions(StatePredictions):
     So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
 
+    by_columns = False
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [*super().parameters, self.drafter.blank]
@@ -38,7 +40,9 @@ class FramePredictions(StatePredictions):
             result.append(torch.cat([slots.flatten(1), state[:, 0].to(slots.device)], dim=-1))
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert states is not None
         count, width = self.drafter.config.num_draft_steps, self.drafter.config.hidden_size
         slots, state = states[:, : count * width], states[:, count * width :]

@@ -7,11 +7,12 @@ the drafter, as on CPUs, the disk pays from the second epoch on. A position take
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from torch.utils.data import Dataset
 
 from ..files import write_complete
 from ..loop.progress import Stage
+from ..loss.candidates import likely_columns
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file
 _READ_AT_ONCE = 4096  # positions per forward, padding included
+_FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,15 @@ class Features:
         answer_mask: `[length]`, bool, True where the assistant wrote the token.
         taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
         final: `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head.
+        likely: `[length, n]`, int32, columns of the draft vocabulary that hold the target's most probable tokens after
+            each position, see `candidates.likely_columns`; `None` where they are not kept.
     """
 
     input_ids: torch.Tensor
     answer_mask: torch.Tensor
     taps: torch.Tensor
     final: torch.Tensor
+    likely: torch.Tensor | None = None
 
 
 def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
@@ -131,7 +137,7 @@ def _write_shard(
         for index, features in zip(
             indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
         ):
-            tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
+            tensors |= {f"{index}.{name}": getattr(features, name) for name in _FIELDS}
     write_complete(path, lambda temporary: save_file(tensors, temporary))
 
 
@@ -183,10 +189,52 @@ def read_features(
     return features
 
 
-class FeatureDataset(Dataset[Features]):
-    """Features in shards, read on access."""
+@torch.inference_mode()
+def keep_likely(
+    dataset: FeatureDataset,
+    head: torch.Tensor,
+    vocab_ids: torch.Tensor,
+    count: int,
+    stage: Stage | None = None,
+    share: tuple[int, int] = (0, 1),
+    wait: Callable[[], None] = lambda: None,
+) -> FeatureDataset:
+    """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    Args:
+        head: `[V', D]`, the target's output rows of the draft vocabulary.
+        vocab_ids: `[V']`, int64, its token ids.
+        count: number of tokens at each position.
+        share: index of this process, and number of processes that share the work.
+        wait: waits for the other processes.
+    """
+    digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
+    beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in dataset.paths}
+    missing = [path for path, kept in beside.items() if not kept.exists()]
+    wait()  # until all processes know which are missing
+    number, of = share
+    if stage is not None:
+        stage.start(len(beside), done := len(beside) - len(missing))
+    for at, path in enumerate(missing):
+        if at % of == number:
+            with safe_open(path, framework="pt") as file:
+                finals = {key: file.get_tensor(key) for key in file.keys() if key.endswith(".final")}  # noqa: SIM118
+            found = {
+                key.replace("final", "likely"): likely_columns(final.to(head.device), head, count).cpu()
+                for key, final in finals.items()
+            }
+            write_complete(beside[path], functools.partial(save_file, found))
+        if stage is not None:
+            stage.advance(done + at + 1)
+    wait()
+    return FeatureDataset(dataset.paths, list(beside.values()))
+
+
+class FeatureDataset(Dataset[Features]):
+    """Features in shards, read on access; `likely` are files of `keep_likely`, one a shard."""
+
+    def __init__(self, paths: Sequence[Path], likely: Sequence[Path] = ()) -> None:
+        self.paths, self._likely = list(paths), dict(zip(paths, likely, strict=False))
         self._entries = []
         for path in paths:
             with safe_open(path, framework="pt") as file:
@@ -199,6 +247,8 @@ class FeatureDataset(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         path, number = self._entries[index]
         with safe_open(path, framework="pt") as file:
-            return Features(
-                *(file.get_tensor(f"{number}.{name}") for name in ("input_ids", "answer_mask", "taps", "final"))
-            )
+            features = Features(*(file.get_tensor(f"{number}.{name}") for name in _FIELDS))
+        if path not in self._likely:
+            return features
+        with safe_open(self._likely[path], framework="pt") as file:
+            return replace(features, likely=file.get_tensor(f"{number}.likely"))

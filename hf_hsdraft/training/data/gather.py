@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from transformers import __version__ as transformers_version
 from ..._version import __version__
 from ...runtime.target_loading import is_sharded
 from ..loop.progress import Reporter
-from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
+from .answers import Answered, answer_prompts, prompts_that_fit, row_of, store_answers
 from .conversations import (
     Chat,
     Conversation,
@@ -37,6 +38,8 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 Asked = TypeVar("Asked", Conversation, Prompt)
 
 
+_INVENTED_AT_ONCE = 1024  # prompts that a stream invents before the target answers them
+_LEAST_BATCH = 16  # conversations that a stream hands over together
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
 
@@ -108,12 +111,8 @@ def answer_all(
 
     `identity` is the target's fingerprint, `out` the folder of the run.
     """
-    state = PartialState()
+    state, limit = PartialState(), _longest_prompt(target, plan)
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
-    # A conversation is cut at `max_length`, so a prompt must leave room for an answer, and both must fit the window.
-    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
-    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
     if plan.invents:
         prompts = _invented(target, tokenizer, plan, seed, recipe, limit, out, report)
     together = is_sharded(target) and plan.answers_from is None
@@ -140,6 +139,58 @@ def answer_all(
     state.wait_for_everyone()
     wanted = {prompt.key for prompt in prompts}
     return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+def stream_answers(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    identity: str,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Reporter,
+) -> Iterator[list[Conversation]]:
+    """As `answer_all`, but yields conversations as they come: first all that are on disk, then batch by batch.
+
+    The target invents prompts as they are needed. Batches are in random order, so that each is much like the whole.
+    """
+    recipe, limit = recipe_of(target, tokenizer, plan, seed, identity), _longest_prompt(target, plan)
+    store = RowFolder(out / "data", "Chats answered by the target.", recipe)
+    yield [Conversation.of(row["messages"]) for row in store.rows()]
+    wanted = plan.num_prompts or INVENTED_PROMPTS
+    for count in range(_INVENTED_AT_ONCE, wanted + _INVENTED_AT_ONCE, _INVENTED_AT_ONCE) if plan.invents else [0]:
+        if plan.invents:
+            part = replace(plan, num_prompts=min(count, wanted))
+            prompts = _invented(target, tokenizer, part, seed, recipe, limit, out, report)
+        done = store.keys()
+        pending = prompts_that_fit(
+            tokenizer, [prompt for prompt in prompts if prompt.key not in done], limit, lambda prompt, why: None
+        )
+        expected = _own_answers(target, tokenizer) if plan.answers_from is not None and pending else None
+        answers = _batches(target, tokenizer, plan, seed, pending, expected, lambda prompt, why: None, shuffled=True)
+        for batch in _of_some_size(answers):
+            store.append([row_of(answered) for answered in batch])
+            yield [Conversation.of(answered.messages) for answered in batch]
+
+
+def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answered]]:
+    """Joins batches until each has `_LEAST_BATCH` answers or more, the last one excepted."""
+    waiting: list[Answered] = []
+    for batch in batches:
+        waiting += batch
+        if len(waiting) >= _LEAST_BATCH:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
+
+
+def _longest_prompt(target: Any, plan: TrainingPlan) -> int:
+    """Tokens of a first turn at most: it leaves room for an answer within `max_length`, and both fit the window."""
+    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    return limit if window is None else min(limit, window - plan.max_new_tokens)
 
 
 def _invented(
@@ -191,6 +242,7 @@ def _batches(
     prompts: Sequence[Prompt],
     expected: list[str] | None,
     skip: Callable[[Prompt, str], None],
+    shuffled: bool = False,
 ) -> Iterable[Sequence[Answered]]:
     """Returns the answers in batches, from the plan's server or else from the target.
 
@@ -199,6 +251,7 @@ def _batches(
     common: dict[str, Any] = {"temperatures": _temperatures(plan), "max_new_tokens": plan.max_new_tokens, "seed": seed}
     if plan.answers_from is None or not prompts:
         turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
+        turns["shuffled"] = shuffled
         return answer_prompts(target, tokenizer, prompts, **common, **turns)
     served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size, "expected": expected}
     answers = answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)

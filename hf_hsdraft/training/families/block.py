@@ -50,7 +50,9 @@ class BlockPredictions(Predictions):
             result.append(state)
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         logits, head = self.drafter.logits(hidden, self.weights), self.drafter.token_head
         return logits if head is None or states is None else head.keep_candidates(logits) + head(hidden, states)
 

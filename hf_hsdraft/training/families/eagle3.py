@@ -12,7 +12,7 @@ from torch import nn
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration import EagleConfig
 from ...drafters.eagle.drafter import EagleDrafter
-from ..loss.predictions import Predictions, trained
+from ..loss.predictions import Predictions, head_logits, trained
 from .family import Choose
 from .published import PublishedFamily
 
@@ -23,6 +23,7 @@ class EaglePredictions(Predictions):
 
     drafter: EagleDrafter
     weights: TargetWeights
+    by_columns = True
 
     @property
     def reads_tokens(self) -> bool:  # type: ignore[override]
@@ -39,8 +40,10 @@ class EaglePredictions(Predictions):
         shape = len(tokens), self.drafter.num_draft_steps, -1
         return {"path_embeds": self.weights.embed(mask).expand(shape)}
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden)
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return head_logits(self.drafter, hidden, self.weights, columns)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.drafter.norm(hidden)

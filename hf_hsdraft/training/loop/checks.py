@@ -35,9 +35,15 @@ def prepared(
         OSError: there is no such drafter to start from.
     """
     plan.check_invents()
+    plan.check_stream(PartialState().num_processes)
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
     family_for(plan).check_policy(args.data_policy)
+    if plan.stream:
+        args.ignore_data_skip = True  # a resumed run goes on with new conversations
+        args.accelerator_config.dispatch_batches = False  # of conversations, not of tensors
+        if args.max_steps <= 0:
+            raise ValueError("a stream has no epochs: give --max-minutes or --max-steps")
     if args.objective in WHOLE_LOSSES:
         plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
         family_for(plan)  # raises for fields that such a drafter lacks

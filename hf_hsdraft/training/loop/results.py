@@ -117,15 +117,22 @@ def _recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily
 
 
 def what_is_computed(trainer: DrafterTrainer) -> str:
-    """Describes the terms of the loss, and how many predictions are compared at a time."""
-    args, loss = trainer.args, trainer.loss
+    """Describes the terms of the loss, and what is compared at a time."""
+    args = trainer.args
     options = "".join(f" ({name} {value})" for name, value in args.method_options.items())
     return (
         f"{_terms(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
         f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, "
-        f"{_weights(trainer)}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} "
-        "tokens at a time"
+        f"{_weights(trainer)}; {_compared(trainer)}"
     )
+
+
+def _compared(trainer: DrafterTrainer) -> str:
+    args = trainer.args
+    if getattr(trainer.loss, "candidates", None) is not None:
+        return f"the {args.candidates} likely tokens of each position compared, and {args.drawn_candidates} drawn ones"
+    size = len(trainer.weights.vocab_ids)
+    return f"logits of {trainer.loss.rows_per_chunk} predictions x {size:,} tokens at a time"
 
 
 def _terms(args: DrafterTrainingArguments) -> str:
@@ -140,6 +147,12 @@ def _terms(args: DrafterTrainingArguments) -> str:
 
 
 def _weights(trainer: DrafterTrainer) -> str:
+    if trainer.args.valid_prefix:
+        return _depth_weights(trainer) + ", of the depths that greedy decoding reaches"
+    return _depth_weights(trainer)
+
+
+def _depth_weights(trainer: DrafterTrainer) -> str:
     if trainer.args.depth_weighting == "d-pace":
         return "depth weights by D-PACE"
     numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)
