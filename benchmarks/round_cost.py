@@ -351,7 +351,6 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the machine and the targets, and prints both."""
     parser = options(__doc__, dtype="bfloat16", json=None)
     parser.add_argument("--targets", type=names, default=["smollm2", SHAPE], help="default: smollm2,8b")
     parser.add_argument("--rows", type=counts, default=[9, 25], help="of the rounds' forwards; default: 9,25")
