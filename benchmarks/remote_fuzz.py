@@ -15,7 +15,6 @@ from runner import options, print_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if a text came out otherwise afterwards, or the server did what it should not."""
     parser = options(__doc__, seed=0)
     parser.add_argument("--messages", type=int, default=20_000, help="number to send; default: 20000")
     asked = parser.parse_args(arguments)

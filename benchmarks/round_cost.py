@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SHAPE, PARTS = "8b", ("draft", "verify", "rest")
 _STEP, _END, _SKIPPED = "step", "", 3  # the first rounds pack weights and try the target
-_LAYERS, _TOKENS = (2, 6), 30
+_LAYERS, _TOKENS = (2, 3), 30
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,6 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the machine and the targets, and prints both."""
     parser = options(__doc__, dtype="bfloat16", json=None)
     parser.add_argument("--targets", type=names, default=["smollm2", SHAPE], help="default: smollm2,8b")
     parser.add_argument("--rows", type=counts, default=[9, 25], help="of the rounds' forwards; default: 9,25")

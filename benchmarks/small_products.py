@@ -10,12 +10,11 @@ and the table has medians. ATen's products by small weights round no inputs eith
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runner import counts, dtype_of, in_turns, keep, options, print_table
+from runner import counts, dtype_of, options, print_by_rows
 
 if TYPE_CHECKING:
     import torch
@@ -111,17 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     import torch
 
-    dtype, found = dtype_of(given), dict[str, dict[str, float]]()
+    dtype = dtype_of(given)
     with torch.no_grad():
         made = ways(dtype)
-        for rows in given.rows:
+
+        def calls_of(rows: int) -> dict[str, Callable[[], float]]:
             inputs = [torch.randn(rows, inputs).to(dtype) for _, inputs in SHAPES]
-            calls = {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
-            for name, times in in_turns(calls, given.repeats).items():
-                found.setdefault(name, {})[str(rows)] = statistics.median(times)
-    keep(given.json, {"milliseconds": found})
-    heads = [f"{rows} rows" if rows > 1 else "1 row" for rows in given.rows]
-    print_table(["weights", *heads], ([name, *map("{:.1f}".format, each.values())] for name, each in found.items()))
+            return {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
+
+        print_by_rows(given, calls_of, "weights", "row")
 
 
 if __name__ == "__main__":

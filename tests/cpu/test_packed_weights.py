@@ -294,14 +294,14 @@ def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, firs
     """And what the default has packed is not packed again where more is asked for."""
     tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
     monkeypatch.setattr(SLOWER, lambda *kind: False)
-    drafter, expected = make_drafter(target), text(target)
+    drafter, expected = make_drafter(target), text(target, max_new_tokens=16)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
     assert 0 < some < every
     packed = []
     for asked_for in (first, not first or None, True, None, True, None):
         drafter.generation_config.packed_weights = asked_for
         gc.collect()  # copies that only a call of before would keep
-        output = text(target, drafter, return_dict_in_generate=True)
+        output = text(target, drafter, max_new_tokens=16, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and output.statistics.packed_weights
         packed.append(copies(target))
     assert packed == [every if first else some, *[every] * 5]
@@ -554,10 +554,10 @@ def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, pac
     """Costs depend on the length of a text, which has grown since the call began; nothing is packed where it does."""
     kinds = []
     monkeypatch.setattr(SLOWER, lambda _, kind: not kinds.append(kind))
-    for rounds in (1, 60):
+    for rounds in (1, 30):
         tuned(packed_least_numbers=0, packing_forwards=0.2 * rounds, cost_length=16)
         target = make_target()
-        text(target, drafter_of(target, None), max_new_tokens=200)
+        text(target, drafter_of(target, None), max_new_tokens=100)
     assert len(kinds) == 2 and kinds[0] != kinds[1] and not packings
 
 

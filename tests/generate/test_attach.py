@@ -576,12 +576,10 @@ def test_a_pipeline_drafts(target, drafter, own_tokenizer, batch_size):
 
 
 def test_threads_at_once(target, drafter):
-    prompts = [
-        torch.randint(2, VOCAB, (1, 5 + index), generator=torch.Generator().manual_seed(index)) for index in range(4)
-    ]
+    prompts = [torch.randint(2, VOCAB, (1, 5 + n), generator=torch.Generator().manual_seed(n)) for n in range(3)]
     plain = [target.generate(prompt, **GREEDY).tolist() for prompt in prompts]
     attachment = attach(target, drafter)
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda ids: [target.generate(ids, **GREEDY).tolist() for _ in range(3)], prompts)
-    assert list(found) == [[text] * 3 for text in plain]
-    assert attachment.statistics.calls == 12 and attachment.statistics.new_tokens == 12 * NEW
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda ids: [target.generate(ids, **GREEDY).tolist() for _ in range(2)], prompts)
+    assert list(found) == [[text] * 2 for text in plain]
+    assert attachment.statistics.calls == 6 and attachment.statistics.new_tokens == 6 * NEW

@@ -399,7 +399,7 @@ def test_what_a_target_can_is_tried_once():
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "most"),
-    [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6), (3, torch.bfloat16, 99)],
+    [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6), (3, torch.bfloat16, 12)],
 )
 def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tuned):
     """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults."""
@@ -485,11 +485,11 @@ def test_queries_scaled_by_cache_slot(rows):
     fields = {**LLAMA, "attention_chunk_size": 64, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
     fields |= {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 0], "moe_layers": [1], "attn_scale": 2.0}
     target = model_of("llama4_text", **fields, floor_scale=24)
-    for prompt in (12, 19, 20, 23, 24):  # a trial would lie over the step, or just before it
+    for prompt in (12, 20, 23):  # a trial would lie over the step, or just before it
         plain, drafted = repeating(target, rows, prompt)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         ids = plain.sequences[:, :prompt]
-        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 48}
+        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 24}
         agree(target, **settings)  # trees with many branches
     assert drafted.statistics.tau > 1.5
     assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")

@@ -301,7 +301,7 @@ class Noisy(LogitsProcessor):
         *({name: 0.01} for name in ("epsilon_cutoff", "eta_cutoff")),
         {"logits_processor": LogitsProcessorList([Noisy()]), "top_k": 20, "temperature": 0.9},
     ],
-    ids=str,
+    ids=lambda given: ", ".join(map(str, given)),
 )
 def test_whatever_changes_the_scores_the_text_is_plain(settings, target, drafter, prompt):
     settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, **settings}
