@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner import counts, keep, loaded_target, names, options, print_table, prompt_texts
+from runner import Decoded, counts, decoded, keep, loaded_target, names, options, print_table, prompt_texts
 
 REST, ON = "at rest", "on"
 COLUMNS = (
@@ -102,9 +102,9 @@ class _Pair:
                 found["plain" if drafter is None else "ours"] = self._call(batch, drafter)
             plain, ours = found["plain"], found["ours"]
             yield {
-                "ratio": plain["seconds"] / ours["seconds"],
-                "tau": ours["tau"],
-                "same": sum(one == other for one, other in zip(plain["texts"], ours["texts"], strict=True)),
+                "ratio": plain.seconds / ours.seconds,
+                "tau": ours.statistics.tau,
+                "same": sum(one == other for one, other in zip(plain.texts, ours.texts, strict=True)),
                 "rows": size,
             }
             if 2 * time.monotonic() - before > ends:
@@ -125,20 +125,11 @@ class _Pair:
         texts = [text for text in prompt_texts(self.given) if len(text) <= self.given.longest]
         return [each for each in padded_batches(self.tokenizer, texts, size, "cpu") if len(each["input_ids"]) == size]
 
-    def _call(self, batch: Any, drafter: Any, most: int = 0) -> dict[str, Any]:
+    def _call(self, batch: Any, drafter: Any, most: int = 0) -> Decoded:
         import torch
 
-        from hf_hsdraft.engine.call_output import DraftStatistics
-
-        most = most or self.given.max_new_tokens
-        call = {"max_new_tokens": most, "do_sample": False, "return_dict_in_generate": True}
-        begin = self._clock()
         with torch.inference_mode():
-            output = self.target.generate(**batch, **call, assistant_model=drafter)
-        seconds = self._clock() - begin
-        texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
-        counted = getattr(output, "statistics", DraftStatistics())
-        return {"seconds": seconds, "texts": texts, "tau": counted.tau}
+            return decoded(self.target, batch, most or self.given.max_new_tokens, drafter, self._clock)
 
 
 def _kept(path: Path) -> dict[str, list[dict[str, Any]]]:

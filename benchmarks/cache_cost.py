@@ -95,7 +95,6 @@ def _tokens(target: Any, count: int) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Times forwards on a real target."""
     parser = options(__doc__, target=None, repeats=15, dtype="bfloat16", device="cpu", json=None)
     parser.add_argument("--context-lengths", type=numbers, default=[256, 2048, 8192], help="tokens in the cache")
     parser.add_argument("--nodes", type=int, default=25, help="of the draft, the root included")

@@ -55,7 +55,6 @@ def worker_of(checkout: Path, dtype: str, fixed: bool) -> LineWorker:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one row a dtype."""
     parser = options(__doc__, prompts=None, limit=None, max_new_tokens=64)
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("--dtype", default="float32,bfloat16", help="comma-separated; default: float32,bfloat16")
@@ -67,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def row(given: Any, dtype: str, prompts: list[str]) -> list[Any]:
-    """Returns the cells of one dtype."""
     workers = [worker_of(checkout.resolve(), dtype, given.fixed) for checkout in (ROOT, given.other)]
     found: list[list[dict[str, Any]]] = [[], []]
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up

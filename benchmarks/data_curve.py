@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,35 +22,24 @@ from runner import options
 
 @dataclass(frozen=True)
 class Curve:
-    """What a variant reaches after so much learning.
+    """What a variant reaches after so much learning."""
 
-    Attributes:
-        variant: name of the variant in the report.
-        points: answer tokens learned from, and tau.
-    """
-
-    variant: str
-    points: Sequence[tuple[float, float]]
+    variant: str  # name of the variant in the report
+    points: Sequence[tuple[float, float]]  # answer tokens learned from, and tau
 
     @property
     def per_tenfold(self) -> float:
         """How much tau grows with ten times the tokens: the slope of the line of least squares."""
-        logs = [math.log10(tokens) for tokens, _ in self.points]
-        mean, mean_tau = sum(logs) / len(logs), sum(tau for _, tau in self.points) / len(logs)
-        covered = sum((log - mean) ** 2 for log in logs)
-        return sum((log - mean) * (tau - mean_tau) for log, (_, tau) in zip(logs, self.points, strict=True)) / covered
+        tokens, taus = zip(*self.points, strict=True)
+        return statistics.linear_regression(list(map(math.log10, tokens)), taus).slope
 
 
 def curves_of(report: Mapping[str, Any], learned: Mapping[str, float]) -> list[Curve]:
-    """Returns a curve for each variant of a report of `hsdraft bench`.
+    """Returns a curve for each variant of a report of `hsdraft bench`, whose systems are called `drafter: variant`.
 
-    Args:
-        report: what `--json` wrote. Its systems are called `drafter: variant`.
-        learned: tokens that each drafter learned from, by the drafter's name in the report or the last part of it.
-
-    Raises:
-        ValueError: one of `learned` is not in the report, or stands for several of its drafters; or a variant lacks two
-            different numbers of tokens.
+    `learned` are the tokens that each drafter learned from, by its name in the report or the last part of it. Raises a
+    ValueError if one is not in the report, or stands for several of its drafters; or a variant lacks two different
+    numbers of tokens.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     seen: dict[str, set[str]] = {}
@@ -93,7 +83,6 @@ def learned_by(text: str) -> tuple[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws the curves of a report and prints their points."""
     parser = options(__doc__)
     parser.add_argument("report", type=Path, help="JSON file of `hsdraft bench --json`")
     parser.add_argument("picture", type=Path, help="PNG file to write")

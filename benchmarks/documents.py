@@ -46,7 +46,6 @@ def document_prompts() -> Iterator[dict[str, object]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the prompts to a file."""
     parser = options(__doc__)
     parser.add_argument("path", type=Path, help="JSONL file to write")
     path = parser.parse_args(arguments).path

@@ -25,7 +25,6 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the figures of some cases, or of all."""
     parser = options(__doc__)
     parser.add_argument("names", nargs="*", help="of cases; default: all")
     given, known = parser.parse_args(arguments).names, cases()

@@ -10,16 +10,14 @@ turns, and the table has medians. Wants an idle machine.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runner import counts, in_turns, keep, loaded_target, options, print_table
+from runner import counts, loaded_target, options, print_by_rows
 
 
 def accelerated(target: Any, packed: bool, programs: bool) -> Any:
-    """Returns what runs the forwards of one way."""
     from hf_hsdraft.runtime.target_forwards import Acceleration
 
     acceleration = Acceleration(target)
@@ -88,20 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(given.seed)
     target, _ = loaded_target(given)
     kinds = {"eager": (False, False), "packed": (True, False), "packed, compiled": (True, True)}
-    found = dict[str, dict[str, float]]()
+
+    def calls_of(rows: int) -> dict[str, Callable[[], float]]:
+        ids, calls = torch.randint(100, 1000, (1, rows)), dict[str, Callable[[], float]]()
+        for name, kind in kinds.items():
+            acceleration = accelerated(target, *kind)
+            calls[name] = reader(target, acceleration, ids, given.past)
+            if kind == (True, True):
+                calls["its products"] = products(target, acceleration, rows)
+        return calls
+
     with torch.no_grad():
-        for rows in given.rows:
-            ids, calls = torch.randint(100, 1000, (1, rows)), dict[str, Callable[[], float]]()
-            for name, kind in kinds.items():
-                acceleration = accelerated(target, *kind)
-                calls[name] = reader(target, acceleration, ids, given.past)
-                if kind == (True, True):
-                    calls["its products"] = products(target, acceleration, rows)
-            for name, times in in_turns(calls, given.repeats).items():
-                found.setdefault(name, {})[str(rows)] = statistics.median(times)
-    keep(given.json, {"milliseconds": found, "threads": torch.get_num_threads()})
-    heads = [f"{rows} nodes" if rows > 1 else "1 node" for rows in given.rows]
-    print_table(["forward", *heads], ([name, *map("{:.1f}".format, each.values())] for name, each in found.items()))
+        print_by_rows(given, calls_of, "forward", "node")
 
 
 if __name__ == "__main__":

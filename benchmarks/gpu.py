@@ -46,7 +46,6 @@ def _rates(text: str) -> list[float]:
 
 
 def parser() -> ArgumentParser:
-    """Returns the options."""
     made = options(
         __doc__, prompts=None, max_new_tokens=None, repeats=None, dtype="bfloat16", device="", seed=0,
         json=Path("gpu.json"),

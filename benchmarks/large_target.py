@@ -49,21 +49,13 @@ _REPEATS, _PROMPT = 5, 256
 
 @dataclass(frozen=True)
 class Taken:
-    """What a drafter takes. Memory is in bytes, times are in seconds.
-
-    Attributes:
-        family: family of the drafter.
-        own: bytes of its own weights.
-        borrowed: bytes of the target's weights that it multiplies by.
-        added: bytes by which the resident memory grew at most; `None` where the system does not tell.
-        draft: median time of a draft.
-    """
+    """What a drafter takes. Memory is in bytes, times are in seconds."""
 
     family: str
-    own: int
-    borrowed: int
-    added: int | None
-    draft: float
+    own: int  # its own weights
+    borrowed: int  # the target's weights that it multiplies by
+    added: int | None  # growth of the resident memory at most; `None` where the system does not tell
+    draft: float  # median time of a draft
 
     def cells(self, step: float) -> list[Any]:
         """Returns a row of the table, beside the seconds of the target's step."""
@@ -95,13 +87,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def measure_drafter(family: str, target: Any, nodes: int) -> Taken:
-    """Measures what a drafter of a family takes beside a target.
-
-    Args:
-        family: name of a family that can be trained.
-        target: the target.
-        nodes: number of nodes of a draft besides the root.
-    """
+    """Measures what a drafter of a family takes beside a target, with drafts of `nodes` nodes besides the root."""
     import torch
 
     from hf_hsdraft.bench.machine import PeakMemory
@@ -172,7 +158,6 @@ def at_full_depth(times: tuple[float, float], layers: tuple[int, int], all_layer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints what drafters of each family take beside a large target."""
     parser = options(__doc__, dtype="bfloat16")
     parser.add_argument("--depths", type=numbers, default=[2, 4], help="two numbers of layers that are measured")
     parser.add_argument("--nodes", type=int, default=24, help="of a tree besides the root")

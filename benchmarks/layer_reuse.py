@@ -8,12 +8,13 @@ Plain decoding, drafts whose layers are reused, and drafts whose layers are comp
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runner import dtype_of, in_turns, loaded_target, options, print_table, prompt_texts
+from runner import decoded, dtype_of, in_turns, loaded_target, options, print_table, prompt_texts
 
 if TYPE_CHECKING:
     from hf_hsdraft.engine.call_output import DraftStatistics
@@ -23,14 +24,7 @@ _WAYS = ("plain", "reuse", "anew")
 
 @dataclass
 class Compared:
-    """What was measured of one drafter.
-
-    Attributes:
-        seconds: of all calls, by the way of decoding.
-        tokens: number of new tokens of all calls, by the way of decoding.
-        calls: statistics of the drafted calls, by the way of decoding.
-        texts: new tokens of each call, by the way of decoding.
-    """
+    """What was measured of one drafter, by way of decoding."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WAYS, 0.0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_WAYS, 0))
@@ -45,8 +39,7 @@ class Compared:
     def reused(self) -> float:
         """Share of the layers' work in verifying that the drafts had done, by the nodes of all calls."""
         nodes = [sum(call.drafted_nodes) + call.rounds for call in self.calls["reuse"]]
-        shares = [call.reused_share for call in self.calls["reuse"]]
-        return sum(map(float.__mul__, shares, map(float, nodes))) / max(sum(nodes), 1)
+        return statistics.fmean((call.reused_share for call in self.calls["reuse"]), nodes)
 
     def speed_up(self, way: str) -> float:
         """Tokens per second over those of plain decoding."""
@@ -75,35 +68,23 @@ COLUMNS = (
 def compare(
     target: Any, drafter: Any, inputs: Sequence[Mapping[str, Any]], max_new_tokens: int, **options: Any
 ) -> Compared:
-    """Decodes prompts greedily in three ways, in changing order.
+    """Decodes prompts greedily in three ways, in changing order; the first one also before, to warm up.
 
-    Args:
-        target: the target.
-        drafter: a drafter; of other families than self-speculation both ways of drafting are the same.
-        inputs: inputs of `generate()`, of one prompt each. The first one is also decoded before, to warm up.
-        max_new_tokens: greatest number of new tokens of a text.
-        options: drafting options that differ from the drafter's own.
+    Of other families than self-speculation both ways of drafting are the same. `options` are drafting options that
+    differ from the drafter's own.
     """
-    from hf_hsdraft.bench.machine import timed
-
     drafters = {way: _with_options(drafter, **options, layer_reuse=way == "reuse") for way in _WAYS[1:]}
-    call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     found = Compared()
     for index, each in enumerate([inputs[0], *inputs]):
-        decode = {
-            way: partial(timed, target.device, target.generate, **each, **call, assistant_model=drafters.get(way))
-            for way in _WAYS
-        }
+        decode = {way: partial(decoded, target, each, max_new_tokens, drafters.get(way)) for way in _WAYS}
         done = in_turns(decode, 1, warm_up=0, begin=index)
         if index == 0:
             continue
-        for way, [(output, seconds)] in done.items():
-            text = output.sequences[0, each["input_ids"].shape[1] :].tolist()
-            found.seconds[way] += seconds
-            found.tokens[way] += len(text)
-            found.texts[way].append(text)
-            if way != "plain":
-                found.calls[way].append(output.statistics)
+        for way, [call] in done.items():
+            found.seconds[way] += call.seconds
+            found.tokens[way] += len(call.texts[0])
+            found.texts[way] += call.texts
+            found.calls[way].append(call.statistics)
     return found
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runner import names, options, print_table, prompt_texts
+from runner import decoded, names, options, print_table, prompt_texts
 
 if TYPE_CHECKING:
     import torch
@@ -47,24 +47,22 @@ def row_of(target: Any, drafter: Any, prompts: Sequence[dict[str, Any]], tokens:
     """What became of some calls, as the cells of a table."""
     import torch
 
-    from hf_hsdraft.bench.machine import timed
     from hf_hsdraft.core.refusals import DraftingRefused
 
-    call = {"do_sample": False, "max_new_tokens": tokens, "return_dict_in_generate": True}
     seconds, same, kinds, reason, new, forwards = [0.0, 0.0], 0, set(), "", 0, 0
     for inputs in prompts:
-        plain, taken = timed(target.device, target.generate, **inputs, **call)
-        seconds[0] += taken
+        plain = decoded(target, inputs, tokens)
+        seconds[0] += plain.seconds
         try:
-            drafted, taken = timed(target.device, target.generate, **inputs, **call, assistant_model=drafter)
+            drafted = decoded(target, inputs, tokens, drafter)
         except DraftingRefused as refusal:
             kinds, reason = kinds | {"refused"}, str(refusal)
             continue
-        seconds[1] += taken
-        found, same = drafted.statistics, same + int(torch.equal(plain.sequences, drafted.sequences))
+        seconds[1] += drafted.seconds
+        found, same = drafted.statistics, same + (plain.texts == drafted.texts)
         kinds, reason = kinds | {found.draft_kind}, found.reason or reason
         new, forwards = new + found.new_tokens, forwards + found.row_forwards
-    apart = own_distance(target, plain.sequences)
+    apart = own_distance(target, torch.cat([inputs["input_ids"], torch.tensor(plain.texts)], dim=1))
     if kinds == {"refused"}:
         return ["refused", f"{apart:.0e}", None, None, None, reason]
     over = None if "refused" in kinds else seconds[1] / seconds[0]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from runner import options, print_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if a text came out otherwise afterwards, or the server did what it should not."""
     parser = options(__doc__, seed=0)
     parser.add_argument("--messages", type=int, default=20_000, help="number to send; default: 20000")
     asked = parser.parse_args(arguments)
-    from oracles.remote_fuzz import fuzz, word_tokenizer
+    from oracles.remote_fuzz import fuzz
     from oracles.remote_server import in_background
     from oracles.tiny import tiny_config, tiny_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in faults:
         print(f"fault: {each}")
     return 1 if faults else 0
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of a word for each token, with a chat template."""
+    from oracles.tiny import VOCABULARY
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<unk>", *(f"w{number}" for number in range(VOCABULARY - 1))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", chat_template=template)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,10 @@ def _print(row: dict[str, Any]) -> None:
 
 def sweep(asked: Namespace, plain: Plain, port: int, save: Callable[[list[dict[str, Any]]], None]) -> None:
     """Runs all combinations of drafter, devices, latency and bandwidth; prints and keeps a row for each."""
-    from oracles.remote_relay import relay
+    from oracles.remote_server import relay
+    from remote_bench.clients import Order
     from remote_bench.figures import measured
-    from remote_bench.orders import links_of, order_of
-    from remote_bench.processes import Devices, status_of
+    from remote_bench.processes import Devices, links_of, status_of
 
     rows, devices = list(plain.rows), Devices()
     asks = [(name, count) for name in asked.drafter if name != "generate" for count in asked.sessions]
@@ -69,7 +69,7 @@ def sweep(asked: Namespace, plain: Plain, port: int, save: Callable[[list[dict[s
                     row |= {"round_trip_ms": milliseconds, "mbit": None if math.isinf(mbit) else mbit}
                     before = status_of(port)
                     try:
-                        found = devices.run(order_of(asked, there, drafter, count, plain.prompts))
+                        found = devices.run(Order.of(asked, there, drafter, count, plain.prompts))
                         row |= measured(found, before, status_of(port), plain.texts, drafter == "none")
                     except (RuntimeError, TimeoutError) as error:  # the other rows are measured all the same
                         row |= {"error": str(error)}
@@ -81,7 +81,6 @@ def sweep(asked: Namespace, plain: Plain, port: int, save: Callable[[list[dict[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 if something has gone wrong."""
     asked = _arguments(arguments)
     from remote_bench.figures import faults_of, print_rows
     from remote_bench.plain import plain_texts

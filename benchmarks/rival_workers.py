@@ -152,7 +152,6 @@ def in_int8(gguf: str, dtype: Any) -> Any:
 
 
 def answer(decode: Decode, order: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one text."""
     found: list[int] = []
     times: list[float] = []
 

@@ -96,15 +96,9 @@ def speed(answer: Mapping[str, Any]) -> float:
     return (len(answer["tokens"]) - 1) / max(answer["last"] - answer["first"], 1e-9)
 
 
-def agreed(answer: Mapping[str, Any], plain: Mapping[str, Any]) -> int:
-    """The number of tokens before two texts first differ."""
-    pairs = enumerate(zip(answer["tokens"], plain["tokens"], strict=False))
-    lengths = len(answer["tokens"]), len(plain["tokens"])
-    return next((index for index, (own, other) in pairs if own != other), min(lengths))
-
-
 def rows(found: Mapping[str, list[dict[str, Any]] | str]) -> Iterator[list[Any]]:
-    """Returns the table's rows."""
+    from hf_hsdraft.serve.conversation import alike
+
     plain = [answers for title, answers in found.items() if title.startswith("plain") and not isinstance(answers, str)]
     for title, answers in found.items():
         if isinstance(answers, str):
@@ -115,8 +109,8 @@ def rows(found: Mapping[str, list[dict[str, Any]] | str]) -> Iterator[list[Any]]
         if plain:
             ratios = [speed(own) / speed(other) for own, other in zip(answers, plain[0], strict=True)]
             over = statistics.median(ratios)
-            texts = zip(answers, plain[-1], strict=True)
-            same = f"{sum(agreed(*pair) for pair in texts)} of {sum(len(one['tokens']) for one in plain[-1])}"
+            texts = [[one["tokens"] for one in way] for way in (answers, plain[-1])]
+            same = f"{sum(map(alike, *texts))} of {sum(map(len, texts[1]))}"
         first = 1000 * statistics.median(one["first"] for one in answers)
         peak = max(one["peak"] or 0 for one in answers) // 2**20 or None
         middle = statistics.median(map(speed, answers))

@@ -17,6 +17,7 @@ probes measure them:
 The other three belong to what runs, and are counted in running calls. Operators: what the profiler sees dispatched, by
 Python or by compiled code, but not by other operators. Bytes: of each operand that is older than the round, as weights,
 keys and values are, in each operator that reads it. Operations: two for each number of such an operand and each row.
+Layers are not compiled here, as the operators and bytes inside of a program cannot be counted.
 
 The limit is bytes / bandwidth; left is the share of the measured time above it. Two small numbers of layers of the 8B
 shape are measured, and all of its numbers follow from the two.
@@ -272,6 +273,7 @@ def drafters_of(target: Any, drafter: Any, rows: Sequence[int], packed: bool) ->
         wrapped = WrappedDrafter(drafter)
         with_nodes(wrapped, count - 1, 1)
         wrapped.generation_config.packed_weights = bool(packed)
+        wrapped.generation_config.compiled_layers = False
         yield count, wrapped
 
 
@@ -349,7 +351,6 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the machine and the targets, and prints both."""
     parser = options(__doc__, dtype="bfloat16", json=None)
     parser.add_argument("--targets", type=names, default=["smollm2", SHAPE], help="default: smollm2,8b")
     parser.add_argument("--rows", type=counts, default=[9, 25], help="of the rounds' forwards; default: 9,25")

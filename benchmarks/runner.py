@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,12 +55,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Returns the parser of a script.
-
-    Args:
-        doc: the script's docstring, which `--help` prints.
-        defaults: the shared options that it takes, each with its default; `...` for one that has to be given.
-    """
+    """Returns the parser of a script, with the shared options of `defaults`; `...` for one that has to be given."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         shared = dict(_SHARED[name])
@@ -98,11 +96,7 @@ def in_turns(
 ) -> dict[_Way, list[_Found]]:
     """Calls each of several ways, turn by turn and in changing order; returns what each returned in each turn.
 
-    Args:
-        ways: what is compared, by its name.
-        turns: how often each is called.
-        warm_up: turns before these, which are left out.
-        begin: number of the first turn, which decides about the order.
+    `warm_up` turns come before these, and are left out. The number of the first turn, `begin`, decides about the order.
     """
     from hf_hsdraft.bench.run import turn_order
 
@@ -115,13 +109,38 @@ def in_turns(
     return found
 
 
-class LineWorker:
-    """A process that says that it is ready, and then answers each order, as lines of JSON.
+@dataclass(frozen=True)
+class Decoded:
+    """What one call of `generate()` has brought."""
 
-    Args:
-        command: of the process.
-        settings: other keywords of `subprocess.Popen`.
-    """
+    seconds: float
+    texts: list[list[int]]  # new tokens of each row
+    statistics: Any  # of the drafting; `None` without a drafter
+
+
+def decoded(
+    target: Any,
+    inputs: Mapping[str, Any],
+    tokens: int,
+    drafter: Any = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> Decoded:
+    """Decodes a prompt or a batch once, greedily unless `options` of `generate()` say otherwise."""
+    from hf_hsdraft.bench.machine import synchronise
+
+    call = {"do_sample": False, "max_new_tokens": tokens, "return_dict_in_generate": True, **options}
+    synchronise(target.device)
+    begin = clock()
+    output = target.generate(**inputs, **call, assistant_model=drafter)
+    synchronise(target.device)
+    seconds = clock() - begin
+    texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return Decoded(seconds, texts, getattr(output, "statistics", None))
+
+
+class LineWorker:
+    """A process that says that it is ready, and then answers each order, as lines of JSON."""
 
     def __init__(self, command: Sequence[str], **settings: Any) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -129,14 +148,12 @@ class LineWorker:
         self._answer()
 
     def ask(self, order: Mapping[str, Any]) -> Any:
-        """Returns the answer to an order."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
     def _answer(self) -> Any:
@@ -166,6 +183,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     print(table_head(columns), flush=True)
     for row in rows:
         print(table_row(row), flush=True)
+
+
+def print_by_rows(
+    given: argparse.Namespace, calls_of: Callable[[int], Mapping[str, Callable[[], float]]], first: str, unit: str
+) -> None:
+    """Times ways in turns for each number of `--rows`; prints and keeps medians of the milliseconds they return."""
+    found: dict[str, dict[str, float]] = {}
+    for rows in given.rows:
+        for name, times in in_turns(calls_of(rows), given.repeats).items():
+            found.setdefault(name, {})[str(rows)] = statistics.median(times)
+    keep(given.json, {"milliseconds": found})
+    heads = [f"{rows} {unit}s" if rows > 1 else f"1 {unit}" for rows in given.rows]
+    print_table([first, *heads], ([name, *map("{:.1f}".format, each.values())] for name, each in found.items()))
 
 
 def keep(path: Path | None, document: Mapping[str, Any]) -> None:

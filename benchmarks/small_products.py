@@ -10,12 +10,11 @@ and the table has medians. ATen's products by small weights round no inputs eith
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runner import counts, dtype_of, in_turns, keep, options, print_table
+from runner import counts, dtype_of, options, print_by_rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,7 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     import torch
 
     from hf_hsdraft.cpu.private_operators import packed_copy
-    from hf_hsdraft.cpu.small_weights import KERNEL, in_blocks_of_4, in_blocks_of_8, in_int8
+    from hf_hsdraft.cpu.small_weights import KERNEL, in_int8
 
     numbers = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in SHAPES]
     scales = [torch.rand(rows) * 1e-3 for rows, _ in SHAPES]
@@ -42,11 +41,8 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     if operators is not None:
         made = {
             "int8": [in_int8(operators, *each) for each in zip(numbers, scales, strict=True)],
-            "Q8_0": [in_blocks_of_8(operators, *each) for each in zip(numbers, groups, strict=True)],
-            "Q4_1": [
-                in_blocks_of_4(operators, each.to(torch.uint8) & 15, group, -group)
-                for each, group in zip(numbers, groups, strict=True)
-            ],
+            "Q8_0": [_in_blocks(operators, "Q8_0", 34, *shape) for shape in SHAPES],
+            "Q4_1": [_in_blocks(operators, "Q4_1", 20, *shape) for shape in SHAPES],
         }
         found |= {name: list(copies) for name, copies in made.items()}
         if dtype == torch.bfloat16:
@@ -60,6 +56,19 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
             functools.partial(_four_bits, *_in_fours(*each)) for each in zip(numbers, groups, strict=True)
         ]
     return found
+
+
+def _in_blocks(operators: Any, kind: str, size: int, outputs: int, inputs: int) -> Any:
+    """A copy of random blocks of `size` bytes: a scale, for some kinds a least number, and the weights."""
+    import torch
+
+    from hf_hsdraft.cpu.gguf_blocks import dequantised
+    from hf_hsdraft.cpu.small_weights import in_blocks
+
+    raw = torch.randint(0, 256, (outputs, inputs // _GROUP, size), dtype=torch.uint8)
+    halves = torch.rand(outputs, inputs // _GROUP, size % 16 // 2) * 1e-3
+    raw[..., : size % 16] = halves.half().view(torch.uint8)
+    return in_blocks(operators, kind, raw.flatten(1), dequantised(kind, raw))
 
 
 def _packed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -101,17 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     import torch
 
-    dtype, found = dtype_of(given), dict[str, dict[str, float]]()
+    dtype = dtype_of(given)
     with torch.no_grad():
         made = ways(dtype)
-        for rows in given.rows:
+
+        def calls_of(rows: int) -> dict[str, Callable[[], float]]:
             inputs = [torch.randn(rows, inputs).to(dtype) for _, inputs in SHAPES]
-            calls = {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
-            for name, times in in_turns(calls, given.repeats).items():
-                found.setdefault(name, {})[str(rows)] = statistics.median(times)
-    keep(given.json, {"milliseconds": found})
-    heads = [f"{rows} rows" if rows > 1 else "1 row" for rows in given.rows]
-    print_table(["weights", *heads], ([name, *map("{:.1f}".format, each.values())] for name, each in found.items()))
+            return {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
+
+        print_by_rows(given, calls_of, "weights", "row")
 
 
 if __name__ == "__main__":

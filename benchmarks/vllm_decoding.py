@@ -19,17 +19,14 @@ _COUNTERS = {"vllm:spec_decode_num_drafts": "chains", "vllm:spec_decode_num_acce
 def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
     """Decodes the prompts of a task greedily, once for each number of requests at once.
 
-    Args:
-        task: `target`, `dtype`, `speculation` (or `None`), `prompts` (lists of token ids), `max_new_tokens`,
-            `at_once` (numbers of requests), `on_cpu`.
-
-    Returns:
-        For each of these numbers: `at_once`, `tokens` (a list of token ids for each prompt), `seconds` of all, `chains`
-        that were drafted, and `accepted`, how many of them had their first, second, ... token accepted.
+    `task` has `target`, `dtype`, `speculation` (or `None`), `prompts` (lists of token ids), `max_new_tokens`, `at_once`
+    (numbers of requests), `on_cpu`. Returns for each of these numbers `at_once`, `tokens` (a list of token ids for each
+    prompt), `seconds` of all, `chains` that were drafted, and `accepted`, how many of them had their first, second, ...
+    token accepted.
     """
     from vllm import LLM, SamplingParams
 
-    from hf_hsdraft.vllm_plugin.plugin_limits import CPU_MEMORY
+    from hf_hsdraft.vllm_plugin.speculation import CPU_MEMORY
 
     prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
     most = max(task["at_once"])
@@ -61,20 +58,12 @@ def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
             name: [now - then for now, then in zip(values, before[name], strict=True)]
             for name, values in _counted(llm).items()
         }
-        done.append(
-            {
-                "at_once": at_once,
-                "tokens": tokens,
-                "seconds": seconds,
-                "chains": sum(news.get("chains", [])),
-                "accepted": news.get("accepted", []),
-            }
-        )
+        counts = {"chains": sum(news.get("chains", [])), "accepted": news.get("accepted", [])}
+        done.append({"at_once": at_once, "tokens": tokens, "seconds": seconds, **counts})
     return done
 
 
 def _counted(llm: Any) -> dict[str, list[int]]:
-    """What vLLM has counted so far."""
     found: dict[str, list[int]] = {}
     for metric in llm.get_metrics():
         if (name := _COUNTERS.get(metric.name)) is not None:
@@ -83,7 +72,6 @@ def _counted(llm: Any) -> dict[str, list[int]]:
 
 
 def main(task: str, done: str) -> None:
-    """Reads a task and writes what was done."""
     Path(done).write_text(json.dumps(decode(json.loads(Path(task).read_text()))))
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner import counts, dtype_of, loaded_target, options, print_table, prompt_texts
+from runner import counts, decoded, dtype_of, loaded_target, options, print_table, prompt_texts
 
 _DEFINITION = (
     "chains: drafts that were verified. accepted: chains whose first, second, ... token was accepted. tokens/s: new "
@@ -31,31 +31,20 @@ _DEFINITION = (
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Prompts decoded by one system.
+class Chains:
+    """Prompts decoded by one system, by chains."""
 
-    Attributes:
-        tokens: new tokens of each prompt.
-        chains: number of drafts that were verified.
-        accepted: number of drafts whose first, second, ... token was accepted.
-        speed: new tokens per second.
-    """
-
-    tokens: list[list[int]]
-    chains: int
-    accepted: list[int]
-    speed: float
+    tokens: list[list[int]]  # new tokens of each prompt
+    chains: int  # number of drafts that were verified
+    accepted: list[int]  # number of drafts whose first, second, ... token was accepted
+    speed: float  # new tokens per second
 
 
 def by_vllm(
     python: str, target: str, dtype: str, prompts: Sequence[list[int]], max_new_tokens: int, at_once: Sequence[int],
     speculation: dict[str, Any] | None, on_cpu: bool,
-) -> list[Decoded]:  # fmt: skip
-    """Decodes prompts in a process of vLLM's environment, once for each number of requests at once.
-
-    Raises:
-        RuntimeError: vLLM failed; the message has its last lines.
-    """
+) -> list[Chains]:  # fmt: skip
+    """Decodes prompts in a process of vLLM's environment, once for each number of requests at once."""
     task = {
         "target": target, "dtype": dtype, "prompts": list(prompts), "max_new_tokens": max_new_tokens,
         "at_once": list(at_once), "speculation": speculation, "on_cpu": on_cpu,
@@ -68,7 +57,7 @@ def by_vllm(
         if not done.exists():
             raise RuntimeError("vLLM did not decode:\n" + "\n".join((run.stdout + run.stderr).splitlines()[-15:]))
         return [
-            Decoded(each["tokens"], each["chains"], each["accepted"], sum(map(len, each["tokens"])) / each["seconds"])
+            Chains(each["tokens"], each["chains"], each["accepted"], sum(map(len, each["tokens"])) / each["seconds"])
             for each in json.loads(done.read_text())
         ]
 
@@ -86,11 +75,10 @@ def all_columns() -> Iterator[None]:
         object.__setattr__(TUNING, "likely_columns", before)
 
 
-def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new_tokens: int, length: int) -> Decoded:
+def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new_tokens: int, length: int) -> Chains:
     """Decodes prompts by `generate()` with chains of a fixed length. Rounds that draft nothing are no chains."""
     import torch
 
-    from hf_hsdraft.bench.machine import timed
     from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 
     options = drafter.generation_config
@@ -100,17 +88,14 @@ def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new
         options.ngram_length = 0
     tokens, rounds, seconds = [], [], 0.0
     for prompt in prompts:
-        output, taken = timed(
-            target.device, target.generate, torch.tensor([prompt]), do_sample=False, max_new_tokens=max_new_tokens,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long), assistant_model=drafter,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        seconds += taken
-        found = output.statistics
-        tokens.append(output.sequences[0, len(prompt) :].tolist())
+        ids = torch.tensor([prompt])
+        call = decoded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_new_tokens, drafter)
+        seconds += call.seconds
+        tokens += call.texts
+        found = call.statistics
         rounds += [(a, n) for a, n in zip(found.accepted_lengths, found.drafted_nodes, strict=True) if n]
     accepted = [sum(length > depth for length, _ in rounds) for depth in range(length)]
-    return Decoded(tokens, len(rounds), accepted, sum(map(len, tokens)) / max(seconds, 1e-9))
+    return Chains(tokens, len(rounds), accepted, sum(map(len, tokens)) / max(seconds, 1e-9))
 
 
 def same(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
@@ -121,19 +106,13 @@ def same(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
 _COLUMNS = ("drafter", "decoded by", "at once", "chains", "accepted, by depth", "tokens/s", "over plain", "same")
 
 
-def cells(name: str, by: str, at_once: int, found: Decoded, plain: Sequence[Decoded], over: float | None) -> list[Any]:
-    """Returns a row of the table.
-
-    Args:
-        plain: what vLLM decodes without a drafter.
-        over: tokens per second of that, with as many requests at once; `None` where it does not compare.
-    """
+def cells(name: str, by: str, at_once: int, found: Chains, plain: Sequence[Chains], over: float | None) -> list[Any]:
+    """Returns a row of the table; `over` are the tokens per second without a drafter, where they compare."""
     accepted, gain = ", ".join(map(str, found.accepted)), None if over is None else found.speed / over
     return [name, by, at_once, found.chains, accepted, f"{found.speed:.1f}", gain, same(plain[0].tokens, found.tokens)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints, for each drafter, how many chains were accepted to which depth in vLLM and here, and the speeds."""
     parser = options(__doc__, target=None, drafter=..., prompts=..., limit=12, max_new_tokens=64, dtype="float32")
     parser.add_argument("--vllm-python", required=True, help="interpreter of vLLM's environment")
     parser.add_argument("--at-once", type=counts, default=[1, 8], help="numbers of requests at once; default: 1,8")

@@ -63,13 +63,11 @@ def _install() -> None:
     from .generate.attachment import allow_attachments
     from .generate.by_name import allow_names
     from .generate.generate_hook import install
-    from .generate.hints import allow_hints
 
     warn_if_untested()
     allow_names()
     install()
     allow_attachments()
-    allow_hints()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
@@ -69,6 +68,18 @@ def make_target(attention: str = "sdpa", seed: int = 0, **overrides):
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
+LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"initializer_range": 0.3, "max_position_embeddings": 256}
+
+
+def model_of(model_type: str, auto=AutoModelForCausalLM, attention: str | None = None, **fields):
+    """A target of another architecture; those that resemble Llama take the fields `LLAMA`."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **fields})
+    return auto.from_config(config, **({"attn_implementation": attention} if attention else {})).eval()
+
+
 def make_drafter(target, seed: int = 1, **overrides) -> HSDrafter:
     """An untrained drafter; its proposals are good only by luck, as a test of exactness wants them.
 
@@ -92,6 +103,28 @@ def each_with_its_seed(target, ids: torch.Tensor, mask: torch.Tensor, seed: int,
         torch.manual_seed(row_seed)
         texts.append(target.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **call))
     return torch.cat(texts)
+
+
+def as_plain(target, drafter, inputs, seed: int = 0, **call):
+    """What a drafted call returns; its text has to be that of plain decoding with the same seed."""
+    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    call = {"do_sample": False, "return_dict_in_generate": True, **inputs, **call}
+    outputs = []
+    for assistant in (None, drafter):
+        torch.manual_seed(seed)
+        outputs.append(target.generate(**call, assistant_model=assistant))
+    plain, drafted = outputs
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    return drafted
+
+
+def edited(folder: Path, name: str = "config.json", **fields) -> dict:
+    """The fields of a JSON file after these are changed; `None` takes one out."""
+    found = {**json.loads((folder / name).read_text()), **fields}
+    found = {field: value for field, value in found.items() if value is not None or field not in fields}
+    if fields:
+        (folder / name).write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +186,29 @@ def tuned(monkeypatch):
     return change
 
 
-@contextmanager
-def scripted(texts, seed=0):
-    """Gives a function that makes drafters follow `texts`, the new tokens of each row, as far as chance has it."""
-    yield lambda drafter: None if drafter is None else ScriptedDrafter(drafter, texts, seed)
+class Meanwhile(StoppingCriteria):
+    """Does something once in the middle of a call, when it is asked for a certain time; keeps what that returned."""
+
+    def __init__(self, what, at: int) -> None:
+        self.what, self.at, self.asked, self.results = what, at, 0, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked += 1
+        if self.asked == self.at:
+            self.results.append(self.what())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def failing(error: BaseException):
+    """A function that raises an error, whatever its arguments."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+def scripted(drafter, texts, seed=0):
+    """A drafter that follows `texts`, the new tokens of each row, as far as chance has it; `None` for `None`."""
+    texts = texts.tolist() if isinstance(texts, torch.Tensor) else texts
+    return None if drafter is None else ScriptedDrafter(drafter, texts, seed)

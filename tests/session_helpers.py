@@ -6,7 +6,8 @@ import torch
 from conftest import VOCAB
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 
@@ -17,6 +18,10 @@ def padded(rows: int) -> dict[str, torch.Tensor]:
     for row in range(rows):
         ids[row, : 3 * row], mask[row, : 3 * row] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def borrow(drafter, target):
+    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
 
 
 def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -> Accepted:
@@ -31,6 +36,18 @@ def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -
         positions=torch.arange(start, end),
         following=tokens[start + 1 : end + 1],
     )
+
+
+def pairs_of(drafter, length: int, seed: int = 0, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random hidden states, embeddings and positions of a text, as a hidden-state drafter reads them."""
+    generator, size = torch.Generator().manual_seed(seed), drafter.config.target_hidden_size
+    taps = torch.randn(length, size * len(drafter.config.target_tap_layers), generator=generator)
+    return taps, torch.randn(length, size, generator=generator), torch.arange(first, first + length)
+
+
+def hidden_session(drafter, weights, rows: int = 1) -> HSDraftSession:
+    """A session of no call, by the drafter's modules as they are."""
+    return HSDraftSession(drafter, weights, Call(None, rows, DraftOptions.of(drafter)))
 
 
 def drafted_by(session: HSDraftSession) -> list[DraftTree]:

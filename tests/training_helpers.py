@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import write_prompts
+from hub_server import HubServer
+from huggingface_hub import HfApi, constants
 
+from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
@@ -29,6 +34,19 @@ def run(
     """The drafter after four steps, evaluated at the second and the fourth."""
     fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
     return train(target, tokenizer, plan, {**fields, **arguments}, report=report)
+
+
+def decodes_as_plain(target: Any, drafter: Any) -> bool:
+    ids, call = torch.tensor([[5, 6, 7, 8]]), {"max_new_tokens": 12, "do_sample": False}
+    return target.generate(ids, **call, assistant_model=drafter).tolist() == target.generate(ids, **call).tolist()
+
+
+def own_hub(monkeypatch: Any) -> HubServer:
+    """A Hub on the loopback, to which runs push as `user` with the token `hf_secret`."""
+    hub = HubServer(tokens={"hf_secret": "user"})
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+    return hub
 
 
 def interrupted(*_args: Any, **_kwargs: Any) -> None:

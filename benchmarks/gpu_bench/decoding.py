@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_hsdraft.bench.calls import until_end
 from hf_hsdraft.bench.machine import PeakMemory, timed
-from hf_hsdraft.runtime.prompt_inputs import end_tokens
 
 from .counts import counted, per_step
 from .plan import COMPILED, LOOKUP, OURS, OURS_COMPILED, Settings
@@ -103,11 +103,7 @@ class _Measured:
 
     def new_tokens(self, ids: torch.Tensor, inputs: Inputs) -> list[list[int]]:
         """New tokens of each text, up to its end."""
-        ends, found = end_tokens(self.case.target), []
-        for text in ids[:, inputs["input_ids"].shape[1] :].tolist():
-            end = next((place for place, token in enumerate(text) if token in ends), len(text) - 1)
-            found.append(text[: end + 1])
-        return found
+        return [until_end(text, self.case.target) for text in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
     def steps(self, calls: list[Inputs], tokens: int) -> dict[str, Any]:
         """Forwards after the prompts' ones, as `steps`, and tau and nodes: of one text, with the token after them."""

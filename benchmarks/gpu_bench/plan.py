@@ -22,41 +22,23 @@ _MINUTES = {PLAIN: 0.3, COMPILED: 0.9, OURS: 0.6, OURS_COMPILED: 1.5, LOOKUP: 0.
 
 @dataclass(frozen=True)
 class Settings:
-    """What all parts have in common. Figures of other settings are not comparable.
+    """What all parts have in common. Figures of other settings are not comparable."""
 
-    Attributes:
-        tiny: whether all targets are small and random.
-        dtype: of targets, drafters and products in training.
-        batches: numbers of texts that are decoded at once.
-        rates: acceptance rates that are forced at the 8B shape.
-        prompt_length: tokens of a prompt at the 8B shape.
-        max_new_tokens: of each text.
-        repeats: how often each call is timed.
-        nodes: most nodes of a draft of one text, root excluded.
-        rows: most nodes of a forward over a batch; texts share them.
-        train_length: tokens of a conversation in training.
-        train_batch: conversations of a training step.
-        train_seconds: after which a training run ends.
-        backend: of `torch.compile`; empty for what `generate()` takes on this device.
-        seed: of weights, prompts and conversations.
-        prompts: digest of the prompts of SmolLM2.
-    """
-
-    tiny: bool
-    dtype: str
-    batches: Sequence[int]
-    rates: Sequence[float]
-    prompt_length: int
-    max_new_tokens: int
-    repeats: int
-    nodes: int
-    rows: int
-    train_length: int
-    train_batch: int
-    train_seconds: float
-    backend: str
-    seed: int
-    prompts: str
+    tiny: bool  # whether all targets are small and random
+    dtype: str  # of targets, drafters and products in training
+    batches: Sequence[int]  # numbers of texts that are decoded at once
+    rates: Sequence[float]  # acceptance rates that are forced at the 8B shape
+    prompt_length: int  # tokens of a prompt at the 8B shape
+    max_new_tokens: int  # of each text
+    repeats: int  # how often each call is timed
+    nodes: int  # most nodes of a draft of one text, root excluded
+    rows: int  # most nodes of a forward over a batch; texts share them
+    train_length: int  # tokens of a conversation in training
+    train_batch: int  # conversations of a training step
+    train_seconds: float  # after which a training run ends
+    backend: str  # of `torch.compile`; empty for what `generate()` takes on this device
+    seed: int  # of weights, prompts and conversations
+    prompts: str  # digest of the prompts of SmolLM2
 
     def nodes_of_text(self, rows: int) -> int:
         """Number of nodes of a draft of each of `rows` texts."""
@@ -118,13 +100,9 @@ def parts_of(batches: Sequence[int], wanted: Sequence[str] = ()) -> list[Part]:
 
 @dataclass
 class Clock:
-    """Knows what the remaining minutes have room for.
+    """Knows what the remaining minutes have room for."""
 
-    Attributes:
-        minutes: of the whole command.
-    """
-
-    minutes: float
+    minutes: float  # of the whole command
     now: Callable[[], float] = time.monotonic
     _measured: float = 0.0
     _expected: float = 0.0
@@ -155,12 +133,9 @@ def run(
     save: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Measures each part that `found` lacks, and enters it there; returns the names of parts that failed.
+    """Measures each part that `found` lacks, enters it there by name, and saves; returns the names of failed parts.
 
-    Args:
-        found: results by name of the part. A failed part has `error`, and one without time `skipped`; both are measured
-            by the next run.
-        save: called after each part.
+    A failed part has `error`, and one without time `skipped`; both are measured by the next run.
     """
     failed = []
     for part in parts:

@@ -41,20 +41,14 @@ TINY = Shape(128, 4, 4, 2, 256, 384)
 
 @dataclass(frozen=True)
 class Case:
-    """A target to decode and to train for.
-
-    Attributes:
-        target: the model.
-        inputs: takes a number of texts, and returns the inputs of each call.
-        drafters: what drafts, by its name in the table; each takes the number of texts and returns a drafter for one
-            call. Drafters of forced calls keep their place in the pattern.
-        longest: tokens of the longest prompt.
-    """
+    """A target to decode and to train for."""
 
     target: Any
-    inputs: Callable[[int], list[Inputs]]
+    inputs: Callable[[int], list[Inputs]]  # takes a number of texts, and returns the inputs of each call
+    # By name in the table; each takes the number of texts and returns a drafter for one call. Drafters of forced calls
+    # keep their place in the pattern.
     drafters: Mapping[str, Callable[[int], Any]]
-    longest: int
+    longest: int  # tokens of the longest prompt
 
 
 def case_of(name: str, settings: Settings, device: torch.device, prompts: Sequence[str]) -> Case:

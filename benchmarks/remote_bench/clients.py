@@ -6,6 +6,7 @@ for each order. It loads the drafter once; each device is a fork of it, so many 
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -29,49 +30,36 @@ from hf_hsdraft.remote.remote_model import RemoteModel, RemoteOutput
 
 @dataclass(frozen=True)
 class Order:
-    """What devices do.
+    """What devices do."""
 
-    Attributes:
-        url: of the server.
-        drafter: `"ngrams"`, `"none"`, or a folder or Hub name.
-        sessions: number of devices.
-        prompts: token ids of prompts; device i begins with prompt i.
-        texts: that each device decodes, one after the other.
-        options: of `generate()`.
-        most_taps: see `RemoteModel.generate`.
-        soak_seconds: instead of `texts`, decodes for so long, while devices are killed at random.
-        timeout_seconds: after which an order that has not ended fails.
-        stuck_seconds: after which a device that gets no tokens counts as stuck.
-    """
+    url: str  # of the server
+    drafter: str  # `"ngrams"`, `"none"`, or a folder or Hub name
+    sessions: int  # number of devices
+    prompts: list[list[int]]  # token ids of prompts; device i begins with prompt i
+    texts: int = 1  # that each device decodes, one after the other
+    options: dict[str, Any] = field(default_factory=dict)  # of `generate()`
+    most_taps: int | None = None  # see `RemoteModel.generate`
+    soak_seconds: float = 0.0  # instead of `texts`, decodes for so long, while devices are killed at random
+    timeout_seconds: float = 900.0  # after which an order that has not ended fails
+    stuck_seconds: float = 60.0  # after which a device that gets no tokens counts as stuck
 
-    url: str
-    drafter: str
-    sessions: int
-    prompts: list[list[int]]
-    texts: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    most_taps: int | None = None
-    soak_seconds: float = 0.0
-    timeout_seconds: float = 900.0
-    stuck_seconds: float = 60.0
+    @classmethod
+    def of(cls, asked: argparse.Namespace, port: int, drafter: str, count: int, prompts: list[list[int]]) -> Order:
+        """Returns what devices do for a row, or for a soak, by the command's arguments."""
+        url, soak_seconds = f"http://127.0.0.1:{port}", asked.soak_minutes * 60
+        limits = asked.most_taps, soak_seconds, asked.timeout_seconds, asked.stuck_seconds
+        return cls(url, drafter, count, prompts, asked.texts, options_of(asked), *limits)
 
 
-def drafter_named(name: str) -> Any:
-    """Returns a drafter by its name in an order."""
-    if name in ("none", "ngrams"):
-        return None if name == "none" else CachebackDrafter()
-    return load_drafter(name, torch.float32, "cpu")
+def options_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of `generate()` that the command's arguments ask for."""
+    return {"max_new_tokens": asked.max_new_tokens, "do_sample": asked.sample}
 
 
 class Beats:
-    """A streamer that notes when tokens come.
+    """A streamer that notes when tokens come; calls `first` at the first token, and `each` whenever any come.
 
-    Args:
-        first: called when the first token has come.
-        each: called whenever tokens come.
-
-    Attributes:
-        beats: the time of each round on the machine's clock, which all processes share, and its number of tokens.
+    `beats` are the time of each round on the machine's clock, which all processes share, and its number of tokens.
     """
 
     def __init__(self, first: Callable[[], object] = lambda: None, each: Callable[[], object] = lambda: None) -> None:
@@ -79,7 +67,6 @@ class Beats:
         self.beats: list[tuple[float, int]] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, and then the tokens of each round."""
         if self._prompt:
             self._prompt = False
             return
@@ -94,21 +81,14 @@ class Beats:
 
 @dataclass
 class _Device:
-    """A process that decodes.
-
-    Attributes:
-        process: it.
-        pipe: what it tells, as lists in JSON. Each has its own: one that dies while it writes stops no other.
-        told: when it last told something.
-    """
+    """A process that decodes."""
 
     process: Any
-    pipe: Any
-    told: float = field(default_factory=time.monotonic)
+    pipe: Any  # what it tells, as lists in JSON. Each has its own: one that dies while it writes stops no other
+    told: float = field(default_factory=time.monotonic)  # when it last told something
 
     @classmethod
     def of(cls, work: Callable[..., None], *arguments: Any) -> _Device:
-        """Starts a device."""
         context = multiprocessing.get_context("fork")
         ours, its = context.Pipe(duplex=False)
         process = context.Process(target=_working, args=(work, its, *arguments), daemon=True)
@@ -149,9 +129,7 @@ def _working(work: Callable[..., None], pipe: Any, *arguments: Any) -> None:
 def run(order: Order, drafter: Any) -> dict[str, Any]:
     """Runs an order; returns seconds from the first prompt to the last token, and what each text took.
 
-    Raises:
-        RuntimeError: a device has failed.
-        TimeoutError: the order has taken too long.
+    Raises a RuntimeError if a device has failed, a TimeoutError if the order has taken too long.
     """
     together, model = multiprocessing.get_context("fork").Barrier(order.sessions), _met(order, drafter)
     places = range(order.sessions)
@@ -233,9 +211,8 @@ def _decoded(order: Order, drafter: Any, model: RemoteModel, number: int, beats:
 def soak(order: Order, drafter: Any) -> dict[str, Any]:
     """Decodes without end while devices are killed at random; a new device takes the place of each that ends.
 
-    Returns:
-        number of texts that came out, of texts that came out otherwise than before, of kills, of devices that got no
-        tokens for too long, of failures by what they say; and the first text of each prompt.
+    Returns the numbers of texts, of texts that came out otherwise than before, of kills, of devices that got no tokens
+    for too long, and of failures by what they say; and the first text of each prompt.
     """
     rng, model = random.Random(0), _met(order, drafter)
     first, failures = dict[int, list[int]](), Counter[str]()
@@ -287,13 +264,13 @@ def _endless(tell: Callable[..., None], order: Order, drafter: Any, model: Remot
 def main(lines: Sequence[str] | Any = sys.stdin) -> int:
     """Reads orders and runs them, one after the other; returns 1 if one has failed."""
     torch.set_num_threads(1)
-    drafters: dict[str, Any] = {}
+    drafters: dict[str, Any] = {"none": None, "ngrams": CachebackDrafter()}
     failed = 0
     for line in lines:
         order = Order(**json.loads(line))
         try:
             if order.drafter not in drafters:
-                drafters[order.drafter] = drafter_named(order.drafter)
+                drafters[order.drafter] = load_drafter(order.drafter, torch.float32, "cpu")
             found = (soak if order.soak_seconds else run)(order, drafters[order.drafter])
         except Exception as error:
             found, failed = {"error": f"{type(error).__name__}: {error}"}, 1

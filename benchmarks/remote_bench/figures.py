@@ -29,9 +29,8 @@ def measured(
 ) -> dict[str, Any]:
     """Returns the figures of an order, from what it returned and from what the server said before and after it.
 
-    Args:
-        texts: what plain `generate()` makes of the prompts.
-        plain: whether the server decoded by itself. It waits for no device, so its forwards alone are its time.
+    `texts` are those of plain `generate()`. A `plain` server decodes by itself, and waits for no device: its forwards
+    alone are its time.
     """
     done, old, now = found["texts"], before["batches"], after["batches"]
     rounds = max(sum(each["rounds"] for each in done), 1)

@@ -12,31 +12,20 @@ import torch
 
 from hf_hsdraft.bench.prompts import DEFAULT_PROMPTS
 from hf_hsdraft.runtime.target_loading import load_target
-from remote_bench.clients import Beats
-from remote_bench.orders import options_of
+from remote_bench.clients import Beats, options_of
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What the target makes of the prompts by itself.
+    """What the target makes of the prompts by itself."""
 
-    Attributes:
-        prompts: their token ids.
-        texts: of plain `generate()`, by prompt.
-        rows: figures of one call of `generate()` for as many texts as there are devices.
-    """
-
-    prompts: list[list[int]]
-    texts: list[list[int]]
-    rows: list[dict[str, Any]]
+    prompts: list[list[int]]  # their token ids
+    texts: list[list[int]]  # of plain `generate()`, by prompt
+    rows: list[dict[str, Any]]  # figures of one call of `generate()` for as many texts as there are devices
 
 
 def plain_texts(asked: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> Plain:
-    """Returns what the target makes of the prompts by itself.
-
-    Args:
-        tell: told of each row.
-    """
+    """Returns what the target makes of the prompts by itself; `tell` is told of each row."""
     target, tokenizer = load_target(asked.target, torch.float32, "cpu")
     prompts, texts = [], []
     for seed, prompt in enumerate(DEFAULT_PROMPTS):

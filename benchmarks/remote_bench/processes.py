@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -22,6 +23,12 @@ from remote_bench.clients import Order
 
 KEEP_SECONDS = 5.0  # that the server keeps texts of devices that are gone
 _START_SECONDS = 900.0  # that a server may take to load its target
+
+
+def links_of(asked: argparse.Namespace, latencies: str) -> list[tuple[float, float]]:
+    """Returns the links that are asked for: milliseconds of latency and Mbit/s, each with each."""
+    ways = (asked.round_trip_ms or latencies).split(",")
+    return [(float(ms), float(mbit) if mbit else math.inf) for ms in ways for mbit in asked.mbit.split(",")]
 
 
 @contextlib.contextmanager
@@ -70,12 +77,7 @@ class Devices:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, order: Order) -> dict[str, Any]:
-        """Runs an order.
-
-        Raises:
-            RuntimeError: it has failed.
-            TimeoutError: it has taken too long.
-        """
+        """Runs an order. Raises a RuntimeError if it has failed, a TimeoutError if it has taken too long."""
         if self._process is None:
             command = [sys.executable, str(Path(__file__).with_name("clients.py"))]
             self._process = subprocess.Popen(

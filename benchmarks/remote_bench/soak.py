@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
-from oracles.remote_relay import relay
+from oracles.remote_server import relay
 
 from hf_hsdraft.bench.machine import resident_bytes
-from remote_bench.orders import links_of, order_of
+from remote_bench.clients import Order
 from remote_bench.plain import Plain
-from remote_bench.processes import KEEP_SECONDS, Devices, status_of
+from remote_bench.processes import KEEP_SECONDS, Devices, links_of, status_of
 
 
 def soaked(asked: argparse.Namespace, plain: Plain, port: int, pid: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def soaked(asked: argparse.Namespace, plain: Plain, port: int, pid: int) -> dict
         is_slow = milliseconds or not math.isinf(mbit)
         there = stack.enter_context(relay(port, milliseconds / 1e3, mbit * 125_000)) if is_slow else port
         stack.callback(devices.close)
-        order = order_of(asked, there, drafter, count, plain.prompts)
+        order = Order.of(asked, there, drafter, count, plain.prompts)
         began = time.monotonic()
         working = stack.enter_context(ThreadPoolExecutor(1)).submit(devices.run, order)
         while not working.done():

@@ -21,22 +21,14 @@ from .systems import PLAIN, System, with_options
 
 @dataclass(frozen=True)
 class Settings:
-    """How every system decodes.
+    """How every system decodes."""
 
-    Attributes:
-        max_new_tokens: per prompt.
-        temperature: 0 decodes greedily, above 0 `generate()` samples, see `top_k`.
-        seed: set before every call.
-        top_k: tokens to sample from, 0 for all; `None` for the target's generation configuration, or transformers'
-            default of 50.
-        max_cache_len: tokens that static caches hold, so that all calls share one cache.
-    """
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    max_new_tokens: int  # per prompt
+    temperature: float = 0.0  # 0 decodes greedily, above 0 `generate()` samples, see `top_k`
+    seed: int = 0  # set before every call
+    # tokens to sample from, 0 for all; `None` for the target's generation configuration, or transformers' default of 50
     top_k: int | None = None
-    max_cache_len: int | None = None
+    max_cache_len: int | None = None  # tokens that static caches hold, so that all calls share one cache
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Returns arguments for `generate()`. The target's generation configuration sets the rest."""
@@ -49,39 +41,27 @@ class Settings:
 
 @dataclass
 class Run:
-    """Measurements of one call.
+    """Measurements of one call."""
 
-    Attributes:
-        tokens: new tokens of all rows, ends of text included, padding excluded.
-        forwards: of the target, the prompts' included. Our decoding counts each one for every row.
-        first_seconds, first_tokens: seconds until the first new tokens were handed on, and their number.
-        accepted: drafted tokens accepted in each round; `None` where the system does not report them.
-        memory_before, memory_peak: bytes held when the call began, and their peak during it.
-        same_rows: rows with plain decoding's text; `None` where there is nothing to compare.
-        divergence: where the text of a single prompt diverged from plain decoding's.
-        question, repeat: index of the prompt or batch, and of the repetition of all prompts.
-    """
-
-    tokens: int
+    tokens: int  # new tokens of all rows, ends of text included, padding excluded
     seconds: float
-    forwards: int
+    forwards: int  # of the target, the prompts' included. Our decoding counts each one for every row
     rows: int = 1
     statistics: DraftStatistics | None = None
-    first_seconds: float | None = None
-    first_tokens: int = 0
+    first_seconds: float | None = None  # until the first new tokens were handed on
+    first_tokens: int = 0  # their number
+    # drafted tokens accepted in each round; `None` where the system does not report them
     accepted: list[int] | None = None
-    memory_before: int | None = None
-    memory_peak: int | None = None
-    same_rows: int | None = None
-    divergence: Divergence | None = None
-    question: int = 0
-    repeat: int = 0
+    memory_before: int | None = None  # bytes held when the call began
+    memory_peak: int | None = None  # during the call
+    same_rows: int | None = None  # rows with plain decoding's text; `None` where there is nothing to compare
+    divergence: Divergence | None = None  # where the text of a single prompt diverged from plain decoding's
+    question: int = 0  # index of the prompt or batch
+    repeat: int = 0  # index of the repetition of all prompts
 
 
 class ArrivalStreamer(BaseStreamer):
-    """Records when the first new tokens arrive, and how many arrive each time. The prompt, which comes first, is
-    skipped.
-    """
+    """Records when the first new tokens arrive, after the prompt, and how many arrive each time."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -100,24 +80,6 @@ class ArrivalStreamer(BaseStreamer):
         pass
 
 
-class ForwardCounter:
-    """Counts the target's forwards in the same way for every system.
-
-    It counts calls of the first decoder layer, because some systems do not call the model as a whole.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self.count = 0
-        layers = getattr(target.base_model, "layers", None)
-        self._handle = (target if layers is None else layers[0]).register_forward_pre_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.count += 1
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-
 def time_call(
     target: Any, inputs: dict[str, torch.Tensor], system: System, settings: Settings
 ) -> tuple[list[list[int]], Run]:
@@ -126,12 +88,15 @@ def time_call(
     `inputs` are `input_ids` and `attention_mask`, each `[B, length]`. Returns the new tokens of each row, and the
     measurements.
     """
-    stored = system.drafter.generation_config if system.options else None
-    memory = PeakMemory(target.device)
-    # A static forward is compiled with its hooks, and would be recompiled at every count.
-    counter = None if system.static else ForwardCounter(target)
-    try:
+    memory, forwards = PeakMemory(target.device), list[None]()
+    with contextlib.ExitStack() as stack:
+        if not system.static:  # compiled forwards would be compiled again at every count
+            # Some systems do not call the model as a whole, but all call its first layer.
+            layers = getattr(target.base_model, "layers", None)
+            counted = target if layers is None else layers[0]
+            stack.enter_context(counted.register_forward_pre_hook(lambda *_: forwards.append(None)))
         if system.options:
+            stack.callback(setattr, system.drafter, "generation_config", system.drafter.generation_config)
             with_options(system.drafter, system.options)
         torch.manual_seed(settings.seed)
         synchronise(target.device)
@@ -141,16 +106,11 @@ def time_call(
         synchronise(target.device)
         run.seconds = time.perf_counter() - begin
         run.memory_before, run.memory_peak = before, None if before is None else memory.peak()
-    finally:
-        if counter is not None:
-            counter.remove()
-        if system.options:
-            system.drafter.generation_config = stored
     rows = [until_end(row, target) for row in rows]
     if run.first_seconds is not None:
         run.first_seconds -= begin
     run.rows, run.tokens = len(rows), sum(map(len, rows))
-    run.forwards = max(map(len, rows)) if counter is None else counter.count
+    run.forwards = max(map(len, rows)) if system.static else len(forwards)
     if system.decode is not None and len(rows) == 1 and run.accepted is not None:
         # Rounds without a draft, which accepted nothing, are missing from the list.
         run.accepted += [0] * (run.forwards - 1 - len(run.accepted))

@@ -32,12 +32,8 @@ logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 class HSDraftLM(HFLM):
     """lm_eval's model `hf` with drafted generation. Likelihoods never call `generate()`, so they do not change.
 
-    Args:
-        pretrained: Hub name or folder of the target, or the loaded target.
-        drafter: a drafter, or its Hub name or folder. `None` decodes plainly.
-        arguments: further arguments of `HFLM`.
-
-    `seconds` is the wall-clock time of each call of `generate()`.
+    `pretrained` and `arguments` are those of `HFLM`; `drafter` is a drafter, or its Hub name or folder, and `None`
+    decodes plainly. `seconds` is the wall-clock time of each call of `generate()`.
     """
 
     def __init__(
@@ -128,20 +124,13 @@ def run_tasks(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A drafted run beside a plain one.
+    """A drafted run beside a plain one."""
 
-    Attributes:
-        answers: number of documents.
-        other_answers: task and number of the documents whose answers differ.
-        seconds: of all calls of `generate()`, plain and drafted.
-        call_ratios: plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found
-            different sizes.
-    """
-
-    answers: int
-    other_answers: Sequence[tuple[str, int]]
+    answers: int  # number of documents
+    other_answers: Sequence[tuple[str, int]]  # task and number of the documents whose answers differ
     same_scores: bool
-    seconds: tuple[float, float]
+    seconds: tuple[float, float]  # of all calls of `generate()`, plain and drafted
+    # plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found different sizes
     call_ratios: Sequence[float] = field(repr=False)
 
     def __str__(self) -> str:

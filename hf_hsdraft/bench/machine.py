@@ -13,22 +13,18 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-_RESET = Path("/proc/self/clear_refs")
 
 
 def processor(device: torch.device) -> str:
     """Returns the name of a GPU, or the number and kind of the machine's cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names, flags = (re.findall(rf"^{field}\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE) for field in ("model name", "flags"))
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    names, flags = (re.findall(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE) for field in ("model name", "flags"))
     name = names[0] if names else platform.processor() or platform.machine()
     units = " with AMX" if flags and "amx_bf16" in flags[0] else ""
     return f"{os.cpu_count()} cores of {name}{units} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _cpuinfo() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def synchronise(device: torch.device) -> None:
@@ -60,30 +56,23 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
         try:
-            _RESET.write_text("5", encoding="ascii")
-            return _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
             return None
+        return resident_bytes()
 
     def peak(self) -> int | None:
         """Returns the peak since `start`; meaningless if that returned `None`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        try:
-            return _status("VmHWM")
-        except OSError:
-            return None
+        return resident_bytes(field="VmHWM")
 
 
-def resident_bytes(process: int | str = "self") -> int | None:
+def resident_bytes(process: int | str = "self", field: str = "VmRSS") -> int | None:
     """Returns a process's resident memory, on Linux; `None` where the system does not report it."""
     try:
-        return _status("VmRSS", process)
+        text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-
-
-def _status(field: str, process: int | str = "self") -> int | None:
-    text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
     found = re.search(rf"^{field}:\s*(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None

@@ -112,11 +112,8 @@ def economize_decoder(
     """Returns the function by which economize decodes with a target.
 
     `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
-    includes the target's token. Drafting stops below the probability `min_confidence`.
-
-    Raises:
-        ImportError: economize is not installed.
-        ValueError: the folder holds another technique.
+    includes the target's token. Drafting stops below the probability `min_confidence`. Raises an ImportError if
+    economize is not installed, and a ValueError if the folder holds another technique.
     """
     check_economize()
     import economize

@@ -31,28 +31,17 @@ PROFILED = 8  # greatest number of prompts in a profile
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What `hsdraft bench` is to do.
+    """What `hsdraft bench` is to do."""
 
-    Attributes:
-        prompts: prompt files; the prompts of the package if empty.
-        variants: comma-separated names, see `systems.Variant`.
-        settings: of all systems; the seed is that of the first prompt.
-        limit: greatest number of prompts, taken evenly from all categories; `None` for all.
-        repeats: how often every system decodes all prompts.
-        points: of the sweeps, by axis.
-        profile: whether to time the parts of a round too, for each variant of ours.
-        pictures: folder of the pictures; `None` for the report's.
-    """
-
-    prompts: Sequence[Path]
-    variants: str
-    settings: Settings
-    limit: int | None = None
-    repeats: int = 1
-    points: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    profile: bool = False
+    prompts: Sequence[Path]  # prompt files; the prompts of the package if empty
+    variants: str  # comma-separated names, see `systems.Variant`
+    settings: Settings  # of all systems; the seed is that of the first prompt
+    limit: int | None = None  # greatest number of prompts, taken evenly from all categories; `None` for all
+    repeats: int = 1  # how often every system decodes all prompts
+    points: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the sweeps, by axis
+    profile: bool = False  # whether to time the parts of a round too, for each variant of ours
     json_out: Path | None = None
-    pictures: Path | None = None
+    pictures: Path | None = None  # folder of the pictures; `None` for the report's
     parsed: list[Variant] = field(init=False)
     questions: list[Prompt] = field(init=False)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from ..core.checks import demand
 from ..runtime.prompt_inputs import encode_prompt
 from .machine import PeakMemory, processor, timed
 from .prompts import Inputs
@@ -36,18 +37,13 @@ CONCURRENT = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter by name, loaded by every process.
+    """A target and a drafter by name, loaded by every process."""
 
-    Attributes:
-        target: `None` for the default one.
-        packed_weights: the drafter's option of that name; `None` leaves it unchanged.
-    """
-
-    target: str | None
+    target: str | None  # `None` for the default one
     drafter: str
     dtype: torch.dtype
     device: str = "cpu"
-    packed_weights: bool | None = None
+    packed_weights: bool | None = None  # the drafter's option of that name; `None` leaves it unchanged
 
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""
@@ -86,8 +82,8 @@ def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: in
 
     Raises a ValueError if there is no length, or one is below 1.
     """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
+    valid, wanted = min(lengths, default=0) > 0, "expected numbers of at least 1, such as 8,32,128"
+    demand(valid, "lengths", list(lengths), wanted)
     results = []
     for length in lengths:
         seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -116,15 +112,12 @@ def _shown(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """Measurements of concurrent calls, of which `packed` used packed weights.
-
-    Resident memory is in bytes: before the calls, and its peak while they ran.
-    """
+    """Measurements of concurrent calls."""
 
     calls: int
-    packed: int
-    before: int
-    peak: int
+    packed: int  # calls that used packed weights
+    before: int  # bytes of resident memory before the calls
+    peak: int  # its peak while they ran
 
     @property
     def added(self) -> float:
@@ -138,8 +131,7 @@ def run_concurrent(
 
     Raises a ValueError if a count is below 1, or the system does not report a process's peak memory.
     """
-    if min(counts) < 1:
-        raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
+    demand(min(counts) > 0, "calls", min(counts), "expected numbers of at least 1")
     taken = [[prompts[index % len(prompts)] for index in range(count)] for count in counts]
     return [pair.in_fresh_process(measure_calls, each, max_new_tokens) for each in taken]
 

@@ -69,28 +69,17 @@ _FORWARDS = 7  # number of forwards timed for t(1) and for t(n)
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of the rounds of one system; means are over its rounds.
-
-    Attributes:
-        round_ms: mean milliseconds of a round.
-        parts: mean milliseconds of each part; they sum to `round_ms`.
-        tau: mean tokens a round.
-        nodes: mean nodes verified in a round, the root included.
-        timed_nodes: number n of nodes of the repeated forward; `None` if no forward could be repeated.
-        forward_one_ms: t(1), milliseconds of a forward over one token; `None` as above.
-        forward_nodes_ms: t(n), milliseconds of the repeated forward; `None` as above.
-        decode_speed_up: measured without timers; `None` if not measured.
-    """
+    """Measurements of the rounds of one system; means are over its rounds."""
 
     rounds: int
-    round_ms: float
-    parts: dict[str, float]
-    tau: float
-    nodes: float
-    timed_nodes: int | None
-    forward_one_ms: float | None
-    forward_nodes_ms: float | None
-    decode_speed_up: float | None = None
+    round_ms: float  # mean milliseconds of a round
+    parts: dict[str, float]  # mean milliseconds of each part; they sum to `round_ms`
+    tau: float  # mean tokens a round
+    nodes: float  # mean nodes verified in a round, the root included
+    timed_nodes: int | None  # number n of nodes of the repeated forward; `None` if no forward could be repeated
+    forward_one_ms: float | None  # t(1), milliseconds of a forward over one token; `None` as above
+    forward_nodes_ms: float | None  # t(n), milliseconds of the repeated forward; `None` as above
+    decode_speed_up: float | None = None  # measured without timers; `None` if not measured
 
     @property
     def limit(self) -> float | None:
@@ -142,14 +131,11 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """A forward of the target that can be repeated: arguments, with a copy of the cache, and context variables.
+    """A forward of the target that can be repeated."""
 
-    `packed` are the layers that multiplied by packed weights.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # with a copy of the cache
     context: contextvars.Context
-    packed: list[nn.Linear]
+    packed: list[nn.Linear]  # layers that multiplied by packed weights
 
     @property
     def nodes(self) -> int:
@@ -171,11 +157,8 @@ def _verifying_call(
                 kept = {**kwargs, CACHE: copy.deepcopy(cache)}
                 best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
 
-    hook = target.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with target.register_forward_pre_hook(look, with_kwargs=True):
         time_call(target, inputs, system, settings)
-    finally:
-        hook.remove()
     return best
 
 
@@ -230,17 +213,14 @@ class Attribution:
     def counting(self) -> Iterator[None]:
         """Counts the functions that this thread runs within the context."""
         before = sys.getprofile()
-        hooks = [
-            self._target.register_forward_pre_hook(self._target_begins),
-            self._target.register_forward_hook(self._target_ends, always_call=True),
-        ]
-        sys.setprofile(self._on_event)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-            for hook in hooks:
-                hook.remove()
+        begins = self._target.register_forward_pre_hook(self._target_begins)
+        ends = self._target.register_forward_hook(self._target_ends, always_call=True)
+        with begins, ends:
+            sys.setprofile(self._on_event)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         part = self._parts.get(frame.f_code)

@@ -26,21 +26,15 @@ _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 @dataclass
 class BenchResult:
-    """All results of a comparison.
+    """All results of a comparison."""
 
-    Attributes:
-        settings: settings, machine and versions.
-        weights: digest of the weights of each of our systems, so that figures are not attributed to another drafter.
-        categories: of each prompt.
-        sweeps: points of each sweep, by axis.
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # settings, machine and versions
+    # digest of the weights of each of our systems, so that figures are not attributed to another drafter
     weights: dict[str, Any]
-    categories: list[str]
+    categories: list[str]  # of each prompt
     measured: Measured = field(default_factory=Measured)
     profiles: dict[str, Profile] = field(default_factory=dict)
-    sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)
+    sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)  # points of each sweep, by axis
 
     def summaries(self) -> dict[str, Summary]:
         return _summaries(self.measured)

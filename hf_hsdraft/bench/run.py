@@ -27,17 +27,12 @@ _Any = TypeVar("_Any")
 
 @dataclass
 class Measured:
-    """All calls of a comparison.
+    """All calls of a comparison."""
 
-    Attributes:
-        runs: calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat.
-        left_out: systems that could not decode, with the reason.
-        first: first call of each system, not included in `runs`.
-    """
-
+    # calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat
     runs: dict[str, list[Run]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    first: dict[str, Run] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # systems that could not decode, with the reason
+    first: dict[str, Run] = field(default_factory=dict)  # first call of each system, not included in `runs`
 
     @property
     def plain(self) -> list[Run]:
@@ -71,10 +66,8 @@ def measure(
     """Lets every system decode every prompt (or batch) several times, after a short warm-up.
 
     Plain decoding is always measured too. The seed of `settings` is that of the first prompt and grows by 1 per prompt.
-    `tell` is called with all calls so far whenever all systems have decoded a prompt.
-
-    Raises:
-        Exception: what plain decoding or one of our systems raised. Other systems that fail are left out.
+    `tell` is called with all calls so far whenever all systems have decoded a prompt. Raises what plain decoding or one
+    of our systems raises; other systems that fail are left out.
     """
     longest = max(each["input_ids"].shape[1] for each in inputs) + settings.max_new_tokens
     settings = replace(settings, max_cache_len=longest)
@@ -135,13 +128,10 @@ def _compare(
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Measurements at one context length, batch size or number of new tokens.
-
-    `prompt_tokens` is the mean number of tokens of a prompt, without padding.
-    """
+    """Measurements at one context length, batch size or number of new tokens."""
 
     value: int
-    prompt_tokens: float
+    prompt_tokens: float  # mean number of tokens of a prompt, without padding
     measured: Measured
 
 

@@ -44,25 +44,18 @@ _LOOKUP_TOKENS = 10  # transformers' own example
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant as the user named it, before any model is loaded.
-
-    Attributes:
-        kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
-            `packed`, `cacheback`, or one of `peers.NAMES` or `peers.ECONOMIZE`.
-        size, depth: of `treeSIZExDEPTH` or `chainSIZE`, if given.
-        options: named drafting options.
-        place: folder or Hub name of a peer's weights.
-        cycle, confidence: of economize: tokens of a cycle, and the probability below which it stops drafting.
-    """
+    """A variant as the user named it, before any model is loaded."""
 
     text: str
+    # `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`, `packed`,
+    # `cacheback`, or one of `peers.NAMES` or `peers.ECONOMIZE`
     kind: str
-    size: int | None = None
+    size: int | None = None  # of `treeSIZExDEPTH` or `chainSIZE`, if given
     depth: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    place: str | None = None
-    cycle: int = peers.CYCLE
-    confidence: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # named drafting options
+    place: str | None = None  # folder or Hub name of a peer's weights
+    cycle: int = peers.CYCLE  # tokens of economize's cycles
+    confidence: float | None = None  # the probability below which economize stops drafting
 
     @property
     def public_text(self) -> str:
@@ -137,32 +130,21 @@ def parse_variants(text: str) -> list[Variant]:
 
 @dataclass(frozen=True)
 class System:
-    """One way of decoding.
+    """One way of decoding."""
 
-    Attributes:
-        name: of its row in the table.
-        generate_kwargs: arguments of `generate()` besides the common settings.
-        options: drafting options set on the drafter during a call.
-        decode: decodes instead of `generate()`.
-        ours: whether it drafts with a drafter that the user named. If such a system fails, the comparison fails.
-        draws_as_plain: whether sampling with the same seed gives plain decoding's text.
-        static: whether its cache has a fixed length; its forwards may then be compiled.
-        drafts_later: whether nothing is drafted in the prompt's forward.
-        packed: whether the target's weights are packed for the whole call.
-        exact: whether its verification keeps the target's distribution.
-    """
-
-    name: str
+    name: str  # of its row in the table
+    # arguments of `generate()` besides the common settings
     generate_kwargs: dict[str, Any] = field(default_factory=dict)
     drafter: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    decode: peers.Decode | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # drafting options set on the drafter during a call
+    decode: peers.Decode | None = None  # decodes instead of `generate()`
+    # whether it drafts with a drafter that the user named. If such a system fails, the comparison fails
     ours: bool = False
-    draws_as_plain: bool = True
-    static: bool = False
-    drafts_later: bool = False
-    packed: bool = False
-    exact: bool = True
+    draws_as_plain: bool = True  # whether sampling with the same seed gives plain decoding's text
+    static: bool = False  # whether its cache has a fixed length; its forwards may then be compiled
+    drafts_later: bool = False  # whether nothing is drafted in the prompt's forward
+    packed: bool = False  # whether the target's weights are packed for the whole call
+    exact: bool = True  # whether its verification keeps the target's distribution
 
     @property
     def may_be_left_out(self) -> bool:

@@ -68,16 +68,20 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
     from ..engine.call_output import pooled_tau
-    from ..training.evaluate.decoding_check import check_texts
+    from ..engine.divergence import first_divergence
 
-    checked = []
-    for found in check_texts(drafter, target, inputs, max_new_tokens):
-        checked.append(found)
-        say(str(found))
-    same = sum(found.divergence is None for found in checked)
-    tau = pooled_tau([found.statistics for found in checked])
-    say(f"same texts: {same} of {len(checked)}; tau {tau:.2f}")
-    if same == len(checked):
+    call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+    calls, same = [], 0
+    for each in inputs:
+        plain = target.generate(**each, **call).sequences
+        output = target.generate(**each, **call, assistant_model=drafter)
+        divergence = first_divergence(target, each["input_ids"].shape[1], plain, output.sequences)
+        calls.append(output.statistics)
+        same += divergence is None
+        told = "yes" if divergence is None else divergence
+        say(f"{calls[-1].new_tokens} tokens, tau {calls[-1].tau:.2f}, same text {told}")
+    say(f"same texts: {same} of {len(calls)}; tau {pooled_tau(calls):.2f}")
+    if same == len(calls):
         say("passed: every text is that of plain decoding")
     elif target.dtype.itemsize < 4:
         say("undecided: half precision rounds differently; check with --dtype float32")

@@ -70,7 +70,6 @@ def estimate(
     from ..runtime.target_loading import load_config
     from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
     from ..training.evaluate.estimate import estimate as run
-    from ..training.evaluate.estimate import explain
 
     sizes = {"num_hidden_layers": num_hidden_layers, "num_roll_layers": num_roll_layers}
     sizes |= {"num_step_modules": num_step_modules, "draft_layers": draft_layers}
@@ -81,7 +80,7 @@ def estimate(
     config = load_config(target)
     if tau is None:
         made = HSDraftConfig.for_target_config(config, **fields, num_draft_steps=num_draft_steps or 6)
-        training = run(
+        lines = run(
             config,
             made,
             tokens=tokens,
@@ -93,8 +92,7 @@ def estimate(
             sharded=sharded,
             conversations_tokens_per_step=tokens_per_step,
             world_size=world_size,
-        )
-        lines = explain(training)
+        ).lines
     else:
         fields |= {} if drafter is not None or num_draft_steps is None else {"num_draft_steps": num_draft_steps}
         made = _drafter(config, drafter, family or "hidden-state", fields)
@@ -103,10 +101,10 @@ def estimate(
         plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
         device = Device(bytes_per_second, flops_per_second or 9.9e14)
         found = estimate_decoding(config, made, plan, device)
-        lines = list(found.lines)
+        lines = found.lines
         if middle is not None:
             tell, best = load("estimate", "--middle").tell, found.figures["speed-up, at most"]
-            lines += ["", *tell(config, load_config(middle), shares or _SHARES, device, length, best)]
+            lines += ("", *tell(config, load_config(middle), shares or _SHARES, device, length, best))
     for line in lines:
         say(line)
 

@@ -23,7 +23,7 @@ Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
 _OF_PLAN = (
     "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
     "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
-    "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
+    "stream", "passes", "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
 )  # fmt: skip
 _OF_METHODS = ", ".join(
     f"--{name.replace('_', '-')}" for kind in ("training_option", "drafter_option") for name in offered(kind)
@@ -98,6 +98,10 @@ def train(
     cache_taps: Annotated[
         bool, typer.Option(help="Keep the target's hidden states on disk; faster from the second epoch on.")
     ] = False,
+    stream: Annotated[
+        bool, typer.Option(help="Learn while the target still answers; each conversation --passes times.")
+    ] = False,
+    passes: Annotated[int, typer.Option(min=1, help="How often a stream learns from a conversation.")] = 3,
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,

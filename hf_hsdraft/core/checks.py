@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +24,12 @@ def is_integer(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def are_ascending(values: Sequence[Any], least: int, most: int) -> bool:
+    """Whether values are integers from `least` to `most`, each above the one before."""
+    in_range = all(is_integer(value) and least <= value <= most for value in values)
+    return in_range and all(low < high for low, high in itertools.pairwise(values))
 
 
 def short(value: Any) -> str:
@@ -102,6 +109,20 @@ def check_fields(config: Any) -> None:
     """Raises a ValueError for the first invalid field."""
     for each in settings(config):
         check_field(each, getattr(config, each.name))
+
+
+def misfit_of(wanted: Any, target: Any) -> str:
+    """Returns which size of a target is not that of a drafter's configuration, where None fits all; or ""."""
+    config = target.config.get_text_config(decoder=True)
+    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    for name, found, expected in (
+        ("vocab_size", config.vocab_size, wanted.vocab_size),
+        ("hidden_size", config.hidden_size, wanted.target_hidden_size),
+        ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
+    ):
+        if expected is not None and found != expected:
+            return f"the target has {name}={found}, the drafter expects {expected}"
+    return ""
 
 
 def demand(valid: bool, name: str, value: Any, wanted: str) -> None:

@@ -43,17 +43,11 @@ class DraftTree:
 
     @classmethod
     def idle(cls, token: int) -> DraftTree:
-        """Returns what the target reads for a finished text while others grow.
-
-        Its position is the one before the text's last token, which exists however long the text is.
-        """
+        """Returns what the target reads for a finished text: the position before its last token."""
         return cls((token,), (-1,), (-1,), (0.0,))
 
     def fault(self, vocab_size: int = 0) -> str:
-        """Returns which rule of draft trees is broken, or "". The target would misread such a tree.
-
-        Drafted ids must be below `vocab_size`, unless that is 0.
-        """
+        """Returns which rule of draft trees is broken, or ""; `vocab_size` limits drafted ids, unless it is 0."""
         count, seen = len(self.tokens), set()
         if not count or {len(self.parents), len(self.depths), len(self.scores)} != {count}:
             return (
@@ -101,10 +95,7 @@ class DraftTree:
         return nodes[1:]
 
     def extended(self, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
-        """Returns the tree with a path appended to the leaf `node`, without `log_probs`.
-
-        `following` are tokens, each with its probability (above 0) given those before it.
-        """
+        """Returns the tree, without `log_probs`, with tokens and conditional probabilities after leaf `node`."""
         nodes = list(zip(self.tokens, self.parents, self.depths, self.scores, strict=True))
         for token, probability in following:
             _, _, depth, score = nodes[node]
@@ -124,10 +115,7 @@ class DraftTree:
         return self.part({0, *ranked[:size]})
 
     def part(self, kept: set[int]) -> DraftTree:
-        """Returns the subtree of `kept` nodes: the root, and with each node its parent.
-
-        It has no `log_probs`: a part of drawn nodes is not a draw.
-        """
+        """Returns the subtree of `kept` nodes, each with its parent; without `log_probs`, as it is no draw."""
         nodes = sorted(kept)
         place = {old: new for new, old in enumerate(nodes)}
         return from_nodes(

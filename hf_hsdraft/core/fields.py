@@ -8,6 +8,7 @@ from typing import Any
 from .checks import few, is_integer, is_number, printable, short
 
 REQUIRED: Any = object()  # default of a required field
+_SINGLE = (str, int, float, bool)
 
 
 class Fields:
@@ -34,16 +35,16 @@ class Fields:
 
     def choice(self, name: str, allowed: Collection[Any], default: Any = REQUIRED) -> Any:
         wanted = f"one of {', '.join(map(str, allowed))}"
-        return self._checked(name, default, lambda value: _is_hashable(value) and value in allowed, wanted)
+        return self._checked(name, default, lambda value: isinstance(value, _SINGLE) and value in allowed, wanted)
 
     def integers(self, name: str, default: Any = REQUIRED, least: int = 0, most: int = 2**31) -> Any:
         """Returns a non-empty list of integers."""
-        wanted = f"a list of integers from {least:,} to {most:,}"
 
         def valid(value: Any) -> bool:
-            return isinstance(value, list) and all(is_integer(each) and least <= each <= most for each in value)
+            in_range = isinstance(value, list) and all(is_integer(each) and least <= each <= most for each in value)
+            return in_range and len(value) > 0
 
-        return self._checked(name, default, lambda value: valid(value) and len(value) > 0, wanted)
+        return self._checked(name, default, valid, f"a list of integers from {least:,} to {most:,}")
 
     def table(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns the `Fields` of a nested object."""
@@ -78,7 +79,3 @@ class Fields:
         if not valid(value):
             raise ValueError(f"{name}={short(value)} in {printable(self.place)} is invalid: expected {wanted}")
         return value
-
-
-def _is_hashable(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool | tuple)

@@ -53,6 +53,18 @@ def side_by_side(*modules: nn.Module) -> Transform:
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
 
 
+def joined(*modules: nn.Module) -> Transform:
+    """As `side_by_side`, by one product with all weights, which are joined now: for a forward that uses them often."""
+    linear = all(type(module) is nn.Linear and module.bias is None and is_unhooked(module) for module in modules)
+    if len(modules) == 1 or not linear:
+        return side_by_side(*modules)
+    weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
+    kind = weights[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights[0].dtype
+    weight = torch.cat([each.to(dtype) for each in weights])
+    return lambda x: F.linear(x, weight)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm of the last axis, in the dtype of its inputs."""
 
@@ -65,28 +77,38 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def shared_attention(
+def batched_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Grouped-query attention of one text, `[n, heads * head_dim]`.
+    """Grouped-query attention of a batch, each row with its own keys: `[B, n, heads * head_dim]`.
 
     The heads of a group are folded into the query axis, so no key is read twice or copied.
 
     Args:
-        queries: `[n, heads, head_dim]`.
-        keys, values: `[kv_heads, P, head_dim]`.
-        seen: `[n, P]`, bool, True where a row may look; `None` for everywhere.
+        queries: `[B, n, heads, head_dim]`.
+        keys, values: `[B, kv_heads, P, head_dim]`.
+        seen: `[B, n, P]`, bool, True where a query may look; `None` for everywhere. Each query has to see a key.
     """
+    batch, rows, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    grouped = queries.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    mask = None if seen is None else seen.repeat(1, groups, 1)[:, None]
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, mask)
+    return mixed.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)
+
+
+def shared_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Grouped-query attention of one text, `[n, heads * head_dim]`; arguments as a row's of `batched_attention`."""
     rows, heads, _ = queries.shape
+    if rows > 1:
+        return batched_attention(queries[None], keys[None], values[None], None if seen is None else seen[None])[0]
     groups = heads // len(keys)
-    if rows == 1:
-        mask = seen if seen is None or groups == 1 else seen.expand(groups, -1)
-        grouped = queries.view(1, len(keys), groups, -1)
-        return F.scaled_dot_product_attention(grouped, keys[None], values[None], mask).reshape(1, -1)
-    grouped = queries.unflatten(1, (len(keys), groups)).permute(1, 2, 0, 3).flatten(1, 2)
-    mask = None if seen is None else seen.repeat(groups, 1)
-    mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
-    return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)
+    mask = seen if seen is None or groups == 1 else seen.expand(groups, -1)
+    grouped = queries.view(1, len(keys), groups, -1)
+    return F.scaled_dot_product_attention(grouped, keys[None], values[None], mask).reshape(1, -1)
 
 
 def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:

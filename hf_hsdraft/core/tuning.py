@@ -39,28 +39,22 @@ class Tuning:
     likely_columns: int = 2048
     # Share of `tree_size` that the rows of a batch have together - measured; the figures were not kept.
     batch_share: Fraction = Fraction(2, 3)
-    # Least number of nodes of each row of a batch - by hand.
-    batch_least_nodes: int = 2
-    # Number of tokens of rounds without a draft whose hidden states may wait unread - by hand.
-    most_pending: int = 64
+    batch_least_nodes: int = 2  # least number of nodes of each row of a batch - by hand
+    most_pending: int = 64  # number of tokens of rounds without a draft whose hidden states may wait unread - by hand
 
     # --- Drafts by n-grams ---
-    # Greatest depth of a draft - by hand: nothing is right for longer often enough.
-    ngram_depth: int = 24
+    ngram_depth: int = 24  # greatest depth of a draft - by hand: nothing is right for longer often enough
     # Number of leaders that a table keeps, and of followers of a leader - by hand.
     ngram_leaders: int = 2**17
     ngram_followers: int = 8
     # Probability that the latest follower is the next token, after leaders of 1, 2, ... tokens - by hand.
     ngram_right: tuple[float, ...] = (0.2, 0.45, 0.65, 0.75)
-    # Share of what is left that each earlier follower is assumed to have - by hand.
-    ngram_earlier: float = 0.5
-    # Number of tokens that these assumptions count for - by hand.
-    ngram_prior: float = 8.0
+    ngram_earlier: float = 0.5  # share of what is left that each earlier follower is assumed to have - by hand
+    ngram_prior: float = 8.0  # number of tokens that these assumptions count for - by hand
     # Power of the probabilities after a draft's first token
     # - replayed: estimated speed-up 2.14 instead of 2.12; 2.13 with 0.8, 0.6 and 0.5.
     ngram_beyond: float = 0.7
-    # Least probability of a path that gets a node - by hand.
-    ngram_least: float = 1e-3
+    ngram_least: float = 1e-3  # least probability of a path that gets a node - by hand
 
     # --- Drafts that foresee draws ---
     # Factor of the logits of a race; 1 would take the drafter's error for as large as a Gumbel variable - by hand.
@@ -77,16 +71,13 @@ class Tuning:
     # Number of tokens of a bin that the drafter's own word counts for
     # - replayed: estimated speed-up 2.13 instead of 2.10 with 4, sampling 1.41 instead of 1.40.
     calibration_prior: float = 64.0
-    # Number of right tokens that its word counts for over all bins - by hand.
-    calibration_prior_right: float = 1.5
-    # Number of tokens that are remembered of a bin, and of all of them - by hand.
-    calibration_most: float = 200.0
+    calibration_prior_right: float = 1.5  # number of right tokens that its word counts for over all bins - by hand
+    calibration_most: float = 200.0  # number of tokens that are remembered of a bin, and of all of them - by hand
     # Number of tokens that a bin of an earlier text counts for in the next one - by hand.
     calibration_kept: float = 24.0
 
     # --- Pace: how much to draft ---
-    # Weight of what earlier rounds gained, with each further round - by hand.
-    pace_fading: float = 0.85
+    pace_fading: float = 0.85  # weight of what earlier rounds gained, with each further round - by hand
     # Number of tokens that the first depth of a draft is assumed to gain, and what a further depth gains of that - by
     # hand.
     first_gain: float = 0.5
@@ -131,21 +122,18 @@ class Tuning:
     row_cost: float = 0.02
     draft_cost: Assumption = Assumption(0.1, 0.1)
     depth_cost: Assumption = Assumption(0.05, 0.05)
-    # Standard deviation of one measured time - by hand.
-    cost_noise: float = 0.15
+    cost_noise: float = 0.15  # standard deviation of one measured time - by hand
     # Weight of earlier rounds, with each further one - by hand: some 20 rounds count. History: 24 rounds gave the cost
     # of 3 nodes to a twentieth of a plain round, 15 did not.
     cost_fading: float = 0.95
     # A later time counts as so many times what was expected and so many plain rounds - by hand.
     late_factor: float = 3.0
     late_rounds: float = 0.5
-    # Number of plain rounds before anything is drafted - by hand.
-    first_plain: int = 2
+    first_plain: int = 2  # number of plain rounds before anything is drafted - by hand
     # Number of plain rounds that are asked for whatever drafting gains, and of rounds between two of them - by hand.
     most_plain: int = 8
     between_plain: int = 8
-    # Number of rounds after which the time of a plain round may have changed - by hand.
-    plain_aged: int = 24
+    plain_aged: int = 24  # number of rounds after which the time of a plain round may have changed - by hand
     # Tokens in the time of a plain round, below which that time has to be known well - by hand.
     hardly_faster: float = 1.15
     # Weight of the newest plain round in their running mean, and how many times that mean it may count - by hand.
@@ -168,31 +156,25 @@ class Tuning:
     # made in blocks - by hand.
     mask_rows: int = 256
     large_mask: int = 2**20
-    # Number of last tokens of a prompt that sessions get: entering them takes time - by hand.
-    most_known: int = 2**14
+    most_known: int = 2**14  # number of last tokens of a prompt that sessions get: entering them takes time - by hand
 
     # --- Trials of a target ---
     # Greatest distance of logits that are the same, relative to their spread: in float32, and with reduced precision of
     # its products - by hand.
     same_float32: float = 1e-4
     same_reduced: float = 1e-2
-    # In half precision, where the model's own noise cannot be measured - by hand.
-    same_half: float = 0.25
+    same_half: float = 0.25  # in half precision, where the model's own noise cannot be measured - by hand
     # Where it can: a multiple of that noise, and number of times the least step of the dtype that it is at least
     # - measured in bfloat16, 7 prompts each: trees come to 0 to 3 times the noise of SmolLM2-135M (0 to 0.06) and of
     # Gemma 3 270M (0 to 0.03); a target deaf to masks to 0.06 to 0.75.
     of_noise: float = 4.0
     least_eps: float = 4.0
-    # A verdict so many times above or below its threshold is not kept - by hand.
-    doubtful: float = 1.5
-    # Number of doubtful verdicts in a row after which the last one is kept - by hand.
-    most_doubts: int = 4
+    doubtful: float = 1.5  # a verdict so many times above or below its threshold is not kept - by hand
+    most_doubts: int = 4  # number of doubtful verdicts in a row after which the last one is kept - by hand
     # Part of the distance of a faulty target's logits, within which logits are the right ones - by hand.
     nearer: float = 0.5
-    # Number of times `same_half` beyond which a faulty target's distance is no rounding - by hand.
-    clear: float = 2.0
-    # Number of tokens that are tried as the side branch - by hand.
-    trial_attempts: int = 4
+    clear: float = 2.0  # number of times `same_half` beyond which a faulty target's distance is no rounding - by hand
+    trial_attempts: int = 4  # number of tokens that are tried as the side branch - by hand
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
     # Number of rounds of batches for which a trial pays, in full and in half precision
@@ -206,24 +188,19 @@ class Tuning:
     # Part of the rows that still grow, at which the ended ones leave the cache; leaving moves it - by hand. History:
     # leaving at all brought 1.24 instead of 1.20.
     leaving_share: float = 0.75
-    # Number of tokens that a row may be ahead of the last one and is still waited for - by hand.
-    abreast: int = 1
+    abreast: int = 1  # number of tokens that a row may be ahead of the last one and is still waited for - by hand
 
     # --- Packed weights of a target, on CPUs ---
-    # Number of plain forwards that packing takes as long as - measured: 3 to 7.
-    packing_forwards: float = 3.0
-    # Part of a plain forward that packed weights save - measured: 0.2 to 0.5.
-    packing_saves: float = 0.2
+    packing_forwards: float = 3.0  # number of plain forwards that packing takes as long as - measured: 3 to 7
+    packing_saves: float = 0.2  # part of a plain forward that packed weights save - measured: 0.2 to 0.5
     # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
     packing_least_room: int = 8
-    # Number of rows that the layout is chosen for - by hand.
-    packed_rows: int = 16
+    packed_rows: int = 16  # number of rows that the layout is chosen for - by hand
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
     # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.
     small_rows: int = 96
-    # Number of bytes of all copies in the process, unless they are asked for - by hand.
-    packed_bytes: int = 2**31
+    packed_bytes: int = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
     # --- Compiled layers of a target, on CPUs ---
     # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core about a
@@ -231,26 +208,21 @@ class Tuning:
     compiling_forwards: int = 100
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
-    # Seconds after which a compiler is taken for stuck - by hand.
-    compiling_seconds: float = 600.0
+    compiling_seconds: float = 600.0  # seconds after which a compiler is taken for stuck - by hand
     # Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
     most_kinds_of_layers: int = 4
     # By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.
     rounded_sums: float = 16.0
 
     # --- Products of a drafter, on CPUs ---
-    # Number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many.
-    rows_in_8_bits: int = 8
+    rows_in_8_bits: int = 8  # number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many
     # The same of a large weight, a head, that has a packed copy; and the number of numbers that makes it large
     # - by hand: a head of 10 million numbers took 1.1 ms for one row by 8 bits, 2.0 for six, 0.8 packed.
     large_rows_in_8_bits: int = 2
     large_weight: int = 2**22
-    # Number of rows that a packed copy is multiplied by - by hand: the rows of several texts.
-    product_rows: int = 64
-    # Number of bytes of a weight that gets a packed copy - by hand.
-    product_bytes: int = 2**27
-    # Number of rows of a weight that are brought to 8 bits at once - by hand.
-    rows_rounded: int = 4096
+    product_rows: int = 64  # number of rows that a packed copy is multiplied by - by hand: the rows of several texts
+    product_bytes: int = 2**27  # number of bytes of a weight that gets a packed copy - by hand
+    rows_rounded: int = 4096  # number of rows of a weight that are brought to 8 bits at once - by hand
 
     # --- Attention, on CPUs ---
     # Number of keys of a single text from which on the heads of a tree that share keys are read as one
@@ -260,14 +232,12 @@ class Tuning:
     # --- Compiled roll-outs ---
     # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
     static_positions: int = 256
-    # Number of compiled roll-outs that a drafter's weights keep - by hand.
-    spare_roll_outs: int = 4
+    spare_roll_outs: int = 4  # number of compiled roll-outs that a drafter's weights keep - by hand
 
     # --- Does a drafter fit its target? ---
     # Part of the recorded right guesses that is enough - by hand: another dtype changes a few of a hundred choices.
     fit_enough: float = 0.85
-    # Number of guesses that may be missing besides - by hand.
-    fit_slack: int = 2
+    fit_slack: int = 2  # number of guesses that may be missing besides - by hand
     # Number of drafts until guesses are judged, and until they are judged no more - by hand.
     fit_judged: int = 16
     fit_trusted: int = 96

@@ -22,7 +22,7 @@ from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
 from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of, description_of, form_of
 from .layer_operators import Step
-from .layer_programs import Entry, Needs, Program, entry_of
+from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
 from .stand_ins import is_compiled, standing_in
 
@@ -168,14 +168,12 @@ class _Layer:
         return bound
 
     def _is_watched(self) -> bool:
-        """Whether a forward was replaced, or a hook sees what passes through the layer's parts."""
-        if any(self._before) or any("forward" in part for part in self._parts) or self._is_changed():
+        """Whether the layer was changed within the call, or a hook sees what passes through its parts."""
+        if any(self._before) or any("forward" in part for part in self._parts):
+            return True
+        if any(part.get(name) is not value for part, name, value in self._attributes):
             return True
         return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
-
-    def _is_changed(self) -> bool:
-        """Whether an attribute or a part of the layer was replaced within the call."""
-        return any(part.get(name) is not value for part, name, value in self._attributes)
 
 
 def _is_silent(hook: Any) -> bool:
@@ -194,15 +192,12 @@ class _Bound:
     """A program with the weights of one layer."""
 
     def __init__(self, layer: nn.Module, program: Program) -> None:
-        needs: Needs = program.needs
+        part: Any = layer.get_submodule
         self._program = program
-        self._weights = [_place_of(layer, name) for name in needs.weights]
+        self._weights = [_place_of(layer, name) for name in program.needs.weights]
         self._kinds = [_kind_of(held[name]) for held, name in self._weights]
-        self._index_of: Any = layer.get_submodule(needs.index_of)
-        self.groups: list[Group] = [
-            tuple(layer.get_submodule(name) for name in names)  # type: ignore[misc]
-            for names in needs.products
-        ]
+        self._index_of = part(program.needs.index_of)
+        self.groups: list[Group] = [tuple(map(part, names)) for names in program.needs.products]
         self._products = [partial(joined_product, group) for group in self.groups]
 
     def fits(self) -> bool:

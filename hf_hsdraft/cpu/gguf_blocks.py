@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .small_weights import BLOCKS_4, BLOCKS_8, INPUTS, KERNEL, SmallCopy, fits
+from .small_weights import INPUTS, KERNEL, SmallCopy, fits, in_blocks
 
 _TYPES = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
 _NONE: tuple[str, int, list[int]] = ("", 0, [])
 _STRING, _ARRAY = 8, 9  # kinds of fields; the others are numbers
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_KINDS = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}  # of few_rows.cpp
 _SIZES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # bytes of a block of 32 weights
 _sources: Any = WeakIdKeyDictionary()  # of weights: file, name of the parameter, model type, number of layers
 
@@ -52,16 +51,16 @@ def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
 def _in_order(found: Any, kind: str, raw: torch.Tensor, weight: torch.Tensor) -> SmallCopy | None:
     if weight.dtype != torch.bfloat16 or raw.shape[1] != weight.shape[1] // INPUTS * _SIZES[kind]:
         return None
-    weight, order = weight.detach().contiguous(), torch.arange(len(weight))
-    blocks = found.blocks_of(raw, weight, order, _KINDS[kind])
-    if not blocks.numel():  # llama.cpp reorders rows of queries and keys
-        values = _dequantised(kind, raw.view(len(raw), -1, _SIZES[kind]))
-        order[_digests(weight).argsort()] = _digests(values).argsort()
-        blocks = found.blocks_of(raw, weight, order, _KINDS[kind])
-    return SmallCopy(found, blocks, None, BLOCKS_8 if kind == "Q8_0" else BLOCKS_4) if blocks.numel() else None
+    weight = weight.detach().contiguous()
+    if (copy := in_blocks(found, kind, raw, weight)) is not None:
+        return copy
+    # llama.cpp reorders rows of queries and keys.
+    values, order = dequantised(kind, raw.view(len(raw), -1, _SIZES[kind])), torch.empty(len(weight), dtype=torch.int64)
+    order[_digests(weight).argsort()] = _digests(values).argsort()
+    return in_blocks(found, kind, raw, weight, order)
 
 
-def _dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+def dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """`[out, in]`, bfloat16, of blocks `[out, in / 32, bytes]`."""
 
     def half(place: int) -> torch.Tensor:
@@ -81,17 +80,14 @@ def _digests(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[str, torch.Tensor] | None:
-    kind, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(_name_in_file(name, model_type, layers), _NONE)
+    known = _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
+    kind, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(known, _NONE)
     if kind not in _SIZES:
         return None
     size = math.prod(sizes) // INPUTS * _SIZES[kind]
     with file.open("rb") as opened:
         opened.seek(place)
         return kind, torch.frombuffer(bytearray(opened.read(size)), dtype=torch.uint8).view(sizes[-1], -1)
-
-
-def _name_in_file(name: str, model_type: str, layers: int) -> str:
-    return _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
 
 
 @lru_cache(maxsize=4)

@@ -117,18 +117,13 @@ def _is_known(name: str, value: Any) -> bool:
     return value is None or name in _KNOWN or (name in _OFF and not value)
 
 
-def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the shapes fit a draft's forward: each row its own text, under a full mask."""
-    batch, heads, n, _ = query.shape
-    if key.shape[0] != batch:
-        return False
-    return n == 1 if mask is None else mask.dim() == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == n
-
-
 def _attend_tree(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor | None:
-    return attend(query, key, value, mask, scaling) if _is_tree(query, key, mask) else None
+    """As `attend`, where the shapes fit a draft's forward: each row its own text, under a full mask."""
+    batch, heads, n, _ = query.shape
+    full = n == 1 if mask is None else mask.dim() == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == n
+    return attend(query, key, value, mask, scaling) if full and key.shape[0] == batch else None
 
 
 def attend(

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..core.tuning import TUNING
 from .grouped_attention import attention_by
 from .layer_form import CannotCompile, Form, arguments_of
 from .layer_operators import ATTEND, PRODUCT
-from .layer_programs import METADATA
+from .layer_programs import METADATA, Needs
 
 _OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 _TEXTS, _TOKENS = 2, 9  # what is compiled is chosen for these numbers, and runs for others
@@ -44,14 +45,10 @@ class _Index:
     def __init__(self, owner: str) -> None:
         self.owner = owner
 
-    def __eq__(self, other: object) -> bool:
+    def _read(self, *_: object) -> Any:
         raise CannotCompile("a layer reads its index")
 
-    def __bool__(self) -> bool:
-        raise CannotCompile("a layer reads its index")
-
-    def __hash__(self) -> int:
-        raise CannotCompile("a layer reads its index")
+    __eq__ = __bool__ = __hash__ = _read
 
 
 class _Product(nn.Module):
@@ -85,7 +82,7 @@ class _Recorder:
         return ATTEND(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Tensor], dict[str, Any]]:
+def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Tensor], Needs]:
     """A layer as a graph, its example inputs, and what runs it has to know. Replaces parts of the layer."""
     linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
     for place, (name, module) in enumerate(linears):
@@ -121,18 +118,8 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
     _check_sizes(graph, len(weights))
     if recorder.attended != 1 or len(recorder.owners) != 1:
         raise CannotCompile("a layer attends several times, or not by sdpa")
-    groups = _join(graph)
-    products = [[linears[place][0] for place in group] for group in groups]
-    return (
-        graph,
-        inputs,
-        {
-            "weights": list(weights),
-            "products": products,
-            "index_of": recorder.owners[0],
-            "returns_tuple": tuples[-1],
-        },
-    )
+    products = [[linears[place][0] for place in group] for group in _join(graph)]
+    return graph, inputs, Needs(list(weights), products, recorder.owners[0], tuples[-1])
 
 
 def _check_sizes(graph: fx.GraphModule, count: int) -> None:
@@ -172,7 +159,7 @@ def compile_layer(layer: nn.Module, form: Form, package: Path) -> None:
         axes = [{1: tokens} if each.shared else {0: texts, 1: tokens} for each in form if each.dtype is not None]
         shapes = [*([None] * (len(inputs) - len(axes))), *axes]
         exported = torch.export.export(graph, tuple(inputs), dynamic_shapes=tuple(shapes))
-        options = {**_OPTIONS, "aot_inductor.metadata": {METADATA: json.dumps(needs)}}
+        options = {**_OPTIONS, "aot_inductor.metadata": {METADATA: json.dumps(asdict(needs))}}
         partial = package.with_name(f"{package.stem}.{os.getpid()}.pt2")
         try:
             torch._inductor.aoti_compile_and_package(exported, package_path=str(partial), inductor_configs=options)

@@ -43,8 +43,8 @@ class Needs:
         returns_tuple: whether the layer returns a tuple of tensors.
     """
 
-    weights: tuple[str, ...]
-    products: tuple[tuple[str, ...], ...]
+    weights: Sequence[str]
+    products: Sequence[Sequence[str]]
     index_of: str
     returns_tuple: bool
 
@@ -55,10 +55,7 @@ class Program:
     def __init__(self, package: Path) -> None:
         load: Any = torch._C._aoti.AOTIModelPackageLoader  # what `aoti_load_package` wraps, without its imports
         self._package = load(str(package), "model", True, 1, -1)
-        needs = json.loads(self._package.get_metadata()[METADATA])
-        self.needs = Needs(
-            tuple(needs["weights"]), tuple(map(tuple, needs["products"])), needs["index_of"], needs["returns_tuple"]
-        )
+        self.needs = Needs(**json.loads(self._package.get_metadata()[METADATA]))
         self._lock = threading.RLock()  # the package runs for a single thread
 
     def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:
@@ -110,7 +107,8 @@ class Entry:
         if self._compiler is None and not package.exists():
             if self._forwards < TUNING.compiling_forwards and not at_once:
                 return False
-            self.why_not = _reason(package) or _no_compiler()
+            able = sys.executable and cpp_compiler()
+            self.why_not = _reason(package) or ("" if able else "there is no C++ compiler")
             if self.why_not:
                 return False
             self._compiler = _compiler(layer, form, package)
@@ -190,10 +188,6 @@ def _of_this_process() -> tuple[Any, ...]:
     return torch.__version__, transformers.__version__, hashlib.sha256(b"".join(code)).hexdigest(), processor
 
 
-def _no_compiler() -> str:
-    return "" if sys.executable and cpp_compiler() else "there is no C++ compiler"
-
-
 def _reason(package: Path) -> str:
     """Why a compiler made no package, as it has noted; empty if it has not tried."""
     noted = package.with_suffix(".failed")
@@ -202,11 +196,9 @@ def _reason(package: Path) -> str:
 
 def _without_weights(layer: nn.Module) -> nn.Module:
     """A copy whose weights have shapes and types only, and without hooks."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    kinds = [nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor for tensor in tensors]
-    empty = [tensor.detach().to("meta") for tensor in tensors]
-    few = [nn.Parameter(each, False) if kind is nn.Parameter else each for kind, each in zip(kinds, empty, strict=True)]
-    memo: dict[int, Any] = {id(tensor): each for tensor, each in zip(tensors, few, strict=True)}
+    memo: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in layer.buffers()}
+    for weight in layer.parameters():
+        memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), False)
     for module in layer.modules():  # hooks may hold the whole model
         memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     return copy.deepcopy(layer, memo)

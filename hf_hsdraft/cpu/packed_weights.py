@@ -24,9 +24,10 @@ from torch import nn
 
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
-from .small_weights import quantised_parts
+from .gguf_blocks import copy_of_blocks
+from .private_operators import can_pack, packed_copy, packed_product
+from .small_weights import KERNEL, SmallCopy, joined, quantised_parts, small_copy
 from .stand_ins import in_use, is_compiled, standing_in
-from .weight_copies import Copy, copy_of, has_kernel, is_worth_it, product, stamps_of, sums_of
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -65,6 +66,61 @@ def _are_products_torchs_own() -> bool:
     return own and not hasattr(_FORWARD, "__wrapped__") and isinstance(F.linear, types.BuiltinFunctionType)
 
 
+_Copy = torch.Tensor | SmallCopy  # torch's packed one; of a quantised weight, one of our kernel's
+
+
+def has_kernel(weight: torch.Tensor) -> bool:
+    """Whether a kernel here multiplies by a copy of `weight`."""
+    if quantised_parts(weight) is not None:
+        return KERNEL.operators() is not None
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
+        return False
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    return can_pack(weight.dtype)
+
+
+def _copy_of(weights: Sequence[torch.Tensor]) -> _Copy | None:
+    """A copy of weights `[out, in]`, accepted by `has_kernel`, joined along `out`.
+
+    Returns `None` if the products of a quantised one are others than the kernel's. Raises a RuntimeError without room.
+    """
+    small = [copy_of_blocks(weight) if quantised_parts(weight) is None else small_copy(weight) for weight in weights]
+    found = [copy for copy in small if copy is not None]
+    whole = joined(found) if len(found) == len(weights) else None
+    if whole is not None or any(quantised_parts(weight) is not None for weight in weights):
+        return whole
+    dense = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+    return packed_copy(dense, TUNING.packed_rows)
+
+
+def _stamps_of(weights: Sequence[torch.Tensor]) -> list[tuple[int, int | None]]:
+    """What changes when weights are replaced, or written to in a way that their versions count."""
+    parts = [part for weight in weights for part in _parts(weight)]
+    return [(part.data_ptr(), None if part.is_inference() else part._version) for part in parts]
+
+
+def _sums_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Checksums of the bits of each weight, int64, to detect writes to `.data`."""
+    return [_sums(part.detach().reshape(len(part), -1)) for weight in weights for part in _parts(weight)]
+
+
+def _parts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a weight: torchao wraps two of them."""
+    return quantised_parts(weight) or (weight,)
+
+
+def _sums(weight: torch.Tensor) -> torch.Tensor:
+    row = weight.shape[1] * weight.element_size()
+    if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
+        return weight.view(bits).sum(1, dtype=torch.int64)
+    words = weight.view(torch.int64)
+    return words.view(len(words), 4 if words.shape[1] % 4 == 0 else 1, -1).sum(-1)
+
+
 class PackedWeight:
     """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
@@ -75,10 +131,10 @@ class PackedWeight:
 
     def __init__(self, *weights: torch.Tensor, shared: bool = False) -> None:
         self._weights = weights
-        self._copy: Copy | None = None
+        self._copy: _Copy | None = None
         self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, threading.Lock()
-        self._stamps = stamps_of(weights)
+        self._stamps = _stamps_of(weights)
         self.size = sum(weight.numel() * weight.element_size() for weight in weights)  # of the copy, in bytes, or more
 
     @property
@@ -86,25 +142,24 @@ class PackedWeight:
         """Whether the copy has been made, or has failed."""
         return self._copy is not None or self._failed
 
-    def is_of(self, *weights: torch.Tensor) -> bool:
-        """Whether these weights are unchanged, as far as their versions tell: `.data` may be written to."""
-        return stamps_of(weights) == self._stamps
-
     def holds(self, *weights: torch.Tensor) -> bool:
         """Whether the copy still matches the weights, compared by value to detect writes to `.data`."""
-        if self._failed or not self.is_of(*weights):
+        if self._failed or _stamps_of(weights) != self._stamps:
             return False
         if self._copy is None:
             return True
-        return self._sums is not None and all(map(torch.equal, self._sums, sums_of(weights)))
+        return self._sums is not None and all(map(torch.equal, self._sums, _sums_of(weights)))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
         usual = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype == x.dtype)
         if usual and x.numel() and not self.made:
             self._make()
-        if self._copy is not None and usual and x.numel() and is_worth_it(self._copy, x):
-            return product(x, self._copy, bias)
+        if self._copy is not None and usual and x.numel():
+            if not isinstance(self._copy, SmallCopy):
+                return packed_product(x, self._copy, bias)
+            if x.numel() <= TUNING.small_rows * x.shape[-1]:  # more rows are quicker by the layer's own product
+                return self._copy(x, bias)
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
         outputs = torch.cat([F.linear(x, weight) for weight in self._weights], dim=-1)
@@ -115,8 +170,8 @@ class PackedWeight:
             if self.made:  # by another thread
                 return
             try:
-                self._sums = sums_of(self._weights) if self._shared else None
-                self._copy = copy_of(self._weights)
+                self._sums = _sums_of(self._weights) if self._shared else None
+                self._copy = _copy_of(self._weights)
             except RuntimeError:  # out of memory
                 pass
             self._failed = self._copy is None
@@ -183,7 +238,7 @@ class PackedLinears(PackedWeight):
                 return NotImplemented
             if own["bias"] is not None:
                 biases.append(own["bias"])
-        if (biases and len(biases) < len(self.linears)) or stamps_of(self._weights) != self._stamps:
+        if (biases and len(biases) < len(self.linears)) or _stamps_of(self._weights) != self._stamps:
             return NotImplemented
         return self(x, None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases))
 

@@ -18,10 +18,9 @@ from torch import nn
 
 from ..core.tensors import RMSNorm, Transform, is_unhooked, side_by_side
 from ..core.tuning import TUNING
-from .packed_weights import PackedWeight
+from .packed_weights import PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 from .small_weights import KERNEL, SmallCopy, fits, in_int8
-from .weight_copies import has_kernel
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
 

@@ -19,6 +19,7 @@ from .private_operators import integers
 
 OUTPUTS, INPUTS = 16, 32  # of a block
 INT8, BLOCKS_8, BLOCKS_4 = 0, 1, 2  # formats of few_rows.cpp
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1")  # of GGUF files, in the order of few_rows.cpp
 _SAME = 1e-4  # distance of two products in float32, relative to their size; rounded inputs are 100 times apart
 
 
@@ -63,35 +64,21 @@ def fits(weight: torch.Tensor) -> bool:
 
 def in_int8(found: Any, weight: torch.Tensor, scales: torch.Tensor) -> SmallCopy:
     """A copy of int8 `[outputs, inputs]` with a scale for each output `[outputs]`."""
-    return SmallCopy(found, _bytes(weight), scales.float().contiguous(), INT8)
+    groups, parts = len(weight) // OUTPUTS, weight.shape[1] // INPUTS
+    pairs = weight.view(groups, OUTPUTS, parts, INPUTS // 2, 2).permute(0, 2, 3, 1, 4)
+    return SmallCopy(found, pairs.contiguous().view(torch.uint8).flatten(2), scales.float().contiguous(), INT8)
 
 
-def in_blocks_of_8(found: Any, weight: torch.Tensor, scales: torch.Tensor) -> SmallCopy:
-    """A copy of int8 `[outputs, inputs]` with scales `[outputs, inputs / 32]` that float16 holds: GGUF's Q8_0."""
-    return SmallCopy(found, torch.cat([_bytes(weight), _halves(scales)], dim=-1), None, BLOCKS_8)
+def in_blocks(
+    found: Any, kind: str, raw: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None = None
+) -> SmallCopy | None:
+    """A copy of a weight `[outputs, inputs]`, bfloat16, by blocks of a GGUF file `[outputs, bytes]`, uint8.
 
-
-def in_blocks_of_4(found: Any, weight: torch.Tensor, scales: torch.Tensor, least: torch.Tensor) -> SmallCopy:
-    """A copy of scale * weight + least, by weights from 0 to 15, uint8 `[outputs, inputs]`: GGUF's Q4_0 and Q4_1.
-
-    `scales` and `least` are `[outputs, inputs / 32]`; float16 holds them.
+    Row i of the weight is row `order[i]` of the blocks; `None` if their numbers differ.
     """
-    rows, columns = weight.shape
-    pairs = weight.view(rows // OUTPUTS, OUTPUTS, columns // INPUTS, 8, 2, 2).permute(0, 2, 3, 4, 1, 5)
-    pairs = pairs.reshape(rows // OUTPUTS, columns // INPUTS, 8, 2, 2 * OUTPUTS)
-    both = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).flatten(2)
-    return SmallCopy(found, torch.cat([both, _halves(scales), _halves(least)], dim=-1), None, BLOCKS_4)
-
-
-def _bytes(weight: torch.Tensor) -> torch.Tensor:
-    rows, columns = weight.shape
-    pairs = weight.view(rows // OUTPUTS, OUTPUTS, columns // INPUTS, INPUTS // 2, 2).permute(0, 2, 3, 1, 4)
-    return pairs.contiguous().view(torch.uint8).flatten(2)
-
-
-def _halves(numbers: torch.Tensor) -> torch.Tensor:
-    rows, blocks = numbers.shape
-    return numbers.half().view(rows // OUTPUTS, OUTPUTS, blocks).permute(0, 2, 1).contiguous().view(torch.uint8)
+    order = torch.arange(len(weight)) if order is None else order
+    blocks = found.blocks_of(raw, weight, order, BLOCKS.index(kind))
+    return SmallCopy(found, blocks, None, BLOCKS_8 if kind == "Q8_0" else BLOCKS_4) if blocks.numel() else None
 
 
 def joined(copies: Sequence[SmallCopy]) -> SmallCopy | None:
@@ -109,15 +96,18 @@ def _multiplies(found: Any) -> bool:
     """Whether products of numbers that are exact in each dtype are right, in all formats."""
     outputs, inputs = 3 * OUTPUTS, 2 * INPUTS
     numbers, bias = integers(outputs, inputs), integers(outputs)
-    scales, ones = 2.0 ** integers(outputs), torch.ones(outputs, inputs // INPUTS)
-    copies = (
-        in_int8(found, numbers.to(torch.int8), scales),
-        in_blocks_of_8(found, numbers.to(torch.int8), ones),
-        in_blocks_of_4(found, (numbers + 2).to(torch.uint8), ones, -2 * ones),
-    )
+    scales, parts = 2.0 ** integers(outputs), numbers.view(outputs, -1, INPUTS)
+    ones = torch.ones(outputs, inputs // INPUTS, 1).half().view(torch.uint8)  # scales of blocks
+    low, high = (parts + 8).to(torch.uint8).chunk(2, dim=-1)
+    blocks = {"Q8_0": parts.to(torch.int8).view(torch.uint8), "Q4_0": low | high << 4}
+    copies: list[SmallCopy | None] = [in_int8(found, numbers.to(torch.int8), scales)]
+    for kind, held in blocks.items():
+        copies.append(in_blocks(found, kind, torch.cat([ones, held], dim=-1).flatten(1), numbers.bfloat16()))
     for rows in (1, 5, 17):  # a vector, a tile, two of them
         x = integers(rows, inputs)
         for copy in copies:
+            if copy is None:
+                return False
             expected = F.linear(x, numbers) * (scales if copy.format == INT8 else 1.0) + bias
             for dtype in (torch.bfloat16, torch.float32):
                 if not torch.equal(copy(x.to(dtype), bias.to(dtype)), expected.to(dtype)):

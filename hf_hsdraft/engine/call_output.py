@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..core.cache_name import CACHE
 from ..runtime.target_runtime import TargetRuntime
-from .decoded_texts import DecodedTexts
-from .row_outputs import stacked_scores, stacked_steps
+from .decoded_texts import DecodedTexts, stacked
 
 
 @dataclass
@@ -114,12 +114,12 @@ def as_output(
     model_kwargs: dict[str, Any],
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
     def steps(name: str, wanted: bool) -> Any:
-        return stacked_steps(texts, name) if wanted else None
+        return _by_step(texts, name) if wanted else None
 
     common = {
         "sequences": texts.sequences(),
-        "scores": stacked_scores(texts, "scores") if texts.keeps_scores else None,
-        "logits": stacked_scores(texts, "logits") if texts.keeps_logits else None,
+        "scores": _scores(texts, "scores") if texts.keeps_scores else None,
+        "logits": _scores(texts, "logits") if texts.keeps_logits else None,
         CACHE: runtime.cache,
         "statistics": statistics,
     }
@@ -138,3 +138,20 @@ def as_output(
         attentions=steps("attentions", config.output_attentions),
         hidden_states=steps("hidden_states", config.output_hidden_states),
     )
+
+
+def _scores(texts: DecodedTexts, name: str) -> tuple[torch.Tensor, ...]:
+    """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
+    rows = [getattr(row, name)[: texts.new_tokens(index)] for index, row in enumerate(texts.rows)]
+    return tuple(stacked(rows, step) for step in range(texts.length() - texts.prompt_length))
+
+
+def _by_step(texts: DecodedTexts, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+    """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
+    if any(name not in step for row in texts.rows for step in row.steps):
+        return None
+    rows = [[step[name] for step in row.steps[: texts.new_tokens(index)]] for index, row in enumerate(texts.rows)]
+    layers = range(len(max(rows, key=len)[0]))
+    by_layer = [[[step[layer] for step in row] for row in rows] for layer in layers]
+    steps = range(texts.length() - texts.prompt_length)
+    return tuple(tuple(stacked(each, step) for each in by_layer) for step in steps)

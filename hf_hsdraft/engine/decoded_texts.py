@@ -224,17 +224,13 @@ class DecodedTexts:
         """Appends the accepted path and the token after it."""
         row = self.rows[index]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-        row.emitted = tokens
         if self._draws is not None:
             self._draws[index].settle(len(tokens))
         self.ids.append(index, tokens)
-        length = self.ids.lengths[index]
-        row.ends.append(length)
         row.scores, row.logits = self._with_path(row, verdict.path)
         row.judged.clear()
         row.steps.extend(steps)
-        if verdict.finished and not row.end:
-            row.end = length
+        self._note(index, tokens, verdict)
 
     @property
     def chosen_together(self) -> bool:
@@ -268,11 +264,15 @@ class DecodedTexts:
             return
         self.ids.append_to_each(list(verdicts), [verdict.next_token for verdict in verdicts.values()])
         for index, verdict in verdicts.items():
-            row, length = self.rows[index], self.ids.lengths[index]
-            row.emitted = [verdict.next_token]
-            row.ends.append(length)
-            if verdict.finished and not row.end:
-                row.end = length
+            self._note(index, [verdict.next_token], verdict)
+
+    def _note(self, index: int, tokens: list[int], verdict: Verdict) -> None:
+        """Notes what was appended to a row."""
+        row, length = self.rows[index], self.ids.lengths[index]
+        row.emitted = tokens
+        row.ends.append(length)
+        if verdict.finished and not row.end:
+            row.end = length
 
     def end_batch(self) -> None:
         """Asks criteria that may look at all rows, or keep state, once for each step that all rows have taken.

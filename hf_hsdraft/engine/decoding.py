@@ -98,14 +98,13 @@ def _read_prompts(
     texts.foresee(output.logits.shape[-1])
     if texts.chosen_together and not runtime.records:
         texts.emit_chosen(texts.choose(range(len(input_ids)), output.logits[:, -1]))
-        texts.end_batch()
-        return output
-    rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
-    texts.start(output.logits[:, -1])
-    for row in range(len(input_ids)):
-        tree = DraftTree.root(-1)
-        verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
-        texts.emit(row, tree, verdict, runtime.prompt_outputs(row))
+    else:
+        rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
+        texts.start(output.logits[:, -1])
+        for row in range(len(input_ids)):
+            tree = DraftTree.root(-1)
+            verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
+            texts.emit(row, tree, verdict, runtime.prompt_outputs(row))
     texts.end_batch()
     return output
 

@@ -67,20 +67,14 @@ _READS_THE_START = _of_library("WhisperNoSpeechDetection")
 _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
-def _form_of(processor: Any) -> type[GrammarProcessor] | None:
-    """The per-row replacement of another library's processor, made of processor and row, or `None`."""
-    return GrammarProcessor if GrammarProcessor.takes(processor) else None
-
-
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:
     """Raises a DraftingRefused if one of these processors cannot process single rows of a batch.
 
     Raises a ValueError for one made for another number of rows: such a call fails without a drafter too.
     """
     for one in processors:
-        form = _form_of(one)
-        if form is not None:
-            form.check(one, rows)
+        if GrammarProcessor.takes(one):
+            GrammarProcessor.check(one, rows)
         elif rows > 1:
             _check_row_wise(one)
 
@@ -105,7 +99,7 @@ def is_row_wise(processor: Any) -> bool:
     """Whether a processor is known to treat each text alone, and to keep no state between calls."""
     if isinstance(processor, _NOT_IN_BATCHES):
         return False
-    return _form_of(processor) is not None or _is_known(processor) or bool(getattr(processor, "row_wise", False))
+    return GrammarProcessor.takes(processor) or _is_known(processor) or bool(getattr(processor, "row_wise", False))
 
 
 def _is_known(processor: Any) -> bool:
@@ -161,9 +155,8 @@ def _holds_rows(processor: Any) -> bool:
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
     """The processor for a batch of this row alone, with the row's part of its state."""
-    form = _form_of(processor)
-    if form is not None:
-        return form(processor, row)
+    if GrammarProcessor.takes(processor):
+        return GrammarProcessor(processor, row)
     if rows == 1:
         return processor
     kind = type(processor)

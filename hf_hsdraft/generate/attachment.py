@@ -1,13 +1,5 @@
 """A drafter for all calls of a model, so that tools which call `generate()` themselves draft too.
 
-    attach(model, drafter, **loading) -> Attachment   # a drafter, or its Hub name or folder
-    detach(model) -> None
-    attached(model) -> Attachment | None
-    with attach(model, drafter) as attachment: ...
-    attachment.drafter, attachment.detach(), attachment.reset()
-    attachment.statistics  # a copy: AttachmentStatistics(calls, new_tokens, tau, seconds, stepped_aside, ...)
-    attachment.last        # DraftStatistics of the drafted call that ended last, or None
-
 By default `generate()` decodes by `GenerationMixin._sample`. This method is wrapped: it drafts for a model with an
 attachment, and is unchanged for every other model. So neither the model's class nor its attributes change, and
 `generate()` checks and prepares a call exactly as it does without a drafter. Calls that decode otherwise (beams,
@@ -41,6 +33,7 @@ from ..engine.call_output import DraftStatistics
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import fingerprint, no_hooks_left
 from .by_name import follow, load_for
+from .wrapping import wrap
 
 logger = logging.get_logger(__name__)
 
@@ -256,44 +249,24 @@ def attached(model: Any) -> Attachment | None:
 
 
 def allow_attachments() -> None:
-    """Makes `attach` work. Idempotent; calls of models without an attachment are unchanged."""
-    if getattr(GenerationMixin._sample, "_hsdraft_attachments", None) is _attachments:
-        return
-    GenerationMixin._sample = _hooked_sampling(GenerationMixin._sample)
-    for name, reason in (
-        ("_validate_generation_mode", _reason_of_mode),
-        ("_extract_generation_mode_kwargs", _reason_of_callable),
-        ("load_custom_generate", lambda *_, **__: _CUSTOM),
-        ("init_continuous_batching", lambda *_, **__: _BATCHING),
-    ):
-        setattr(GenerationMixin, name, _counting(getattr(GenerationMixin, name), reason))
+    """Makes `attach` work. Calls of models without an attachment are unchanged."""
+    wrap(_sample=_sample, **_COUNTED)
 
 
-def _hooked_sampling(original: Any) -> Any:
-    @functools.wraps(original)
-    def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        attachment = _attachments.get(self)
-        if attachment is None or args:  # `generate()` passes keywords only
-            return original(self, input_ids, *args, **kwargs)
-        return attachment.decode(original, self, input_ids, **kwargs)
-
-    _sample._hsdraft_attachments = _attachments  # type: ignore[attr-defined]
-    return _sample
+def _sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    attachment = _attachments.get(target)
+    if attachment is None or args:  # `generate()` passes keywords only
+        return original(target, input_ids, *args, **kwargs)
+    return attachment.decode(original, target, input_ids, **kwargs)
 
 
-def _counting(original: Any, reason_of: Callable[..., str]) -> Any:
-    """Wraps a method of `generate()` to count calls that do not reach `_sample`, by reason."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attachment = _attachments.get(self)
-        reason = reason_of(*args, **kwargs) if attachment is not None else ""
-        if attachment is not None and reason:
-            attachment.step_aside(reason)
-        return result
-
-    return method
+def _counted(reason_of: Callable[..., str], original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A method of `generate()` that counts calls which do not reach `_sample`, by reason."""
+    result = original(target, *args, **kwargs)
+    attachment = _attachments.get(target)
+    if attachment is not None and (reason := reason_of(*args, **kwargs)):
+        attachment.step_aside(reason)
+    return result
 
 
 def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> str:
@@ -310,6 +283,14 @@ def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mod
 
 def _reason_of_callable(custom_generate: Any, *_: Any, **__: Any) -> str:
     return _CUSTOM if callable(custom_generate) else ""
+
+
+_COUNTED = {
+    "_validate_generation_mode": functools.partial(_counted, _reason_of_mode),
+    "_extract_generation_mode_kwargs": functools.partial(_counted, _reason_of_callable),
+    "load_custom_generate": functools.partial(_counted, lambda *_, **__: _CUSTOM),
+    "init_continuous_batching": functools.partial(_counted, lambda *_, **__: _BATCHING),
+}
 
 
 def _decoding_model(model: Any) -> Any:

@@ -7,7 +7,6 @@ assistant itself, from transformers' own registries; see `register_drafter`.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.generation.utils import GenerationMixin
 
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
+from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -64,24 +63,23 @@ def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
 
 
 def allow_names() -> None:
-    """Makes `generate(assistant_model="user/drafter")` work. Idempotent; leaves assistants that are objects alone.
+    """Makes `generate(assistant_model="user/drafter")` work. Leaves assistants that are objects alone.
 
     Call it before `generate_hook.install`, which shows other assistants to targets with their own `generate`.
     """
-    if getattr(GenerationMixin._extract_generation_mode_kwargs, "_hsdraft_names", None) is _loaded:
-        return
+    wrap(_extract_generation_mode_kwargs=_extract_mode_kwargs, _prepare_generation_config=_prepare_config)
 
-    def named(original: Any, place: int | None) -> Any:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            arguments = result if place is None else result[place]
-            if isinstance(name := arguments.get("assistant_model"), str | os.PathLike):
-                arguments["assistant_model"] = drafter_of(self, name)
-            return result
 
-        method._hsdraft_names = _loaded  # type: ignore[attr-defined]
-        return method
+def _extract_mode_kwargs(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return _with_drafter(target, original(target, *args, **kwargs))
 
-    GenerationMixin._extract_generation_mode_kwargs = named(GenerationMixin._extract_generation_mode_kwargs, None)
-    GenerationMixin._prepare_generation_config = named(GenerationMixin._prepare_generation_config, 1)
+
+def _prepare_config(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    config, others = original(target, *args, **kwargs)
+    return config, _with_drafter(target, others)
+
+
+def _with_drafter(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(name := arguments.get("assistant_model"), str | os.PathLike):
+        arguments["assistant_model"] = drafter_of(target, name)
+    return arguments

@@ -1,13 +1,15 @@
-"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step, and texts in tensors of
-fixed size and place, as these need them.
+"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step, texts in tensors of
+fixed size and place, as these need them, and the time of a device.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -121,3 +123,31 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
         yield from _tensors([cell.cell_contents for cell in part.__closure__])
     elif hasattr(part, "__dict__") and not isinstance(part, type | nn.Module):
         yield from _tensors(list(vars(part).values()))
+
+
+class DeviceTime(AbstractContextManager["DeviceTime"]):
+    """The time that a device takes for what is queued within, without waiting for it; elsewhere the host's time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._ends: list[Any] = []
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def __enter__(self) -> Self:
+        self._ends = [self._now()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.append(self._now())
+
+    @property
+    def seconds(self) -> float:
+        """To be read once the device has finished."""
+        begin, end = self._ends
+        return begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin

@@ -13,7 +13,6 @@ from .drafter_files import FIGURES, read_json
 
 GAP = "not measured"
 
-
 _SPEED = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). speed-up: tokens/s over plain "
     "`generate()`, same settings and process, alternating. identical: texts equal to those of plain `generate()`."
@@ -38,8 +37,6 @@ def _chain_length(variant: str) -> int:
 def read_figures(folder: Path) -> dict[str, Any]:
     """Measurements of the drafter in a folder; malformed ones count as not measured."""
     figures = read_document(folder / FIGURES)
-    if "history" in figures:  # format 1
-        figures = {"training": figures}
     benchmarks, training = figures.get("benchmarks"), figures.get("training")
     history = training.get("history") if isinstance(training, dict) else None
     whole = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
@@ -163,7 +160,6 @@ def _drawn(settings: Mapping[str, Any]) -> str:
 
 
 def _shape(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant's name with its options."""
     try:
         options = settings["variants"][variant]
         nodes, depth, width = (options[name] for name in ("tree_size", "num_assistant_tokens", "beam_width"))

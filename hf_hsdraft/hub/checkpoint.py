@@ -124,15 +124,9 @@ class Checkpoint:
     @cached_property
     def _names(self) -> Mapping[str, str]:
         """Public name of each stored name: without a prefix that a drafter's tensors may have."""
-        names = {name: name for name in self._found}
-        if self.is_prefixed:
-            names = {name: name.removeprefix(_PREFIX) for name in names}
+        prefix = _PREFIX if f"{_PREFIX}fc.weight" in self._found else ""
+        names = {name: name.removeprefix(prefix) for name in self._found}
         return names if len(set(names.values())) == len(names) else {name: name for name in names}
-
-    @property
-    def is_prefixed(self) -> bool:
-        """Whether the files put `model.` before the names of a drafter's tensors."""
-        return f"{_PREFIX}fc.weight" in self._found
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -163,28 +157,23 @@ class Checkpoint:
                     if names is None or name in names:
                         yield name, checked_numbers(path, name, file.get_tensor(stored))
 
-    def check_shapes(
-        self,
-        expected: Mapping[str, Shape],
-        optional: Mapping[str, Shape] | None = None,
-        integers: Collection[str] = ("d2t", "t2d"),
-    ) -> None:
+    def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
         """Compares the tensors with the shapes that a configuration describes, and their dtypes with those of weights.
 
-        Tensors named in `integers` may have any dtype. Raises a ValueError that names those that are missing, unknown
-        or wrong.
+        Maps of a vocabulary may have any dtype. Raises a ValueError that names tensors that are missing, unknown or
+        wrong.
         """
-        if told := mismatch(self.shapes, expected, optional or {}):
+        if told := mismatch(self.shapes, expected, optional):
             raise ValueError(
                 f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
                 "they were published"
             )
         dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
-        packed = {name: dtypes[name] for name in sorted(expected) if dtypes[name] not in DTYPES.values()}
-        if packed := {name: dtype for name, dtype in packed.items() if name not in integers}:
-            told = few([f"{name} of {dtype}" for name, dtype in packed.items()])
+        weights = sorted(expected.keys() - {"d2t", "t2d"})
+        if packed := [f"{name} of {dtypes[name]}" for name in weights if dtypes[name] not in DTYPES.values()]:
             raise ValueError(
-                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more ({told}): "
+                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more "
+                f"({few(packed)}): "
                 "quantised drafters cannot be read here; expected the drafter before it was quantised"
             )
 

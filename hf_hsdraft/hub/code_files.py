@@ -57,7 +57,6 @@ _NO_NETWORK = """\
     class {drafter}(PlainDrafter):
         config_class = {config}
 """
-
 _RELATIVE = re.compile(r"from\s+\.[.\w]*\s+import\b")
 
 
@@ -130,15 +129,14 @@ def write_code(family: Any, folder: Path) -> str:
     names = {"config": config.__name__, "drafter": family.__name__, "version": FORMAT_VERSION}
     if alone is None:
         write_flat([_WITHOUT_NETWORK], folder)
-        classes = _NO_NETWORK.format(**names, model_type=config.model_type)
-        entry = _ENTRY.format(**names, classes=classes, without="all texts are decoded plainly")
+        without, classes = "all texts are decoded plainly", _NO_NETWORK.format(**names, model_type=config.model_type)
     else:
         path = Path(inspect.getfile(alone)).resolve()
         write_flat([path, of_config], folder)
         modules = {"module": path.stem, "config_module": of_config.stem}
-        classes = _OWN_NETWORK.format(**names, **modules, name=alone.__name__)
         without = "chains are drafted for one text a call"
-        entry = _ENTRY.format(**names, classes=classes, without=without)
+        classes = _OWN_NETWORK.format(**names, **modules, name=alone.__name__)
+    entry = _ENTRY.format(**names, classes=classes, without=without)
     (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
     return ENTRY
 

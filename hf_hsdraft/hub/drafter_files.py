@@ -25,14 +25,12 @@ METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
-
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
 # Dtypes of weights, as headers name them.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
-
 
 Shape = tuple[int, ...]
 
@@ -108,10 +106,8 @@ def digests(folder: Path) -> dict[str, str]:
 def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[str, str] | None) -> None:
     """Checks the files of weights by their headers, and by their SHA-256 digests where those are known.
 
-    Raises:
-        OSError: Files are missing.
-        DamagedFile: They are damaged.
-        ValueError: They hold other tensors. This is no warning: a partly random drafter decodes correctly, only slowly.
+    Raises an OSError if files are missing, a DamagedFile, and a ValueError if they hold other tensors. This is no
+    warning: a partly random drafter decodes correctly, only slowly.
     """
     found: dict[str, Shape] = {}
     for path in weight_files(folder):
@@ -119,7 +115,7 @@ def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[s
             if dtype not in DTYPES.values():
                 raise ValueError(f"{printable(name)} in {path} has dtype {dtype}: expected floating point")
             found[name] = shape
-    if told := mismatch(found, shapes, {}):
+    if told := mismatch(found, shapes):
         raise ValueError(
             f"the weights in {folder} do not match its configuration ({told}); expected the folder that "
             "save_pretrained or `hsdraft train` wrote"
@@ -189,8 +185,5 @@ def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

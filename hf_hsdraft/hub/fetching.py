@@ -43,12 +43,8 @@ def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder: str = "", **hub: Any) -> Path:
     """Returns the folder of a drafter's files: `name` itself, or a snapshot of a repository of the Hub.
 
-    Args:
-        patterns: Files to fetch from the Hub.
-        hub: Arguments for the Hub, of `HUB_ARGUMENTS`.
-
-    Raises:
-        OSError: There is no such folder or repository, or the Hub cannot be reached and nothing complete is cached.
+    `patterns` are fetched from the Hub, with arguments of `HUB_ARGUMENTS`. Raises an OSError if there is no such folder
+    or repository, or the Hub cannot be reached and nothing complete is cached.
     """
     name = os.fspath(name)
     if os.path.isdir(name):

@@ -20,8 +20,6 @@ from .drafter_files import CARD, CONFIG, OPTIONS, PICTURES, RECIPE, header, weig
 from .speculators_format import target_of
 
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
-_OLD_MARK = "<!-- written by hsdraft train -->"
-
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
@@ -201,10 +199,10 @@ tokenizer = AutoTokenizer.from_pretrained({of_target})
 model = AutoModelForCausalLM.from_pretrained({of_target})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 ```"""
-    package = f"drafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
+    package = f"from hf_hsdraft import AutoDrafter\n\ndrafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
+    call = "out = model.generate(**inputs, assistant_model=drafter)"
     if adapts is not None:
-        load = f"{package}\ndrafter.load_adapter({quoted})"
-        return f"## Use\n\n{model}\n\n{_python(_IMPORT, load, _CALL)}"
+        return f"## Use\n\n{model}\n\n{_python(package, f'drafter.load_adapter({quoted})', call)}"
     installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
     parts = [
         "## Use",
@@ -212,7 +210,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
         installed
         + ("" if alone or not auto_map else " and the module that registers this family is imported")
         + " (no code of this repository is run):",
-        _python(_IMPORT, package, _CALL),
+        _python(package, call),
     ]
     if not auto_map:
         return "\n\n".join(parts)
@@ -222,7 +220,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
         "Without it, with transformers and torch alone, by the code in this repository:"
         if alone
         else "Without that import, by the code in this repository and `hf_hsdraft`:",
-        _python("from transformers import AutoModel", load, _CALL),
+        _python("from transformers import AutoModel\n", load, call),
         "The same in one call:",
         _python(recipe),
         "`trust_remote_code=True` runs the code of this repository: read it, and name the commit you have read by "
@@ -231,13 +229,8 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
     return "\n\n".join(parts)
 
 
-_IMPORT = "from hf_hsdraft import AutoDrafter"
-_CALL = "out = model.generate(**inputs, assistant_model=drafter)"
-
-
 def _python(*lines: str) -> str:
-    imports = [line for line in lines if line.startswith("from ")]
-    return "\n".join(["```python", *imports, *([""] if imports else []), *lines[len(imports) :], "```"])
+    return "\n".join(["```python", *lines, "```"])
 
 
 def _training(recipe: Mapping[str, Any]) -> str:
@@ -283,5 +276,4 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
 
 def is_generated(card: Path) -> bool:
     """Whether a card was generated, and may be generated again."""
-    text = card.read_text(encoding="utf-8", errors="replace")
-    return MARK in text or (_OLD_MARK in text and (card.parent / RECIPE).is_file())
+    return MARK in card.read_text(encoding="utf-8", errors="replace")

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.checks import few, printable, settings
+from ..core.checks import demand, few, printable, settings
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
@@ -29,15 +29,10 @@ _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class PretrainedDrafter(PreTrainedModel):
-    """A model whose folder is a repository of the Hub.
+    """A model whose folder is a repository of the Hub."""
 
-    Attributes:
-        loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
-        travels_as: The class that drafts where the package is not installed; `None` if none does.
-    """
-
-    loaded_from: Path | None = None
-    travels_as: ClassVar[Any] = None
+    loaded_from: Path | None = None  # whose documents come along when it is saved
+    travels_as: ClassVar[Any] = None  # the class that drafts where the package is not installed, if one does
 
     @classmethod
     def family(cls) -> Any:
@@ -71,8 +66,7 @@ class PretrainedDrafter(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
         """Makes the code of a derived class travel with it; a family's always does. Refuses other auto classes."""
         name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
-        if name != "AutoModel":
-            raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
+        demand(name == "AutoModel", "auto_class", name, "a drafter is loaded by 'AutoModel'")
         if cls is not cls.family():
             super().register_for_auto_class(name)
 
@@ -180,7 +174,8 @@ class PretrainedDrafter(PreTrainedModel):
         folder = Path(save_directory)
         name = hub.pop("repo_id", None) or folder.resolve().name
         saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        if self._adapted or not self.should_save_on_this_rank(is_main_process):
+        adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if adapted or not self.should_save_on_this_rank(is_main_process):
             super().save_pretrained(folder, **saving)
             if push_to_hub and self.should_save_on_this_rank(is_main_process):
                 push(folder, name, **hub)
@@ -215,31 +210,27 @@ class PretrainedDrafter(PreTrainedModel):
             self.save_pretrained(folder, **saving)
             return push(Path(folder), repo_id, **kwargs)
 
-    @property
-    def _adapted(self) -> bool:
-        return bool(getattr(self, "_hf_peft_config_loaded", False))
-
 
 def fields_of(config_class: Any) -> set[str]:
-    """Returns the names of a configuration's fields."""
     own = {each.name for each in settings(config_class)} | set(inspect.signature(config_class.__init__).parameters)
     return own - {"self", "kwargs"}
 
 
 def stored_options(path: Path) -> dict[str, Any]:
-    """Returns the drafting options in a file, if it exists. Raises a DamagedFile if it is no JSON object."""
-    return without_lossy(drafting_options(read_json(path)), path.parent) if path.is_file() else {}
+    """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
-
-def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the drafting options of a folder without a lossy or unknown rule, with a warning.
-
-    A saved lossy rule is ignored: the loading code must ask for it.
+    A saved lossy or unknown rule is ignored with a warning: the loading code must ask for it. Raises a DamagedFile if
+    the file is no JSON object.
     """
+    if not path.is_file():
+        return {}
+    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
+    stored = read_json(path).items()
+    options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
     rule = options.get("verification")
     if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
         return options
-    asked = f"the options saved in {folder} ask for verification={printable(rule)!r}, which is"
+    asked = f"the options saved in {path.parent} ask for verification={printable(rule)!r}, which is"
     if rule in VERIFIERS:
         logger.warning(
             f"{asked} lossy: it may change the text. The drafter is loaded with exact verification. To use that rule, "
@@ -257,9 +248,3 @@ def _unpublished(options: dict[str, Any]) -> str:
     told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
             if options.get(name, default) not in (None, default)]  # fmt: skip
     return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""
-
-
-def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """The drafting options of a stored generation configuration, with unknown names, so that they can be reported."""
-    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
-    return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

@@ -94,14 +94,11 @@ def is_ours(name: str, code: Collection[str]) -> bool:
 
 
 def complete(drafter: Any, partial: Path, folder: Path) -> None:
-    """Adds the rest of the repository to saved weights.
+    """Adds the rest of the repository to configuration, options and weights that were saved in `partial`.
 
-    The recipe of the folder that a drafter was loaded from comes along, and its figures if the weights are the same.
-
-    Args:
-        drafter: Its configuration gets the digests of the weights and the names of the code files.
-        partial: Holds configuration, options and weights.
-        folder: The destination. A hand-written card there stays.
+    The recipe of the folder that a drafter was loaded from comes along, and its figures if the weights are the same. A
+    hand-written card in `folder`, the destination, stays. The drafter's configuration gets the digests of the weights
+    and the names of the code files.
     """
     config, source = drafter.config, drafter.loaded_from
     config.weights_digest = digests(partial)
@@ -128,12 +125,21 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
 
 
 def bring_known(source: Path, partial: Path) -> None:
-    """Copies a drafter's documents, see `_bring_documents`, and files of methods.
+    """Copies a drafter's documents and files of methods.
 
-    The latter come along even if the weights changed: they fit the vocabulary, or belong to the target.
+    After a change of its weights, only the recipe of its documents comes along, and all files of methods: these fit the
+    vocabulary, or belong to the target.
     """
-    _bring_documents(source, partial)
-    for name in METHOD_FILES:
+    documents = [name for name in DOCUMENTS if (source / name).is_file()]
+    if not _same_weights(source, partial):
+        if left := [name for name in documents if name not in (CARD, RECIPE)]:
+            about = f"its {', '.join(left)} are about others and stay behind"
+            logger.warning(f"the weights are not those of {source}: {about}")
+        if RECIPE in documents:
+            recipe = {**read_json(source / RECIPE), "changed_since": True}
+            (partial / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+        documents = []
+    for name in (*documents, *METHOD_FILES):
         if (source / name).is_file():
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, partial / name)
@@ -145,20 +151,6 @@ def _remove_method_files(folder: Path, kept: Collection[Path]) -> None:
         path.unlink(missing_ok=True)
         if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
             path.parent.rmdir()
-
-
-def _bring_documents(source: Path, partial: Path) -> None:
-    """Copies a drafter's documents; after a change of its weights, only the recipe."""
-    documents = [name for name in DOCUMENTS if (source / name).is_file()]
-    if _same_weights(source, partial):
-        for name in documents:
-            shutil.copyfile(source / name, partial / name)
-        return
-    if left := [name for name in documents if name not in (CARD, RECIPE)]:
-        logger.warning(f"the weights are not those of {source}: its {', '.join(left)} are about others and stay behind")
-    if RECIPE in documents:
-        recipe = {**read_json(source / RECIPE), "changed_since": True}
-        (partial / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 
 
 def _same_weights(one: Path, other: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.checks import public_name, short
+from ..core.checks import demand, public_name
 from ..core.fields import Fields
 from .checkpoint import Checkpoint
 
@@ -35,8 +35,7 @@ def check_proposals(config: Fields) -> None:
     """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
     proposals = config.table("speculators_config", None)
     methods, place = proposals.values.get("proposal_methods") if proposals else None, f"{_PROPOSALS}.proposal_methods"
-    if not isinstance(methods, list | None):
-        raise ValueError(f"{place}={short(methods)} is invalid: expected a list")
+    demand(isinstance(methods, list | None), place, methods, "expected a list")
     for method in methods or []:
         fields = Fields(method if isinstance(method, dict) else {}, place)
         fields.expect("proposal_type", "greedy")

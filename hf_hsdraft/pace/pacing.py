@@ -50,23 +50,14 @@ class Pace:
 
     def note_round(
         self,
-        nodes: int,
-        emitted: float,
-        forward_seconds: float | None,
-        depth: int,
-        draft_seconds: float,
-        progress: float | None = None,
+        nodes: int,  # number of nodes verified in the largest tree
+        emitted: float,  # mean number of tokens emitted by the deciding texts
+        forward_seconds: float | None,  # time of the target's forward; `None` if it did something else too
+        depth: int,  # depth that was drafted; 0 for no draft
+        draft_seconds: float,  # time of the draft
+        progress: float | None = None,  # number of tokens by which the shortest text has grown; `None` for `emitted`
     ) -> None:
-        """Notes how a round went.
-
-        Args:
-            nodes: number of nodes verified in the largest tree.
-            emitted: mean number of tokens emitted by the deciding texts.
-            forward_seconds: time of the target's forward; `None` if it did something else too.
-            depth: depth that was drafted; 0 for no draft.
-            draft_seconds: time of the draft.
-            progress: number of tokens by which the shortest text has grown; `None` for `emitted`.
-        """
+        """Notes how a round went."""
 
 
 class CostPace(Pace):

@@ -6,7 +6,7 @@ import ssl
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..core.checks import is_number
+from ..core.checks import demand, is_number
 
 if TYPE_CHECKING:
     from .remote_model import RemoteModel
@@ -46,9 +46,8 @@ def connect(
         ValueError: the address is invalid, or `patience` or `timeout` is.
     """
     check_packages()
-    for name, value, least in (("patience", patience, "0 or more"), ("timeout", timeout, "above 0")):
-        if not is_number(value) or not (value > 0 or (value == 0 and name == "patience")):
-            raise ValueError(f"{name}={value!r} is invalid: expected seconds, a number {least}")
+    demand(is_number(patience) and patience >= 0, "patience", patience, "expected seconds, a number 0 or more")
+    demand(is_number(timeout) and timeout > 0, "timeout", timeout, "expected seconds, a number above 0")
     from .link import Address
     from .remote_model import RemoteModel
 

@@ -31,7 +31,7 @@ from .messages import (
     unpacked_ints,
     unpacked_tree,
 )
-from .micro_batches import Job, MicroBatches, PieceRead, Verified
+from .micro_batches import Job, MicroBatches, Verified
 from .sessions import Overloaded, ServedSession, Sessions
 from .verified_text import VerifiedText
 from .weight_tables import ServedTables
@@ -39,7 +39,6 @@ from .wire import MOST_TEXT, Message, WireError, log_failure
 from .workers import on_own_thread
 
 Send = Callable[[Message], Awaitable[None]]
-RETRY_FAILED = 1.0  # seconds
 
 
 class DeviceGone(Exception): ...
@@ -63,8 +62,13 @@ class Desk:
         return RowData(await asyncio.to_thread(on_own_thread, rows, message.table, message.first, message.count))
 
     async def encode(self, message: Encode) -> Message:
-        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
-        return Tokens(packed_ints(ids))
+        def ids(tokenizer: Any) -> list[int]:
+            if not message.chat:
+                return tokenizer(message.text)["input_ids"]
+            turn = [{"role": "user", "content": message.text}]
+            return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+        return Tokens(packed_ints(await self._tokenized(ids)))
 
     async def decode(self, message: Decode) -> Message:
         ids, rows = unpacked_ints(message.ids), self.tables.shape[0]
@@ -145,7 +149,7 @@ class Conversation:
         while True:
             if not self._is_open():
                 raise DeviceGone
-            read = await self._outcome(text)
+            read = await self._queued(text, None)
             if isinstance(read, Exception):
                 return read
             for begin in range(0, len(read.taps), PIECE_BYTES):
@@ -153,15 +157,16 @@ class Conversation:
             if read.first is not None:
                 return read.first
 
-    async def _outcome(self, text: VerifiedText) -> PieceRead | Exception:
+    def _queued(self, text: VerifiedText, tree: DraftTree | None) -> asyncio.Future[Any]:
+        """Queues a step of a text; returns its outcome, see `Job`."""
         loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[PieceRead | Exception] = loop.create_future()
+        outcome: asyncio.Future[Any] = loop.create_future()
 
-        def done(what: PieceRead | Exception) -> None:
+        def done(what: Any) -> None:
             loop.call_soon_threadsafe(lambda: None if outcome.cancelled() else outcome.set_result(what))
 
-        self._desk.batches.submit(Job(text, None, done))
-        return await outcome
+        self._desk.batches.submit(Job(text, tree, done))
+        return outcome
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:
         """Decodes without drafts until the text ends; returns a refusal if that fails."""
@@ -211,14 +216,8 @@ class Conversation:
 
     def _submitted(self, session: ServedSession, number: int, tree: DraftTree) -> asyncio.Future[Accepted | Refused]:
         """Queues a tree. The answer is kept even if the connection ends meanwhile."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Accepted | Refused] = loop.create_future()
+        answer = asyncio.ensure_future(self._kept(session, number, self._queued(session.text, tree)))
         session.verifying = answer
-
-        def done(outcome: Verified | Exception) -> None:
-            loop.call_soon_threadsafe(self._keep, session, number, outcome, answer)
-
-        self._desk.batches.submit(Job(session.text, tree, done))
         return answer
 
     def _most_nodes(self, texts: int) -> int:
@@ -230,24 +229,18 @@ class Conversation:
         share = int(columns // max(min(texts, limits.max_batch), 1))
         return min(max(share - 1, 1), limits.max_nodes)
 
-    def _keep(
-        self,
-        session: ServedSession,
-        number: int,
-        outcome: Verified | Exception,
-        answer: asyncio.Future[Accepted | Refused],
-    ) -> None:
+    async def _kept(self, session: ServedSession, number: int, outcome: asyncio.Future[Any]) -> Accepted | Refused:
+        found: Verified | Exception = await outcome
         session.verifying = None
-        if isinstance(outcome, Exception):  # its state is unknown: the device opens the text again
+        if isinstance(found, Exception):  # its state is unknown: the device opens the text again
             self._desk.sessions.remove(session)
-            answer.set_result(_failed(outcome))
-            return
+            return _failed(found)
         session.number, session.used = number, time.monotonic()
-        if outcome.finished:
+        if found.finished:
             session.finish()
-        fields = {**vars(outcome), "tokens": packed_ints(outcome.tokens)}
-        session.answer = Accepted(number=number, nodes=self._most_nodes(outcome.batch), **fields)
-        answer.set_result(session.answer)
+        fields = {**vars(found), "tokens": packed_ints(found.tokens)}
+        session.answer = Accepted(number=number, nodes=self._most_nodes(found.batch), **fields)
+        return session.answer
 
     async def _resume(self, message: Resume) -> Message:
         self._forget()
@@ -273,11 +266,4 @@ class Conversation:
 def _failed(error: Exception) -> Refused:
     if isinstance(error, ValueError):
         return Refused("invalid", str(error)[:2048], 0.0)
-    return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", RETRY_FAILED)
-
-
-def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return tokenizer(text)["input_ids"]
-    turn = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", 1.0)

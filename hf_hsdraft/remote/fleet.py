@@ -25,21 +25,13 @@ _SPREAD = 0.3  # relative spread of the time away
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """Costs of a server's forwards.
+    """Costs of a server's forwards."""
 
-    Attributes:
-        fixed_seconds: per forward, however little it reads.
-        column_seconds: per node of each text.
-        token_bytes: keys and values of a token.
-        free_bytes: memory for keys and values.
-        most_texts: maximum per forward.
-    """
-
-    fixed_seconds: float
-    column_seconds: float
-    token_bytes: int
-    free_bytes: int
-    most_texts: int = 32
+    fixed_seconds: float  # per forward, however little it reads
+    column_seconds: float  # per node of each text
+    token_bytes: int  # keys and values of a token
+    free_bytes: int  # memory for keys and values
+    most_texts: int = 32  # maximum per forward
 
     def forward(self, texts: float, columns: float) -> float:
         """Seconds of a forward over `texts` texts with `columns` nodes each, root included."""
@@ -48,24 +40,16 @@ class ServerCosts:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """A device's work in one round.
+    """A device's work in one round."""
 
-    Attributes:
-        tokens: emitted, the target's own included.
-        columns: nodes that a forward reads per text: the size of the largest tree, root included.
-        sent, received: bytes.
-        bytes_per_second: of the link, each way; infinite to ignore it.
-        length: tokens of a finished text.
-    """
-
-    tokens: float = 1.0
-    columns: float = 1.0
+    tokens: float = 1.0  # emitted, the target's own included
+    columns: float = 1.0  # nodes that a forward reads per text: the size of the largest tree, root included
     draft_seconds: float = 0.0
-    sent: float = 0.0
-    received: float = 0.0
+    sent: float = 0.0  # bytes
+    received: float = 0.0  # bytes
     round_trip_seconds: float = 0.0
-    bytes_per_second: float = math.inf
-    length: int = 1024
+    bytes_per_second: float = math.inf  # of the link, each way; infinite to ignore it
+    length: int = 1024  # tokens of a finished text
 
     @property
     def away(self) -> float:
@@ -75,26 +59,17 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class FleetPoint:
-    """Performance of a number of devices on one server.
-
-    Attributes:
-        batch: texts per forward.
-        busy: share of the time that the server reads.
-        sent, received: bytes per second of the server's link, from and to all devices.
-        cache_bytes: keys and values of all texts.
-        fits: whether these fit into the server's memory.
-    """
+    """Performance of a number of devices on one server."""
 
     sessions: int
-    batch: float
-    busy: float
-    round_seconds: float
+    batch: float  # texts per forward
+    busy: float  # share of the time that the server reads
     tokens_per_second: float
     each_tokens_per_second: float
-    sent: float
-    received: float
-    cache_bytes: int
-    fits: bool
+    sent: float  # bytes per second from all devices
+    received: float  # bytes per second to all devices
+    cache_bytes: int  # keys and values of all texts
+    fits: bool  # whether these fit into the server's memory
 
 
 def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPoint:
@@ -116,7 +91,6 @@ def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPo
         sessions,
         batch,
         busy,
-        sessions / rate,
         rate * load.tokens,
         rate * load.tokens / sessions,
         rate * load.sent,
@@ -169,11 +143,6 @@ def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second
     return low
 
 
-def plain_load(load: DeviceLoad) -> DeviceLoad:
-    """Returns the load of the same texts decoded by the server alone: one token per round, no round trip."""
-    return DeviceLoad(length=load.length)
-
-
 def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
     """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
 
@@ -183,9 +152,6 @@ def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
     spread = n * xx - x * x
     slope = max((n * xt - x * t) / spread, 0.0) if n > 1 and spread > 0 else 0.0
     return max((t - slope * x) / max(n, 1), 0.0), slope
-
-
-_SESSIONS = (1, 4, 16, 64, 256, 1024)
 
 
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
@@ -215,8 +181,8 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
     """Prints a table of performance by number of devices; each should get `least` tokens per second."""
     table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
-    plain = plain_load(load)
-    for sessions in _SESSIONS:
+    plain = DeviceLoad(length=load.length)  # the server alone: one token per round, no round trip
+    for sessions in (1, 4, 16, 64, 256, 1024):
         point, alone = fleet_point(server, load, sessions), fleet_point(server, plain, sessions)
         table.add_row(
             str(sessions),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import ssl
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -47,15 +47,11 @@ class ServerRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """URL (`ws://` or `wss://`) and credentials of a server.
-
-    Attributes:
-        token: bearer token; empty for none. It never appears in the repr.
-        tls: for encrypted connections; `None` for the machine's certificates.
-    """
+    """URL (`ws://` or `wss://`) and credentials of a server."""
 
     url: str
-    token: str = field(default="", repr=False)
+    token: str = field(default="", repr=False)  # bearer token; empty for none. It never appears in the repr
+    # for encrypted connections; `None` for the machine's certificates
     tls: ssl.SSLContext | None = field(default=None, repr=False)
 
     @classmethod
@@ -79,16 +75,11 @@ class Address:
 
 
 class Link:
-    """One connection; raises `LinkLost` or `ServerRefused` if it cannot be made.
-
-    Attributes:
-        hello: the server's first message.
-        sent, received: bytes of all messages, without WebSocket framing.
-    """
+    """One connection; raises `LinkLost` or `ServerRefused` if it cannot be made."""
 
     def __init__(self, address: Address, timeout: float = 60.0) -> None:
         self._timeout = timeout
-        self.sent = self.received = 0
+        self.sent = self.received = 0  # bytes of all messages, without WebSocket framing
         headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
         self._closing = contextlib.ExitStack()
         here = urllib.parse.urlsplit(address.url).hostname in _LOOPBACK
@@ -141,10 +132,8 @@ class Link:
     def receive(self, *kinds: type[R]) -> R:
         """Returns the next message.
 
-        Raises:
-            LinkLost: the connection has ended, or timed out.
-            ServerRefused: the message is a refusal.
-            WireError: the message is of another kind.
+        Raises `LinkLost` if the connection has ended or timed out, `ServerRefused` for a refusal, and a WireError for a
+        message of another kind.
         """
         try:
             data = self._socket.recv(self._timeout)
@@ -207,29 +196,24 @@ _IDLE_LINKS = 4  # kept for later calls
 class LinkPool:
     """Connections to a server; raises `LinkLost` or `ServerRefused` if it cannot connect.
 
-    Args:
-        patience: seconds to retry a lost connection or an overloaded server. The first connection retries only an
-            overload: the address may be wrong.
-        timeout: seconds to wait for an answer.
+    The first connection retries only an overload: the address may be wrong.
     """
 
     def __init__(self, address: Address, patience: float, timeout: float) -> None:
         self._address, self.patience, self._timeout = address, patience, timeout
-        self._lock, self._idle = threading.Lock(), list[Link]()
+        self._idle = queue.LifoQueue[Link](_IDLE_LINKS)
         link = _patiently(lambda: Link(address, timeout), patience, (ServerRefused,))
         self.hello = link.hello
         self.give_back(link)
 
     def take(self) -> Link:
         """Returns an unused connection; raises `LinkLost`, or `ServerRefused`, also if the target has changed."""
-        while True:
-            with self._lock:
-                idle = self._idle.pop() if self._idle else None
-            if idle is None:
-                break
-            if idle.is_open:
-                return idle
-            idle.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle = self._idle.get_nowait()
+                if idle.is_open:
+                    return idle
+                idle.close()
         link = Link(self._address, self._timeout)
         if link.hello.identity != self.hello.identity:
             link.close()
@@ -239,11 +223,9 @@ class LinkPool:
         return link
 
     def give_back(self, link: Link) -> None:
-        with self._lock:
-            keep = len(self._idle) < _IDLE_LINKS
-            if keep:
-                self._idle.append(link)
-        if not keep:
+        try:
+            self._idle.put_nowait(link)
+        except queue.Full:
             link.close()
 
     def ask(self, question: Callable[[Link], Any]) -> Any:
@@ -262,10 +244,9 @@ class LinkPool:
         return _patiently(once, self.patience, (LinkLost, ServerRefused))
 
     def close(self) -> None:
-        with self._lock:
-            links, self._idle = self._idle, []
-        for link in links:
-            link.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
 
 
 def _patiently(step: Callable[[], Any], patience: float, waited_for: tuple[type[Exception], ...]) -> Any:

@@ -40,24 +40,16 @@ def most_request(longest: int) -> int:
 
 @dataclass(frozen=True)
 class Open(Message, code=1):
-    """Begins a text, or restores one that the server has lost.
+    """Begins a text, or restores one that the server has lost."""
 
-    Attributes:
-        ids: the tokens so far.
-        prompt_length: number of these that are the prompt.
-        plain: whether the server decodes by itself; it then sends an `Accepted` per round without drafts.
-        options: of `generate()`.
-        taps: layers whose hidden states are wanted.
-        taps_from: first position of which they are wanted.
-    """
-
-    ids: Annotated[bytes, packed(4)]
-    prompt_length: Annotated[int, whole(1, MOST_LENGTH)]
+    ids: Annotated[bytes, packed(4)]  # the tokens so far
+    prompt_length: Annotated[int, whole(1, MOST_LENGTH)]  # number of these that are the prompt
     seed: Annotated[int, whole(0, SAMPLING_SEED)]
+    # whether the server decodes by itself; it then sends an `Accepted` per round without drafts
     plain: Annotated[bool, flag()]
-    options: Annotated[dict[str, int | float | bool | list[int] | None], settings()]
-    taps: Annotated[list[int], layers()]
-    taps_from: Annotated[int, whole(0, MOST_LENGTH)]
+    options: Annotated[dict[str, int | float | bool | list[int] | None], settings()]  # of `generate()`
+    taps: Annotated[list[int], layers()]  # layers whose hidden states are wanted
+    taps_from: Annotated[int, whole(0, MOST_LENGTH)]  # first position of which they are wanted
 
 
 @dataclass(frozen=True)
@@ -107,29 +99,19 @@ class Decode(Message, code=7):
 
 @dataclass(frozen=True)
 class Hello(Message, code=16):
-    """The first message of a server.
-
-    Attributes:
-        config: the target's configuration, as JSON.
-        rows: number of embedding rows.
-        width: of a row; of hidden states too, for most targets.
-        tied: whether the output layer shares the input embedding.
-        fingerprint: SHA-256 of the rows of both tables as they are sent; a device may cache them under it.
-        weights: SHA-256 of a few numbers of every weight; identifies the target.
-        longest: maximum number of tokens of a text.
-        most_nodes: maximum of a tree, without the root.
-    """
+    """The first message of a server."""
 
     target: Annotated[str, words(1024)]
-    config: Annotated[str, words()]
+    config: Annotated[str, words()]  # the target's configuration, as JSON
     dtype: Annotated[str, words(32)]
-    rows: Annotated[int, whole(1, 2**31)]
-    width: Annotated[int, whole(1, 2**20)]
-    tied: Annotated[bool, flag()]
+    rows: Annotated[int, whole(1, 2**31)]  # number of embedding rows
+    width: Annotated[int, whole(1, 2**20)]  # of a row; of hidden states too, for most targets
+    tied: Annotated[bool, flag()]  # whether the output layer shares the input embedding
+    # SHA-256 of the rows of both tables as they are sent; a device may cache them under it
     fingerprint: Annotated[str, digest()]
-    weights: Annotated[str, digest()]
-    longest: Annotated[int, whole(1, MOST_LENGTH)]
-    most_nodes: Annotated[int, whole(1, MOST_NODES)]
+    weights: Annotated[str, digest()]  # SHA-256 of a few numbers of every weight; identifies the target
+    longest: Annotated[int, whole(1, MOST_LENGTH)]  # maximum number of tokens of a text
+    most_nodes: Annotated[int, whole(1, MOST_NODES)]  # maximum of a tree, without the root
 
     @property
     def identity(self) -> Hello:
@@ -146,20 +128,13 @@ class Taps(Message, code=17):
 
 @dataclass(frozen=True)
 class Opened(Message, code=18):
-    """The prompt has been read.
+    """The prompt has been read."""
 
-    Attributes:
-        session: name to resume the text by; a secret of this client.
-        token: the first new token.
-        reach, nodes: as in `Accepted`.
-        finished: whether the text has ended with this token.
-    """
-
-    session: Annotated[str, words(64)]
-    token: Annotated[int, whole(0, 2**31)]
-    reach: Annotated[int, whole(0, MOST_LENGTH)]
+    session: Annotated[str, words(64)]  # name to resume the text by; a secret of this client
+    token: Annotated[int, whole(0, 2**31)]  # the first new token
+    reach: Annotated[int, whole(0, MOST_LENGTH)]  # as in `Accepted`, like `nodes`
     nodes: Annotated[int, whole(0, MOST_NODES)]
-    finished: Annotated[bool, flag()]
+    finished: Annotated[bool, flag()]  # whether the text has ended with this token
 
 
 @dataclass(frozen=True)
@@ -171,43 +146,29 @@ class Resumed(Message, code=19):
 
 @dataclass(frozen=True)
 class Accepted(Message, code=20):
-    """Outcome of a draft.
-
-    Attributes:
-        tokens: emitted: accepted tokens, then the target's own.
-        drafted: number of these that were in the draft.
-        reach: maximum depth of the next draft.
-        nodes: nodes the next draft should have at most, without the root, given the server's load.
-        finished: whether the text has ended.
-        taps: hidden states of the root and of the accepted nodes.
-        batch: number of texts in the forward that verified it.
-        seconds: duration of that forward.
-    """
+    """Outcome of a draft."""
 
     number: Annotated[int, whole(1, MOST_LENGTH)]
-    tokens: Annotated[bytes, packed(4)]
-    drafted: Annotated[int, whole(0, MOST_NODES)]
-    reach: Annotated[int, whole(0, MOST_LENGTH)]
+    tokens: Annotated[bytes, packed(4)]  # emitted: accepted tokens, then the target's own
+    drafted: Annotated[int, whole(0, MOST_NODES)]  # number of these that were in the draft
+    reach: Annotated[int, whole(0, MOST_LENGTH)]  # maximum depth of the next draft
+    # nodes the next draft should have at most, without the root, given the server's load
     nodes: Annotated[int, whole(0, MOST_NODES)]
-    finished: Annotated[bool, flag()]
-    taps: Annotated[bytes, packed(2)]
-    batch: Annotated[int, whole(1, 2**16)]
-    seconds: Annotated[float, real()]
+    finished: Annotated[bool, flag()]  # whether the text has ended
+    taps: Annotated[bytes, packed(2)]  # hidden states of the root and of the accepted nodes
+    batch: Annotated[int, whole(1, 2**16)]  # number of texts in the forward that verified it
+    seconds: Annotated[float, real()]  # duration of that forward
 
 
 @dataclass(frozen=True)
 class Refused(Message, code=21):
-    """Why a request was refused.
+    """Why a request was refused."""
 
-    Attributes:
-        reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
-            `"replaced"` (another connection has taken the text over). `Link` adds reasons that arise on the device.
-        retry_seconds: when to retry; 0 where that is of no use.
-    """
-
+    # `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
+    # `"replaced"` (another connection has taken the text over). `Link` adds reasons that arise on the device
     reason: Annotated[str, words(32)]
     message: Annotated[str, words(4096)]
-    retry_seconds: Annotated[float, real()]
+    retry_seconds: Annotated[float, real()]  # when to retry; 0 where that is of no use
 
 
 @dataclass(frozen=True)
@@ -276,15 +237,11 @@ def unpacked_tree(draft: Draft, vocab_size: int) -> DraftTree:
     tokens, parents = unpacked_ints(draft.tokens), unpacked_ints(draft.parents, "h")
     if not 1 <= len(tokens) <= MOST_NODES or len(parents) != len(tokens):
         raise WireError(f"a draft came in with {len(tokens)} tokens and {len(parents)} parents")
-    if parents[0] != -1 or not 0 <= tokens[0] < vocab_size:
-        raise WireError("the root of a draft has a parent, or no token of the vocabulary")
-    depths = [0]
-    for node, parent in enumerate(parents[1:], 1):
-        if not 0 <= parent < node:
-            raise WireError(f"node {node} of a draft has parent {parent}: expected a node before it")
-        depths.append(depths[parent] + 1)
+    depths: list[int] = []
+    for parent in parents:  # wrong ones are told below
+        depths.append(depths[parent] + 1 if 0 <= parent < len(depths) else 0)
     tree = DraftTree(tuple(tokens), tuple(parents), tuple(depths), (0.0,) * len(tokens))
-    fault = tree.fault(vocab_size)
+    fault = tree.fault(vocab_size) if 0 <= tokens[0] < vocab_size else "the root is no token of the vocabulary"
     if fault:
         raise WireError(f"a draft is no tree: {fault}")
     return tree

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..core.checks import is_integer, short
+from ..core.checks import demand, is_integer, short
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
@@ -20,8 +20,8 @@ from ..engine.call_output import DraftStatistics
 from ..engine.loop import Keeper
 from ..verify.registry import VERIFIERS
 from .link import Address, LinkPool
-from .messages import Decode, Encode, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
-from .remote_target import LinkStatistics, RemoteCall, RemoteTarget, Streaming, decode_rounds
+from .messages import Decode, Encode, Open, RowData, Rows, Text, Tokens, packed_ints, unpacked_ints
+from .remote_target import LinkStatistics, RemoteTarget, Streaming, decode_rounds
 from .verified_text import check_options
 from .weight_tables import TargetShell, kept_tables
 from .wire import MOST_TEXT
@@ -96,11 +96,16 @@ class RemoteModel:
         """
         _check_call(assistant_model, seed, most_taps, options)
         ids = self._ids(inputs if input_ids is None else input_ids, attention_mask, chat)
-        self._check_size(ids, options)
+        new, longest = options.get("max_new_tokens"), self._hello.longest
+        if (most := len(ids) + (new if isinstance(new, int) else 1)) > longest:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens may become a text of {most}: this server takes at most {longest}"
+            )
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
-        call = RemoteCall(self._links.take, ids, seed, options, taps, most_taps, self._links.patience)
-        target = RemoteTarget(call, None if draft is None else draft.options, self._hello.width)
+        taps_from = 0 if most_taps is None else max(len(ids) - most_taps, 0)
+        opening = Open(packed_ints(ids), len(ids), seed, draft is None, options, taps, taps_from)
+        target = RemoteTarget(self._links, opening, None if draft is None else draft.options, self._hello.width)
         statistics = self._decode(target, assistant_model, draft, ids, streamer)
         sequences = torch.tensor([target.tokens])
         if return_dict_in_generate:
@@ -127,14 +132,14 @@ class RemoteModel:
             streamer.end()
         return statistics
 
-    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, list[int]]:
         """The drafter's call, and the layers whose hidden states it reads."""
         if drafter is None:
-            return None, ()
+            return None, []
         check_drafter(drafter, self._shell)
         asked = {name: options[name] for name in ("do_sample", "temperature") if name in options}
         draft = DraftOptions.of(drafter, GenerationConfig(**asked))
-        taps = tuple(sorted(drafter.taps_of(self._shell)))
+        taps = sorted(drafter.taps_of(self._shell))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
         return Call(shell, 1, draft), taps
@@ -145,14 +150,6 @@ class RemoteModel:
             if device not in self._with_rows:
                 self._with_rows[device] = TargetShell(self._hello, kept_tables(self._hello, self._fetch), device)
             return self._with_rows[device]
-
-    def _check_size(self, ids: Sequence[int], options: Mapping[str, Any]) -> None:
-        new, longest = options.get("max_new_tokens"), self._hello.longest
-        most = len(ids) + (new if isinstance(new, int) else 1)
-        if most > longest:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens may become a text of {most}: this server takes at most {longest}"
-            )
 
     def _ids(self, inputs: Any, mask: torch.Tensor | None, chat: bool) -> list[int]:
         """The tokens of a prompt; raises a ValueError unless there is exactly one."""
@@ -231,7 +228,7 @@ def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, A
             f"verification={rule!r} is not possible with a remote target: the server chooses each token by the target "
             "alone, as verification='walk' does"
         )
-    if most_taps is not None and (not is_integer(most_taps) or most_taps < 1):
-        raise ValueError(f"most_taps={most_taps!r} is invalid: expected a positive number, or None for all positions")
-    if seed is not None and (not is_integer(seed) or not 0 <= seed < 2**63):
-        raise ValueError(f"seed={seed!r} is invalid: expected an integer from 0 to 2**63 - 1")
+    positive, in_range = is_integer(most_taps) and most_taps > 0, is_integer(seed) and 0 <= seed < 2**63
+    wanted = "expected a positive number, or None for all positions"
+    demand(most_taps is None or positive, "most_taps", most_taps, wanted)
+    demand(seed is None or in_range, "seed", seed, "expected an integer from 0 to 2**63 - 1")

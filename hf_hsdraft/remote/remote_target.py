@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..drafters.base.protocol import Call, Drafter
 from ..engine.drafting import Drafting, Wanted
 from ..engine.loop import Keeper, Observer, Round, decode
 from ..pace.pacing import KindOfCall
-from .link import Link, LinkLost, Patience, ServerRefused
+from .link import Link, LinkLost, LinkPool, Patience, ServerRefused
 from .messages import (
     Accepted,
     Close,
@@ -34,26 +34,6 @@ from .messages import (
 from .wire import Message, WireError
 
 _GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may be opened again
-
-
-@dataclass(frozen=True)
-class RemoteCall:
-    """Settings of one text.
-
-    Attributes:
-        ids: the prompt.
-        options: of `generate()`.
-        taps: layers whose hidden states the drafter reads.
-        most_taps: number of last prompt positions whose hidden states are fetched; `None` for all.
-    """
-
-    connect: Callable[[], Link]
-    ids: Sequence[int]
-    seed: int
-    options: Mapping[str, Any]
-    taps: Sequence[int] = ()
-    most_taps: int | None = None
-    patience: float = 60.0
 
 
 @dataclass
@@ -83,15 +63,14 @@ class LinkStatistics:
 class RemoteTarget:
     """A text that a remote target decodes; see `engine.loop.Target`.
 
-    Args:
-        draft: drafting options; `None` without a drafter, where the server decodes by itself.
-        width: size of a hidden state.
+    `opening` has the prompt, and how the server decodes it. `draft` is `None` without a drafter, where the server
+    decodes by itself. `width` is the size of a hidden state.
     """
 
-    def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int) -> None:
-        self._call, self._draft = call, draft
-        self._width = width * len(call.taps)
-        self.tokens, self.finished, self.forwards = list(call.ids), False, 0
+    def __init__(self, links: LinkPool, opening: Open, draft: DraftOptions | None, width: int) -> None:
+        self._links, self._opening, self._draft = links, opening, draft
+        self._width = width * len(opening.taps)
+        self.tokens, self.finished, self.forwards = unpacked_ints(opening.ids), False, 0
         self.statistics = LinkStatistics()
         self._reach = self._most_nodes = self._number = 0
         self._session = ""
@@ -100,15 +79,10 @@ class RemoteTarget:
         self._waits = False  # for an answer
 
     def open(self) -> News:
-        news = self._persistently(lambda: self._opened(self._taps_from))
+        earlier = self.tokens[-TUNING.most_known :]
+        news = self._persistently(lambda: self._opened(self._opening.taps_from))
         self.statistics.prompt_received = self.statistics.received
-        earlier = self._call.ids[-TUNING.most_known :]
-        return replace(news, earlier=list(earlier))
-
-    @property
-    def _taps_from(self) -> int:
-        most, count = self._call.most_taps, len(self._call.ids)
-        return 0 if most is None else max(count - most, 0)
+        return replace(news, earlier=earlier)
 
     def goes_on(self) -> bool:
         return not self.finished
@@ -168,10 +142,8 @@ class RemoteTarget:
 
     def _opened(self, taps_from: int) -> News:
         """Opens the text with its tokens so far; returns the news from position `taps_from` on."""
-        call, link = self._call, self._linked()
-        ids = packed_ints(self.tokens)
-        options = dict(call.options)
-        link.send(Open(ids, len(call.ids), call.seed, self._draft is None, options, list(call.taps), taps_from))
+        link = self._linked()
+        link.send(replace(self._opening, ids=packed_ints(self.tokens), taps_from=taps_from))
         states = bytearray()
         reply: Message = link.receive(Taps, Opened)
         while isinstance(reply, Taps):
@@ -207,7 +179,7 @@ class RemoteTarget:
     def _linked(self) -> Link:
         """The connection; a new one resumes the text if the server still has it."""
         if self._link is None:
-            self._link = self._call.connect()
+            self._link = self._links.take()
             self._counted = self._link.sent, self._link.received
             if self._draft is None:
                 self._session = ""
@@ -223,7 +195,7 @@ class RemoteTarget:
 
     def _persistently(self, step: Callable[[], News]) -> News:
         """Runs a step; retries it if the connection ends, or the server is overloaded or has lost the text."""
-        patience = Patience(self._call.patience)
+        patience = Patience(self._links.patience)
         while True:
             try:
                 self._waits = True
@@ -296,19 +268,20 @@ def decode_rounds(
 
     Raises `LinkLost` if the connection was lost for longer than the patience, or `ServerRefused`.
     """
+
+    def undrafted(news: News) -> None:
+        keeper.statistics.target_forwards += 1
+        keeper.statistics.row_forwards += 1
+        for each in observers:
+            each.ended(Round([], [], [news], 1, 0))
+
     keeper.began()
     first = target.open()
     keeper.enter("prefill")
-    keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, 1
-    for each in observers:
-        each.ended(Round([], [], [first], 1, 0))
+    undrafted(first)
     if drafter is None or call is None:
         while not target.finished:
-            news = target.receive()
-            for each in observers:
-                each.ended(Round([], [], [news], 1, 0))
-            keeper.statistics.target_forwards += 1
-            keeper.statistics.row_forwards += 1
+            undrafted(target.receive())
         return
     drafting = Drafting(drafter, call)
     drafting.observe([first])

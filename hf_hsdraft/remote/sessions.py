@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..core.checks import demand
 from ..core.tuning import TUNING
 from .messages import MOST_LENGTH, MOST_NODES, Accepted, Refused
 from .verified_text import VerifiedText
@@ -15,49 +16,31 @@ from .verified_text import VerifiedText
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of a server.
+    """Limits of a server."""
 
-    Attributes:
-        max_sessions: texts at a time.
-        max_bytes: of their keys and values at full length.
-        max_connections: connections at a time.
-        idle_seconds: after which a silent connection is closed, and a text without new drafts dropped.
-        keep_seconds: that a text is kept after its connection has ended.
-        max_length: tokens of a text.
-        max_nodes: of a draft tree, without the root.
-        max_batch: texts in a forward.
-        max_columns: texts in a forward times nodes of the largest tree, roots included; each device gets its share.
-        wait_seconds: that a batch waits for texts that are away; `None` to wait up to half the duration of the last
-            forward for texts that usually return so soon.
-        piece: tokens of a prompt that are read at once.
-        prompt_seconds: estimated time for all waiting prompts above which new texts are refused.
-    """
-
-    max_sessions: int = 64
-    max_bytes: int = 2**31
-    max_connections: int = 256
-    idle_seconds: float = 120.0
-    keep_seconds: float = 30.0
-    max_length: int = 4096
-    max_nodes: int = 64
-    max_batch: int = 32
+    max_sessions: int = 64  # texts at a time
+    max_bytes: int = 2**31  # of their keys and values at full length
+    max_connections: int = 256  # connections at a time
+    idle_seconds: float = 120.0  # after which a silent connection is closed, and a text without new drafts dropped
+    keep_seconds: float = 30.0  # that a text is kept after its connection has ended
+    max_length: int = 4096  # tokens of a text
+    max_nodes: int = 64  # of a draft tree, without the root
+    max_batch: int = 32  # texts in a forward
+    # texts in a forward times nodes of the largest tree, roots included; each device gets its share
     max_columns: int = 256
+    # that a batch waits for texts that are away; `None` to wait up to half the duration of the last forward for texts
+    # that usually return so soon
     wait_seconds: float | None = None
-    piece: int = 512
-    prompt_seconds: float = 30.0
+    piece: int = 512  # tokens of a prompt that are read at once
+    prompt_seconds: float = 30.0  # estimated time for all waiting prompts above which new texts are refused
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "wait_seconds" and value in (None, 0):
-                continue
-            if value is None or value <= 0:
-                raise ValueError(f"{name}={value} is invalid: expected a positive number")
+            waits_not = name == "wait_seconds" and value in (None, 0)
+            demand(waits_not or (value is not None and value > 0), name, value, "expected a positive number")
         for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
-            if getattr(self, name) > most:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is invalid: expected at most {most}, where max_columns is "
-                    f"{self.max_columns}"
-                )
+            wanted = f"expected at most {most}, where max_columns is {self.max_columns}"
+            demand(getattr(self, name) <= most, name, getattr(self, name), wanted)
 
 
 class Overloaded(Exception):
@@ -70,28 +53,18 @@ class Overloaded(Exception):
 
 @dataclass
 class ServedSession:
-    """A text and its current connection.
-
-    Attributes:
-        size: bytes reserved: keys and values at full length, and the hidden states of a message.
-        number: of the last verified draft; 0 before the first one.
-        answer: to that draft.
-        verifying: set while a draft of it is being verified.
-        holder: the current connection; `None` after it has ended.
-        used: when a device last used it.
-        left: when its connection ended.
-    """
+    """A text and its current connection."""
 
     text: VerifiedText
-    size: int
+    size: int  # bytes reserved: keys and values at full length, and the hidden states of a message
     name: str = field(default_factory=lambda: secrets.token_hex(16))
-    number: int = 0
-    answer: Accepted | None = None
-    verifying: asyncio.Future[Accepted | Refused] | None = None
-    holder: object | None = None
+    number: int = 0  # of the last verified draft; 0 before the first one
+    answer: Accepted | None = None  # to that draft
+    verifying: asyncio.Future[Accepted | Refused] | None = None  # set while a draft of it is being verified
+    holder: object | None = None  # the current connection; `None` after it has ended
     began: float = field(default_factory=time.monotonic)
-    used: float = field(default_factory=time.monotonic)
-    left: float = 0.0
+    used: float = field(default_factory=time.monotonic)  # when a device last used it
+    left: float = 0.0  # when its connection ended
 
     def finish(self) -> None:
         """Frees what only an unfinished text needs."""
@@ -100,14 +73,11 @@ class ServedSession:
 
 
 class Sessions:
-    """All texts of a server. Used by its event loop alone.
-
-    `token_bytes` are keys and values of a token; `prompt_seconds` estimates how long a number of prompt tokens takes to
-    read.
-    """
+    """All texts of a server. Used by its event loop alone; `prompt_seconds` estimates how long prompts take to read."""
 
     def __init__(self, limits: ServerLimits, token_bytes: int, prompt_seconds: Callable[[int], float]) -> None:
-        self.limits, self.token_bytes, self._prompt_seconds = limits, token_bytes, prompt_seconds
+        self.limits, self._prompt_seconds = limits, prompt_seconds
+        self.token_bytes = token_bytes  # keys and values of a token
         self._by_name: dict[str, ServedSession] = {}
         self._lifetime = 5.0  # seconds that a text is held, a running mean
         self.attached = 0  # texts with a connection

@@ -39,17 +39,11 @@ from ..runtime.tree_reading import AttentionKind, attention_kinds, read_trees
 
 @dataclass(frozen=True)
 class TreesRead:
-    """Outputs of a forward over the trees of several texts; their caches are unchanged so far.
+    """Outputs of a forward over the trees of several texts; their caches are unchanged so far."""
 
-    Attributes:
-        cache: the texts' caches as one.
-        logits: of each text `[nodes, V]`.
-        taps: of each text the hidden states that it wants, `[nodes, taps * D]`.
-    """
-
-    cache: Any
-    logits: Sequence[torch.Tensor]
-    taps: Sequence[torch.Tensor]
+    cache: Any  # the texts' caches as one
+    logits: Sequence[torch.Tensor]  # of each text `[nodes, V]`
+    taps: Sequence[torch.Tensor]  # of each text the hidden states that it wants, `[nodes, taps * D]`
 
     def keep(self, place: int, path: Sequence[int]) -> None:
         """Appends the root and the accepted path of a text's tree to its cache."""
@@ -81,10 +75,6 @@ class TreeReader:
             self._try()
         self._acceleration.begin(packed_weights, self.longest, lambda: False)
 
-    @property
-    def packed(self) -> bool:
-        return self._acceleration.packed
-
     def _refusal(self, reason: str) -> DraftingRefused:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
 
@@ -102,7 +92,10 @@ class TreeReader:
         for start, cache in zip(starts, caches, strict=True):
             self.read_prompt(cache, ids[:, :start], ())
             make_room(cache)
-            self._kinds = self._kinds_of(cache)
+            try:
+                self._kinds = attention_kinds(text_config(self.target), [each.is_initialized for each in cache.layers])
+            except ValueError as error:
+                raise self._refusal(str(error)) from None
             expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
         wrong = (int(ids[0, 0]) + 1) % vocabulary
         for _ in range(2):  # the second time on the caches the first one left
@@ -116,16 +109,8 @@ class TreeReader:
             starts = [start + 2 for start in starts]
             expected = [self.target(ids[:, : start + 3], use_cache=False).logits[0, start:] for start in starts]
 
-    def _kinds_of(self, cache: DynamicCache) -> list[AttentionKind]:
-        try:
-            return attention_kinds(text_config(self.target), [layer.is_initialized for layer in cache.layers])
-        except ValueError as error:
-            raise self._refusal(str(error)) from None
-
     def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
-        """Reads the next tokens `[1, n]` of a prompt; returns logits `[1, 1, V]` of the last, and taps `[1, n, taps *
-        D]`.
-        """
+        """Reads a prompt's next tokens `[1, n]`; returns the last logits `[1, 1, V]`, and taps `[1, n, taps * D]`."""
         positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
         inputs = {
             "input_ids": ids,
@@ -174,11 +159,8 @@ def _branched(path: Sequence[int], wrong: int) -> DraftTree:
 class JoinedLayer(DynamicLayer):
     """A cache layer of several texts; attention sees them padded to the longest. Only new keys and values are stored.
 
-    `keep` appends new slots to the texts' layers. Until then these are unchanged, so a failed forward or a rejected
-    draft leaves no trace.
-
-    Args:
-        held: the layer of each text, keys and values `[1, heads, length, size]`.
+    `held` are the layers of the texts, keys and values `[1, heads, length, size]`. `keep` appends new slots to them;
+    until then they are unchanged, so a failed forward or a rejected draft leaves no trace.
     """
 
     def __init__(self, held: Sequence[DynamicLayer]) -> None:

@@ -82,12 +82,7 @@ def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torc
 
 
 class VerifiedText:
-    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long.
-
-    Attributes:
-        cache: keys and values of all tokens but the last, once the prompt was read.
-        position_bytes: size of a position's hidden states, packed.
-    """
+    """A text of a session; raises a ValueError if an option is not possible here, or the text is too long."""
 
     def __init__(self, target: Any, opening: Open, longest: int, vocab_size: int) -> None:
         self._opening, ids = opening, unpacked_ints(opening.ids)
@@ -105,21 +100,18 @@ class VerifiedText:
         self.taps = sorted(set(opening.taps))
         if any(layer > layers for layer in self.taps):
             raise ValueError(f"hidden states {self.taps} are wanted: the target has 0 to {layers}")
-        self.cache = DynamicCache()
-        self.position_bytes = 2 * width * len(self.taps)
+        self.cache = DynamicCache()  # of all tokens but the last, once the prompt was read
+        self.position_bytes = 2 * width * len(self.taps)  # of a position's hidden states, packed
         if self.position_bytes > PIECE_BYTES:
             raise ValueError(f"{len(self.taps)} hidden states of a position are wanted: they do not fit into a message")
         self._ids = torch.tensor([ids], device=device_of(target))
-        self._texts: SeededTexts | None = None
+        self.plain = opening.plain
+        self._texts: Any = None  # `SeededTexts`, once the prompt was read
         self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options, longest)
         self._draws: Draws | None = None
         if self._rules[2].do_sample:
             drawn = len(ids) - opening.prompt_length
             self._draws = Draws(seeded(opening.seed, self._ids.device, vocab_size, drawn), vocab_size)
-
-    @property
-    def plain(self) -> bool:
-        return self._opening.plain
 
     @property
     def unread(self) -> torch.Tensor:
@@ -154,32 +146,26 @@ class VerifiedText:
 
         Returns accepted nodes, emitted tokens, and how many of these were in the tree.
         """
-        texts = self._running
-        verdict = texts.judge(0, tree, logits)
-        texts.emit(0, tree, verdict)
-        texts.end_batch()
-        return verdict.path, list(texts.rows[0].emitted), verdict.num_drafted
-
-    @property
-    def _running(self) -> SeededTexts:
-        assert self._texts is not None
-        return self._texts
+        verdict = self._texts.judge(0, tree, logits)
+        self._texts.emit(0, tree, verdict)
+        self._texts.end_batch()
+        return verdict.path, list(self._texts.rows[0].emitted), verdict.num_drafted
 
     @property
     def root(self) -> int:
         """The last token, which the target has not read."""
-        return self._running.last_token(0)
+        return self._texts.last_token(0)
 
     @property
     def finished(self) -> bool:
-        return not self._running.active
+        return not self._texts.active
 
     @property
     def reach(self) -> int:
         """Maximum depth of a draft, so that the token after it fits the text and the hidden states fit a message."""
         if self.finished:
             return 0
-        room = self._running.room(0)
+        room = self._texts.room(0)
         return max(min(room, PIECE_BYTES // self.position_bytes if self.position_bytes else room) - 1, 0)
 
     def release(self) -> None:

@@ -33,16 +33,10 @@ from .wire import Message, WireError, decode, encode, log_failure, silent_logger
 
 
 class VerifyServer:
-    """Verifies drafts of many devices by one target.
+    """Verifies drafts of many devices by one target, a causal language model with attention layers only.
 
-    Args:
-        target: a causal language model with attention layers only.
-        tokenizer: for devices without one; `None` to take token ids only.
-        token: bearer token that devices must send; empty for none.
-        packed_weights: see `TreeReader`.
-
-    Raises:
-        DraftingRefused: the target cannot verify for several texts at once.
+    The `tokenizer` is for devices without one; `None` takes token ids only. `token` is a bearer token that devices must
+    send; empty for none. Raises a DraftingRefused if the target cannot verify for several texts at once.
     """
 
     def __init__(
@@ -60,13 +54,7 @@ class VerifyServer:
         longest = min(self._reader.longest, self.limits.max_length)
         size, tables = token_bytes(self._reader), ServedTables(target)
         self.sessions = Sessions(self.limits, size, lambda tokens: self._batches.prompt_seconds(tokens))
-        self._batches = MicroBatches(
-            self._reader,
-            self.limits.max_batch,
-            self.limits.max_columns,
-            self.limits.wait_seconds,
-            min(self.limits.piece, longest),
-        )
+        self._batches = MicroBatches(self._reader, self.limits)
         self._desk = Desk(target, tokenizer, self.sessions, self._batches, tables, longest, self._reader.vocab_size)
         rows, width = tables.shape
         self._hello = Hello(

@@ -26,17 +26,14 @@ class ServedTables:
     """The embedding tables of a target; `tied` if both are the same. `fingerprint` is a SHA-256 of all rows as sent."""
 
     def __init__(self, target: Any) -> None:
-        self._tables = {INPUT: target.get_input_embeddings().weight.detach()}
-        head = target.get_output_embeddings()
-        output = None if head is None else getattr(head, "weight", None)
-        if (
-            isinstance(output, torch.Tensor)
-            and output.is_floating_point()
-            and output.shape == self._tables[INPUT].shape
-        ):
+        rows = target.get_input_embeddings().weight.detach()
+        self._tables = {INPUT: rows}
+        output: Any = getattr(target.get_output_embeddings(), "weight", None)
+        is_table = isinstance(output, torch.Tensor) and output.is_floating_point() and output.shape == rows.shape
+        if is_table and output.data_ptr() != rows.data_ptr():
             self._tables[OUTPUT] = output.detach()
-        self.tied = OUTPUT not in self._tables or self._tables[OUTPUT].data_ptr() == self._tables[INPUT].data_ptr()
-        self.fingerprint = _fingerprint([self._tables[table] for table in ([INPUT] if self.tied else [INPUT, OUTPUT])])
+        self.tied = OUTPUT not in self._tables
+        self.fingerprint = _fingerprint(list(self._tables.values()))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,8 +46,7 @@ class ServedTables:
         rows, width = self.shape
         if first + count > rows or 2 * width * count > PIECE_BYTES:
             raise ValueError(f"rows {first} to {first + count} are asked for: the table has {rows}")
-        chosen = self._tables[INPUT] if self.tied else self._tables[table]
-        return packed_states(chosen[first : first + count])
+        return packed_states(self._tables.get(table, self._tables[INPUT])[first : first + count])
 
 
 def weights_digest(target: Any) -> str:

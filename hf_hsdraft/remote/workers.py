@@ -9,9 +9,8 @@ may keep workers.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -33,15 +32,5 @@ def without_workers() -> Iterator[None]:
 
 def on_own_thread(work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
     """Runs `work` on a new thread, which has ended with its workers on return; returns or raises its outcome."""
-    outcome: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work(*args, **kwargs))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    return outcome.result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work, *args, **kwargs).result()

@@ -207,17 +207,13 @@ class CacheSlots:
         if self.static is not None:
             move_slots(self.static.states, source, goal)
             return
-        self._wait_for_offloading()
+        if (prefetching := getattr(self.cache, "prefetch_stream", None)) is not None:
+            # No prefetched layer of an offloaded cache may arrive after the cache was changed.
+            torch.cuda.current_stream().wait_stream(prefetching)
         length = self.length
         for layer in self.layers_with_keys:
             gone = length - layer.keys.shape[-2]  # first slots, that a window's layer has dropped
             move_slots([layer.keys, layer.values], source - gone, goal - gone)
-
-    def _wait_for_offloading(self) -> None:
-        """Waits for prefetched layers of an offloaded cache; none may arrive after the cache was changed."""
-        stream = getattr(self.cache, "prefetch_stream", None)
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
 
     def of_rows(self, places: Sequence[int]) -> CacheSlots:
         few = copy.copy(self)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,17 +47,17 @@ class Ability:
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """That a target was found to read no drafts, `times` times, with texts of `since` to `tried` tokens."""
+class _Refusals:
+    """That a target was found to read no drafts, `times` times, with texts of `since` to `tried` tokens.
 
-    reason: str
-    since: int
-    tried: int
-    times: int = 1
+    `doubts` is the number of doubtful trials since the last clear one.
+    """
 
-
-_Known = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]]
-_Refused = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusal]]
+    reason: str = ""
+    since: int = sys.maxsize
+    tried: int = 0
+    times: int = 0
+    doubts: int = 0
 
 
 @dataclass
@@ -73,10 +72,9 @@ class _Postponed:
 _MOST_KINDS = 64
 
 # By target and kind of call; separate for trees and for chains alone, which may have been found at other lengths.
-known: _Known = weakref.WeakKeyDictionary()
-refused: _Refused = weakref.WeakKeyDictionary()
+known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusals]] = weakref.WeakKeyDictionary()
 _postponed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Postponed]] = weakref.WeakKeyDictionary()
-_doubts: weakref.WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def known_ability(
@@ -93,8 +91,8 @@ def known_ability(
     if unknown and runtime.rows.padded:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
     target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
-    refusal = refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged))
-    since = refusal.since if refusal is not None and refusal.times > 1 else sys.maxsize
+    refusals = _refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged), _Refusals())
+    since = refusals.since if refusals.times > 1 else sys.maxsize
     found = known.get(target, {}).get((*kind, chains), {}).values()
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
@@ -104,10 +102,10 @@ def known_ability(
             until = min(until, since - 1)
         if length <= until:
             return replace(ability, until=until)
-    if refusal is not None and length >= since:
-        until = known_until(target, refusal.tried, doubling)
+    if length >= since:
+        until = known_until(target, refusals.tried, doubling)
         if length <= until:
-            return Ability(False, False, refusal.reason, tried=refusal.tried, until=until)
+            return Ability(False, False, refusals.reason, tried=refusals.tried, until=until)
     return None
 
 
@@ -156,34 +154,29 @@ def remembered(
 
     A doubtful result holds for this call only, in batches until their next trial, unless several are doubtful in a row.
     """
-    refusals, of_call = refused.setdefault(runtime.target, {}), kind_of_call(runtime)
-    waiting = _postponed.get(runtime.target, {}).get(of_call)
-    kind = _kind_of_refusal(of_call, runtime, chains, ragged)
-    doubts = _doubts.setdefault(runtime.target, Counter())
-    for kept in (refusals, known.get(runtime.target, {}), doubts):
+    refused, of_call = _refused.setdefault(runtime.target, {}), kind_of_call(runtime)
+    for kept in (refused, known.get(runtime.target, {})):
         while len(kept) > _MOST_KINDS:
             kept.pop(next(iter(kept)), None)
-    doubts[kind] = doubts[kind] + 1 if ability.doubtful or ability.unclear else 0
-    if 0 < doubts[kind] < TUNING.most_doubts:
-        doubtful = replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
-        if waiting is not None:
-            waiting.ability = doubtful if ability.chains and not chains else None
-        return doubtful
-    if waiting is not None:
-        waiting.ability = None
-    before = refusals.get(kind)
-    if ability.chains:
-        found = known.setdefault(runtime.target, {}).setdefault((*of_call, chains), {})
-        sooner = found.get(ability.trees)
-        found[ability.trees] = replace(ability, tried=max(length, sooner.tried if sooner else 0))
-        if before is not None and length >= before.since:
-            refusals.pop(kind, None)  # another call may have done so
-    elif before is None:
-        refusals[kind] = _Refusal(ability.reason, length, length)
+    kind = _kind_of_refusal(of_call, runtime, chains, ragged)
+    refusals = refused.get(kind, _Refusals())
+    doubts = refusals.doubts + 1 if ability.doubtful or ability.unclear else 0
+    in_doubt = 0 < doubts < TUNING.most_doubts
+    found = replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+    if (waiting := _postponed.get(runtime.target, {}).get(of_call)) is not None:
+        waiting.ability = found if in_doubt and ability.chains and not chains else None
+    if in_doubt or (ability.chains and length < refusals.since):
+        refused[kind] = replace(refusals, doubts=doubts)
+    elif ability.chains:
+        refused[kind] = _Refusals(doubts=doubts)
     else:
-        since, tried = min(before.since, length), max(before.tried, length)
-        refusals[kind] = _Refusal(ability.reason, since, tried, before.times + 1)
-    return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+        since, tried = min(refusals.since, length), max(refusals.tried, length)
+        refused[kind] = _Refusals(ability.reason, since, tried, refusals.times + 1, doubts)
+    if ability.chains and not in_doubt:
+        abilities = known.setdefault(runtime.target, {}).setdefault((*of_call, chains), {})
+        sooner = abilities.get(ability.trees)
+        abilities[ability.trees] = replace(ability, tried=max(length, sooner.tried if sooner else 0))
+    return found
 
 
 def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:

@@ -255,14 +255,10 @@ def dequantised(source: Path, dtype: torch.dtype) -> Path:
     """
     stamp = _stamp(source)
     digest = _digest(source, stamp)
-    folder = _copies() / f"{source.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"
+    folder = cache_folder("") / f"{source.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"
     if not (folder / "config.json").exists():
         _dequantise(source, folder, dtype, stamp)
     return folder
-
-
-def _copies() -> Path:
-    return cache_folder("")
 
 
 def _stamp(source: Path) -> str:
@@ -275,7 +271,7 @@ def _stamp(source: Path) -> str:
 def _digest(source: Path, stamp: str) -> str:
     """The SHA-256 of a file, cached by its `_stamp`."""
     began, found = time.time_ns(), source.stat()
-    known = _copies() / "digests" / hashlib.sha256(stamp.encode()).hexdigest()
+    known = cache_folder("") / "digests" / hashlib.sha256(stamp.encode()).hexdigest()
     if known.is_file() and len(digest := known.read_text(encoding="ascii")) == 64:
         return digest
     with source.open("rb") as file:

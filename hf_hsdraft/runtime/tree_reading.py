@@ -266,7 +266,8 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
     """
     slots, total = call.slots, call.slots.length
     longest = max(call.rows.kept)
-    if columns == 1 and call.leaves_gaps and min(call.rows.kept) < longest == total - 1:
+    apart = None in paths or min(call.rows.kept) < longest
+    if columns == 1 and call.leaves_gaps and apart and longest == total - 1:
         call.rows = call.rows.with_gaps([path is not None for path in paths], device_of(call.target))
         return
     fixed_shape = call.acceleration.compile_config is not None  # a compiled move has one shape only

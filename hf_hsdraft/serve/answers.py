@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from fastapi import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -71,10 +71,8 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-CLIENT_LEFT = 499  # nginx's status for it
-
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request
-_receive: ContextVar[Receive | None] = ContextVar("receive", default=None)
+CLIENT: ContextVar[Receive | None] = ContextVar("receive", default=None)  # of the request's connection
 
 
 def check_fields(body: Mapping[str, Any], answered: Collection[str]) -> None:
@@ -90,17 +88,6 @@ def check_fields(body: Mapping[str, Any], answered: Collection[str]) -> None:
                 f"`{name}` is not supported here, found {value!r}: {expected}leave it out. "
                 f"This route answers to {', '.join(sorted(answered))}",
             )
-
-
-class ClientAware:
-    """Gives each request access to its connection, to detect a disconnect."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _receive.set(receive)
-        await self.app(scope, receive, send)
 
 
 def _is_bias(item: tuple[Any, Any]) -> bool:
@@ -194,12 +181,12 @@ class AnswerManager(GenerateManager):
         try:
             return await _unless_client_leaves(decoding, answer.cancel)
         except _GenerationCancelled:
-            raise HTTPException(CLIENT_LEFT, "the client has left") from None
+            raise HTTPException(499, "the client has left") from None  # nginx's status for it
 
 
 async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], None]) -> Any:
     """Awaits decoding; cancels it if the client disconnects first."""
-    receive = _receive.get()
+    receive = CLIENT.get()
     task = asyncio.ensure_future(decoding)
     if receive is not None:
         leaving = asyncio.ensure_future(receive())  # the request has been read, so the next message is a disconnect
@@ -213,13 +200,7 @@ async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], N
 class _Answer(BaseStreamer):
     """One request: stands in for the target, and streams the tokens of the call.
 
-    Args:
-        config: generation configuration of the request; `max_new_tokens` is reduced to what fits.
-        seed: for sampling; `None` leaves the RNG as it is.
-        stopped: set when the server stops.
-
-    Raises:
-        HTTPException: the prompt does not fit (400).
+    `max_new_tokens` of `config` is reduced to what fits. Raises an HTTPException (400) if the prompt does not fit.
     """
 
     def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None, stopped: threading.Event) -> None:

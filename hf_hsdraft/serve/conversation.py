@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +18,14 @@ from ..runtime.prompt_inputs import end_tokens, room_left
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target.
+    """One answer of the target."""
 
-    Attributes:
-        text: without special tokens.
-        tokens: number of new tokens, the end of the turn included.
-        kept: number of prompt tokens that were cached and not read again.
-        seconds: wall-clock time of the call, the prompt's forward included.
-        statistics: of the drafting; `None` for a plain answer.
-        cut: whether the limit of new tokens ended it.
-    """
-
-    text: str
-    tokens: int
-    kept: int
-    seconds: float
-    statistics: DraftStatistics | None
-    cut: bool
+    text: str  # without special tokens
+    tokens: int  # number of new tokens, the end of the turn included
+    kept: int  # number of prompt tokens that were cached and not read again
+    seconds: float  # wall-clock time of the call, the prompt's forward included
+    statistics: DraftStatistics | None  # of the drafting; `None` for a plain answer
+    cut: bool  # whether the limit of new tokens ended it
 
 
 class Conversation:
@@ -45,15 +37,10 @@ class Conversation:
     common prefix. A cache that cannot be cropped is discarded. The answer is the same with and without a cache.
 
     A drafter keeps its context if the whole cache is used and the previous answer was drafted. Otherwise it starts with
-    the tokens read in this turn, and drafts less well at first.
+    the tokens read in this turn, and drafts less well at first. The drafter may be changed between turns; `None`
+    decodes plainly. `options` are those of `generate()`.
 
-    Args:
-        drafter: `None` decodes plainly. May be changed between turns.
-        system: the system prompt; `None` for none.
-        options: of `generate()`, for example `max_new_tokens`.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
+    Raises a ValueError if the tokenizer has no chat template.
     """
 
     def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None, **options: Any) -> None:
@@ -72,9 +59,7 @@ class Conversation:
         self._text: list[int] = []  # the cache's tokens; it may lack the last one
 
     def follow(self, other: Conversation) -> None:
-        """Copies another conversation and reads what it has read, so that both answer with equally much in their
-        caches.
-        """
+        """Copies another conversation and reads what it has read, so that both caches hold equally much."""
         self.messages = list(other.messages)
         if self._text == other._text:
             return
@@ -129,17 +114,19 @@ class Conversation:
         if self._cache is None:
             return None
         length = self._cache.get_seq_length()
-        same = 0
-        for held, asked in zip(self._text[:length], ids[:-1], strict=False):
-            if held != asked:
-                break
-            same += 1
+        same = alike(self._text[:length], ids[:-1])
         if same < length:
             sliding = any(getattr(layer, "is_sliding", False) for layer in self._cache.layers)
             if same == 0 or sliding or not self._cache.is_croppable:
                 return None
             self._cache.crop(same - length)
         return self._cache
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of equal tokens at the beginning of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class PieceStreamer(BaseStreamer):

@@ -114,7 +114,7 @@ class ChatPage:
         failed = talk.turns[-1].error
         yield self._view(talk, busy=False, message=message if failed else None)
 
-    def _view(self, talk: Talk, busy: bool, message: str | None = None) -> Any:
+    def _view(self, talk: Talk, busy: bool, message: str | None) -> Any:
         """The updates of the page; `message` replaces the text of the entry field."""
         buttons = [gr.Button(interactive=not busy), gr.Button(interactive=busy), gr.Button(interactive=not busy)]
         trees = self._trees_of(talk) if talk.shows_trees and not busy else gr.skip()
@@ -166,7 +166,7 @@ class _FromHereOnly:
         await self.app(scope, receive, with_policy)
 
 
-def build_app(page: ChatPage, hosts: Sequence[str] = ("*",)) -> FastAPI:
+def build_app(page: ChatPage, hosts: Sequence[str]) -> FastAPI:
     """Builds the application that serves a page, for requests to these host names."""
     theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=_FONTS[0], font_mono=_FONTS[1])
     dark_green = {f"button_primary_background_fill{state}": "*primary_700" for state in ("", "_dark")}

@@ -130,10 +130,10 @@ _TREE_LEGEND = (
 
 @dataclass(frozen=True)
 class Box:
-    """A node of the image; `kind` is `root`, `accepted`, `refused`, or `own` for the target's own token."""
+    """A node of the image."""
 
     label: str
-    kind: str
+    kind: str  # `root`, `accepted`, `refused`, or `own` for the target's own token
     tip: str
     column: int
     row: float
@@ -158,10 +158,7 @@ def accepted_path(tree: DraftTree, tokens: Sequence[int], accepted: int) -> list
 def boxes_of(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> list[Box]:
     """Returns the boxes of a round: the tree's nodes in order, then the target's own token.
 
-    Args:
-        accepted: number of the tree's tokens that were emitted.
-        tokens: emitted by the round.
-        word: returns the text of a token.
+    The round emitted `tokens`, of which `accepted` are the tree's.
     """
     path = accepted_path(tree, tokens, accepted)
     parents, labels = list(tree.parents), list(tree.tokens)

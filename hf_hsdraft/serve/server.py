@@ -20,13 +20,11 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
-from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, TextHandler
+from .answers import CLIENT, ChatHandler, OneTarget, ResponsesHandler, TextHandler
 
 
 class LoadedTarget(ModelManager):
-    """The one model of a server, loaded before the server starts and kept for its lifetime; `name` is what clients call
-    it.
-    """
+    """The one model of a server, loaded before the server starts; `name` is what clients call it."""
 
     def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
         super().__init__()
@@ -65,8 +63,7 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
         generation_state=state,
     )
     app.state.manager = state.manager
-    app.add_middleware(ClientAware)
-    app.add_middleware(SaysVerification, attachment=attachment)
+    app.add_middleware(EachRequest, attachment=attachment)
 
     @app.get("/drafting")
     def drafting() -> JSONResponse:
@@ -77,8 +74,8 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
     return app
 
 
-class SaysVerification:
-    """Adds the verification rule to each response.
+class EachRequest:
+    """Gives each request its connection, to detect a disconnect, and adds the verification rule to each response.
 
     `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
     """
@@ -93,6 +90,7 @@ class SaysVerification:
                 message["headers"] = [*message.get("headers", []), rule]
             await send(message)
 
+        CLIENT.set(receive)
         await self.app(scope, receive, marked)
 
 

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria
 
 from ..engine.loop import Observer, Round
 from .chat import warm_up
-from .conversation import Answer, Conversation, PieceStreamer
+from .conversation import Answer, Conversation, PieceStreamer, alike
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 
@@ -39,19 +39,13 @@ class ReplySettings:
 
 
 class Reply(PieceStreamer, Observer):
-    """The answer to a message, during and after decoding.
-
-    Attributes:
-        pieces: decoded texts so far, each with whether it was drafted.
-        rounds: the last rounds, each with its number.
-        answer: set when decoding has ended.
-    """
+    """The answer to a message, during and after decoding."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self.pieces: list[tuple[str, bool]] = []
-        self.rounds: deque[tuple[int, Round]] = deque(maxlen=LAST_ROUNDS)
-        self.answer: Answer | None = None
+        self.pieces: list[tuple[str, bool]] = []  # decoded texts so far, each with whether it was drafted
+        self.rounds: deque[tuple[int, Round]] = deque(maxlen=LAST_ROUNDS)  # each with its number
+        self.answer: Answer | None = None  # set when decoding has ended
         self._count = 0
         self._began = 0.0
 
@@ -77,46 +71,29 @@ class Reply(PieceStreamer, Observer):
 
 @dataclass
 class Turn:
-    """A message and its answers.
-
-    Attributes:
-        reply: `None` before it begins.
-        plain: the answer without the drafter, for comparison; `None` without one.
-        drafts: whether `reply` was requested with the drafter.
-        error: why it could not be answered; empty if it could.
-    """
+    """A message and its answers."""
 
     message: str
-    drafts: bool = True
-    reply: Reply | None = None
-    plain: Reply | None = None
+    drafts: bool = True  # whether `reply` was requested with the drafter
+    reply: Reply | None = None  # `None` before it begins
+    plain: Reply | None = None  # the answer without the drafter, for comparison; `None` without one
     stopped: bool = False
-    error: str = ""
+    error: str = ""  # why it could not be answered; empty if it could
 
     @property
     def difference(self) -> int | None:
         """Index of the first new token in which the answers differ; `None` if they are the same."""
         mine, other = (reply.ids if reply else [] for reply in (self.reply, self.plain))
-        if mine == other:
-            return None
-        shared = zip(mine, other, strict=False)
-        return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(mine), len(other)))
+        return None if mine == other else alike(mine, other)
 
 
 class Talk:
-    """The conversation of a browser session.
-
-    `thread` runs the jobs of all sessions, one after the other.
-
-    Attributes:
-        turns: all messages, failed ones included.
-        shows_trees: whether the page shows the trees of the last rounds.
-    """
+    """The conversation of a browser session; `thread` runs the jobs of all sessions, one after the other."""
 
     def __init__(self, target: Any, tokenizer: Any, drafter: Any, thread: Executor, system: str | None = None) -> None:
         self.drafter, self._thread = drafter, thread
-        self.turns: list[Turn] = []
-        self.shows_trees = False
+        self.turns: list[Turn] = []  # all messages, failed ones included
+        self.shows_trees = False  # whether the page shows the trees of the last rounds
         self._conversation, self._plain = (Conversation(target, tokenizer, each, system) for each in (drafter, None))
         self._stop = threading.Event()
         self._job: Future[None] | None = None

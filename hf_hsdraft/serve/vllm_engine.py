@@ -12,8 +12,7 @@ from transformers import AutoConfig
 
 from ..core.checks import printable
 from ..runtime.target_limits import decoder_layers
-from ..vllm_plugin.plugin_limits import CPU_MEMORY
-from ..vllm_plugin.speculation import is_hidden_state
+from ..vllm_plugin.speculation import CPU_MEMORY, is_hidden_state
 
 _MOST_BATCHED = "--max-num-batched-tokens"
 _MEMORY = "--gpu-memory-utilization"  # vLLM's name on a CPU too
@@ -125,11 +124,8 @@ def server_command(
     vLLM 0.32 exits if the prompt of a request with a seed is read in parts. Half of the memory is used: vLLM's default
     of 92% fails if other programs hold more than the rest.
 
-    Args:
-        python: the interpreter of vLLM's environment.
-        speculation: see `speculation_of`; `None` for plain decoding.
-        served_name: what clients call the target.
-        further: options for vLLM.
+    `python` is the interpreter of vLLM's environment, `speculation` is `None` for plain decoding, `served_name` is what
+    clients call the target, and `further` are options for vLLM.
     """
     command = [os.fspath(python), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     command += ["--served-model-name", served_name, "--dtype", dtype, "--host", host, "--port", str(port)]

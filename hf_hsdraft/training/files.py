@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,20 @@ def write_complete(path: Path, write: Callable[[Path], object]) -> None:
         if is_disk_full(error):
             raise disk_full(path) from error
         raise
+
+
+def check_place(path: Path) -> None:
+    """Raises an OSError if a file cannot be written. Its folder may be missing, and is not created."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: expected a file there, or nothing; move it away")
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file: expected a folder there, or nothing; name another folder")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=above):
+            pass
+    except OSError as error:
+        raise OSError(f"{path.parent} cannot be written ({error}): name another folder") from error
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -90,10 +90,7 @@ def _conditioned(noisy: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
 
 
 class _Growth:
-    """The trees of a batch while they grow by level. All have equally many nodes, of which some are void.
-
-    `scores` `[B, n]` are log-probabilities of the paths to the nodes of the last level.
-    """
+    """The trees of a batch while they grow by level. All have equally many nodes, of which some are void."""
 
     def __init__(self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor) -> None:
         self._expansion, self._vocab_ids = expansion, vocab_ids
@@ -101,7 +98,7 @@ class _Growth:
         self._tokens = root_tokens[:, None]
         self._states: torch.Tensor | None = None
         self._real = torch.ones_like(self._tokens, dtype=torch.bool)
-        self.scores = torch.zeros_like(self._tokens, dtype=torch.float32)
+        self.scores = torch.zeros_like(self._tokens, dtype=torch.float32)  # `[B, n]`, of paths to the last level
         self._levels = [(self._tokens, torch.full_like(self._tokens, -1), self.scores, self._real)]
         self._log_probs: list[torch.Tensor] = []  # `[B, n, V']`, by which the next level was drawn
 

@@ -56,10 +56,16 @@ class Expansion:
             `[B, k]` as columns of `tokens`, and the nodes' states `[B, n, S]` or `None`.
         """
         log_probs, states = self(level, tokens, states)
-        totals = scores[..., None] + log_probs
-        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        width = totals.shape[-1]
-        return values, places % width, places // width, states
+        return *best_children(log_probs, scores, count), states
+
+
+def best_children(
+    log_probs: torch.Tensor, scores: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns scores, columns and parents `[B, k]` of the best children, see `Expansion.best`."""
+    totals = scores[..., None] + log_probs
+    values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+    return values, places % totals.shape[-1], places // totals.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,6 @@ class TreeBuilder(Protocol):
             root_tokens: `[B]`, int64, the last accepted token of each text.
             vocab_ids: `[V']`, int64, the token id of each column of the log-probabilities.
         """
-        ...
 
 
 def beam_trees(
@@ -156,10 +161,7 @@ class FoundNodes:
         return cls(tokens, parents, depths, found[2].view(torch.float32).tolist())
 
     def best_tree(self, row: int, size: int, depth: int, threshold: float) -> DraftTree:
-        """Makes a tree of the `size` most probable nodes besides the root, down to `depth`.
-
-        `threshold` is the least probability of a path, 0 to 1.
-        """
+        """Makes a tree of the `size` most probable nodes down to `depth`; no path is less probable than `threshold`."""
         scores, parents, depths = self.scores[row], self.parents[row], self.depths
         least = math.log(threshold) if threshold > 0 else -sys.float_info.max
         likely = [node for node in range(1, len(scores)) if scores[node] >= least and depths[node] <= depth]

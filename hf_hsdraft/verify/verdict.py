@@ -88,10 +88,7 @@ class Verifier:
         return rule
 
     def learned(self, folder: Path | None) -> Verifier:
-        """Returns the rule with what it has learned, from the drafter's folder if there is one.
-
-        Raises a ValueError if it needs a file that is not there.
-        """
+        """Returns the rule with what it has learned; raises a ValueError if the folder lacks a file it needs."""
         return self
 
     def described(self, folder: Path) -> list[str]:
@@ -99,13 +96,7 @@ class Verifier:
         return []
 
     def check(self, width: int, layers: int, name: str = "") -> None:
-        """Raises a ValueError for a target that the rule was not trained for. May warn of one with another name.
-
-        Args:
-            width: size of the target's hidden states.
-            layers: number of its layers.
-            name: its publishable name, or empty.
-        """
+        """Raises a ValueError for a target of another hidden size or number of layers; may warn of another name."""
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         """Returns the verdict about a tree. Its only side effect may be to draw random numbers."""

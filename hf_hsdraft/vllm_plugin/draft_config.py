@@ -7,12 +7,11 @@ from typing import Any
 from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from .plugin_limits import check, state_width
+from .speculation import check, state_width
 
 
 class HSDraftVllmConfig(SpeculatorsConfig):
-    """What vLLM reads from a draft model's configuration; raises a ValueError if the plugin does not support the
-    drafter.
+    """What vLLM reads from a drafter's configuration; raises a ValueError if the plugin does not support the drafter.
 
     vLLM passes one vector per position, of width `hidden_size`, from each forward of a draft model to the next. Here it
     holds more than the drafted hidden state, see `state_width`.

@@ -24,15 +24,13 @@ from vllm.model_executor.models.utils import maybe_prefix
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.network import HSDraftNetwork
 from ..drafters.hidden_state.trunk import rotary_embedding
-from .plugin_limits import state_width
+from .speculation import state_width
 
 
 class DraftTrunk(nn.Module):
     """The drafter's network, with attention to vLLM's keys and values.
 
-    Args:
-        vllm_config: of the target, with the drafter's `speculative_config`.
-        first_layer: vLLM's number of the first layer; the target's layers come before.
+    `first_layer` is vLLM's number of the first layer; the target's layers come before.
     """
 
     def __init__(self, vllm_config: Any, config: HSDraftConfig, first_layer: int, prefix: str) -> None:

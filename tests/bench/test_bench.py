@@ -70,16 +70,18 @@ def test_in_turn_everyone_has_every_place_and_follows_everyone(count):
         assert sum(order.index(one) < order.index(other) for order in orders) == count
 
 
-def test_systems_alternate_after_a_warm_up(monkeypatch, target, inputs):
+def test_systems_alternate_after_first_calls_that_are_apart(monkeypatch, target, inputs):
     calls = []
 
     def recorded(target, given, system, settings):
         calls.append((system.name, settings.max_new_tokens, settings.seed))
-        return [[5]], Run(1, 1.0, 1)
+        return [[5]], Run(1, float(len(calls)), 1)
 
     monkeypatch.setattr(run, "time_call", recorded)
     measured = measure(target, [System("a"), System("b", static=True)], inputs, Settings(200, seed=7), repeats=2)
     assert calls[:4] == [(PLAIN, 96, 7), ("a", 96, 7), ("b", 96, 7), ("b", 96, 7)]  # compiled, then recorded
+    assert {name: each.seconds for name, each in measured.first.items()} == {PLAIN: 1.0, "a": 2.0, "b": 3.0}
+    assert all(each.seconds > 4.0 for runs in measured.runs.values() for each in runs)
     timed = [calls[start : start + 3] for start in range(4, len(calls), 3)]
     assert len(timed) == 2 * len(inputs)
     assert all({name for name, *_ in turn} == {PLAIN, "a", "b"} for turn in timed)
@@ -107,14 +109,6 @@ def test_figures_are_medians_with_a_spread():
     row = summarise(own, plain)
     assert row.decode_speed_up == pytest.approx(4.0) and row.speed_up == pytest.approx(10 / 6)
     assert row.first_token_ms == 5000.0
-
-
-def test_first_calls_are_apart(monkeypatch, target, inputs):
-    seconds = iter([9.0, 8.0, *[1.0] * 8])
-    monkeypatch.setattr(run, "time_call", lambda *_: ([[5]], Run(1, next(seconds), 1)))
-    measured = measure(target, [System("a")], inputs, Settings(4))
-    assert {name: each.seconds for name, each in measured.first.items()} == {PLAIN: 9.0, "a": 8.0}
-    assert all(each.seconds == 1.0 for runs in measured.runs.values() for each in runs)
 
 
 def test_texts_are_counted_by_prompt():

@@ -11,12 +11,24 @@ from conftest import make_drafter, make_target
 from round_cost import Cost, Machine
 
 
-def test_a_step_reads_all_weights_once():
-    """Of the embeddings one row; the keys and values of a short text are small beside them."""
-    target = make_target(num_hidden_layers=4, hidden_size=64, intermediate_size=256)
+@pytest.fixture(scope="module")
+def target():
+    return make_target(num_hidden_layers=4, hidden_size=64, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def inputs():
     ids = torch.arange(1, 9)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    step = round_cost.cost_of(target, inputs)["step"]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture(scope="module")
+def step(target, inputs):
+    return round_cost.cost_of(target, inputs)["step"]
+
+
+def test_a_step_reads_all_weights_once(target, step):
+    """Of the embeddings one row; the keys and values of a short text are small beside them."""
     weights = sum(each.numel() for each in target.parameters()) - target.model.embed_tokens.weight.numel()
     assert 1.0 <= step.read_bytes / (4 * weights) < 1.2
     matrices = sum(each.numel() for each in target.parameters() if each.dim() > 1)
@@ -26,18 +38,10 @@ def test_a_step_reads_all_weights_once():
 
 
 @pytest.mark.slow
-def test_a_round_reads_the_weights_once_for_all_its_rows():
-    target = make_target(num_hidden_layers=4, hidden_size=64, intermediate_size=256)
-    ids = torch.arange(1, 9)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    drafter = make_drafter(target)
-    step = round_cost.cost_of(target, inputs)["step"]
-    found = {
-        rows: round_cost.cost_of(target, inputs, fixed)
-        for rows, fixed in round_cost.drafters_of(target, drafter, [5, 9], packed=False)
-    }
-    assert all(costs.keys() == set(round_cost.PARTS) for costs in found.values())
-    for rows, costs in found.items():
+def test_a_round_reads_the_weights_once_for_all_its_rows(target, inputs, step):
+    for rows, fixed in round_cost.drafters_of(target, make_drafter(target), [5, 9], packed=False):
+        costs = round_cost.cost_of(target, inputs, fixed)
+        assert costs.keys() == set(round_cost.PARTS)
         assert costs["verify"].read_bytes == pytest.approx(step.read_bytes, rel=0.2)
         assert costs["verify"].operations == pytest.approx(rows * step.operations, rel=0.2)
 

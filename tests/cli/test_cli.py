@@ -93,6 +93,7 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--objective", "guess"], "objective='guess' is unknown"),
         (["--kinds", "gossip"], "gossip"),
         (["--kinds", "code", "--prompts", "chats.jsonl"], "--kinds is for invented prompts"),
+        (["--kinds", "code", "--opening", "w1 "], "--kinds and --opening are two ways"),
         (["--objective", "ctc"], "ctc"),
         (["--prompts", "chats.jsonl"], "chats.jsonl holds no prompts"),
         (["--num-prompts", "24"], "24 conversations and prompts are too few: 48 of them are held out"),
@@ -100,6 +101,14 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--dataset", "user/chats", "--num-prompts", "24"], "24 conversations and prompts are too few"),
         (["--init-from", "./nothere"], "no such drafter folder: "),
         (["--answers-from", "http://localhost:1", "--invented-turns", "1"], "a server cannot invent turns"),
+        (["--no-such-option", "3"], "--no-such-option"),
+        (["--learning-rate", "high"], "learning"),
+        (["--learning-rate=-1"], "expected 0 or more"),
+        (["--gradient-accumulation-steps", "0"], "expected 1 or more"),
+        (["--report-to", "wandb"], "wandb"),
+        (["--lora", "4"], "--init-from"),
+        (["--family", "block", "--init-from", "any", "--lora", "4"], "load no adapters"),
+        (["--family", "eagle3", "--markov-rank", "8"], "whose drafters have no such field"),
     ],
 )
 def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, options, said):

@@ -12,15 +12,15 @@ PACKAGE = Path(hf_hsdraft.__file__).parent
 
 
 def test_every_tuned_number_says_where_it_comes_from():
-    """Fields that follow one another share the comment above them."""
+    """Beside it, or above it; fields that follow one another share the comment above them."""
     comments, told, after_field = {}, [], True
     for line in inspect.getsource(Tuning).splitlines():
-        comment, field = re.match(r"    # (?!---)(.*)", line), re.match(r"    (\w+): ", line)
+        comment, field = re.match(r"    # (?!---)(.*)", line), re.match(r"    (\w+): [^#]*(#.*)?", line)
         if comment:
             told = [] if after_field else told
             told.append(comment[1])
         elif field:
-            comments[field[1]] = " ".join(told)
+            comments[field[1]] = field[2] or " ".join(told)
         after_field = comment is None
     assert list(comments) == [field.name for field in dataclasses.fields(Tuning)]
     silent = [name for name, text in comments.items() if not re.search(r" - \w", text)]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from test_contract import NEW, batch_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hsdraft
@@ -15,7 +14,6 @@ from hf_hsdraft.cpu import packed_weights, private_operators
 from hf_hsdraft.cpu.products import Product
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.runtime.target_forwards import Acceleration
-from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 
@@ -29,7 +27,7 @@ def test_two_modules_of_the_runtime_know_of_acceleration():
 def plain_session(drafter, call):
     """A session by the drafter's modules as they are."""
     weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
-    return HSDraftSession(drafter, weights, call.options, batch_size=call.rows, foresight=call.foresight)
+    return HSDraftSession(drafter, weights, call)
 
 
 @pytest.fixture
@@ -70,22 +68,3 @@ def test_without_acceleration_every_text_is_the_same(unaccelerated, monkeypatch,
     assert text(assistant_model=drafter) == without
     if rows == 1 or not do_sample:  # rows of a sampled batch draw from generators of their own
         assert text() == without
-
-
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_packed_weights_change_no_text_and_are_told(monkeypatch, rows, cache):
-    target = make_target()
-    kwargs = {**batch_of(rows), **cache, "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
-    plain, drafter = target.generate(**kwargs), make_drafter(target)
-    used, forward = [], TargetRuntime.verify
-
-    def verify(runtime, *args):
-        used.append(runtime.acceleration.packed)
-        return forward(runtime, *args)
-
-    monkeypatch.setattr(TargetRuntime, "verify", verify)
-    drafter.generation_config.packed_weights = True
-    drafted = target.generate(**kwargs, assistant_model=drafter)
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert drafted.statistics.packed_weights == any(used)

@@ -1,22 +1,14 @@
 """Layers that run as programs: the same texts and states, where they fit, and the layer itself where they do not."""
 
-from __future__ import annotations
-
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import LLAMA, VOCAB, make_drafter, make_target, model_of
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma3TextConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_hsdraft import CachebackDrafter
@@ -26,22 +18,9 @@ from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
 from hf_hsdraft.cpu.layer_form import CannotCompile, description_of, form_of
 from hf_hsdraft.cpu.layer_operators import running
-from hf_hsdraft.cpu.layer_programs import Needs
 
 IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
 _tracing = threading.Lock()
 
 
@@ -52,8 +31,7 @@ class TracedProgram:
 
     def __init__(self, layer, form) -> None:
         with torch.no_grad(), _tracing:  # a process has one tracer
-            self._graph, _, needs = traced(layer_programs._without_weights(layer), form)
-        self.needs = Needs(**needs)
+            self._graph, _, self.needs = traced(layer_programs._without_weights(layer), form)
 
     def __call__(self, inputs, step):
         running.step = step
@@ -78,23 +56,30 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(layer_programs.Entry, "after_forward", after_forward)
 
 
-def target_of(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
-def compiling(target):
-    drafter = make_drafter(target)
+def compiling(target, drafter=None):
+    drafter = drafter or make_drafter(target)
     drafter.generation_config.compiled_layers = True
     return drafter
+
+
+def assert_plain(target, drafter=None, plain=None):
+    """A text is that of plain decoding, or of another target."""
+    expected = (plain or target).generate(IDS[:1], **GREEDY)
+    drafted = target.generate(IDS[:1], assistant_model=drafter or compiling(target), **GREEDY)
+    assert torch.equal(drafted, expected)
+
+
+def reasons() -> list[str]:
+    """Why layers have no program."""
+    return [entry.why_not for entry in layer_programs._entries.values()]
 
 
 TARGETS = {
     "llama": make_target,
     "biases": lambda: make_target(attention_bias=True, mlp_bias=True),
-    "qwen2": lambda: target_of(Qwen2Config(**SIZES)),
-    "qwen3": lambda: target_of(Qwen3Config(**SIZES, head_dim=8)),
-    "gemma3": lambda: target_of(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6)),
+    "qwen2": lambda: model_of("qwen2", **LLAMA),
+    "qwen3": lambda: model_of("qwen3", **LLAMA, head_dim=8),
+    "gemma3": lambda: model_of("gemma3_text", **LLAMA, head_dim=8, sliding_window=6),
 }
 
 
@@ -105,8 +90,7 @@ def test_texts_and_states_are_plain_decodings(kind, rows):
     call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     plain = target.generate(IDS[:rows], **call)
     drafted = target.generate(IDS[:rows], assistant_model=compiling(target), **call)
-    why_not = {entry.why_not for entry in layer_programs._entries.values()}
-    assert drafted.statistics.compiled_layers and TracedProgram.runs >= 6, why_not
+    assert drafted.statistics.compiled_layers and TracedProgram.runs >= 6, reasons()
     assert torch.equal(drafted.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
 
@@ -138,11 +122,8 @@ def test_products_of_one_input_are_joined():
 
 
 def test_layers_that_choose_what_they_run_run_as_they_are():
-    target = target_of(MixtralConfig(**SIZES, num_local_experts=4))
-    expected = target.generate(IDS[:1], max_new_tokens=12, do_sample=False)
-    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=12, do_sample=False)
-    assert torch.equal(drafted, expected)
-    assert not TracedProgram.runs or not any(entry.why_not for entry in layer_programs._entries.values())
+    assert_plain(model_of("mixtral", **LLAMA, num_local_experts=4))
+    assert not TracedProgram.runs or not any(reasons())
 
 
 class ByIndex(nn.Module):
@@ -157,13 +138,9 @@ class ByIndex(nn.Module):
 def test_a_layer_that_reads_its_index_has_no_program():
     target = make_target()
     target.model.layers[2] = ByIndex(target.model.layers[2])
-    drafter = CachebackDrafter()  # reads no hidden states, which hooks inside of the layer would capture
-    drafter.generation_config.compiled_layers = True
-    expected = target.generate(IDS[:1], max_new_tokens=12, do_sample=False)
-    drafted = target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=12, do_sample=False)
-    assert torch.equal(drafted, expected) and TracedProgram.runs
-    why_not = [entry.why_not for entry in layer_programs._entries.values()]
-    assert any("reads its index" in each for each in why_not), why_not
+    # The drafter reads no hidden states, which hooks inside of the layer would capture.
+    assert_plain(target, compiling(target, CachebackDrafter()))
+    assert TracedProgram.runs and any("reads its index" in each for each in reasons()), reasons()
 
 
 @pytest.mark.parametrize("where", ["layer", "part"])
@@ -172,33 +149,25 @@ def test_hooks_see_and_change_what_they_would(where):
     layer = target.model.layers[1]
     part = layer if where == "layer" else layer.mlp
     part.register_forward_hook(lambda module, args, output: output * 1.5)
-    expected = target.generate(IDS[:1], max_new_tokens=20, do_sample=False)
-    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=20, do_sample=False)
-    assert torch.equal(drafted, expected) and TracedProgram.runs
+    assert_plain(target)
+    assert TracedProgram.runs
 
 
-def test_a_changed_attribute_is_another_layer():
+def test_a_changed_attribute_is_another_layer_and_a_replaced_forward_none():
     layer = make_target().model.layers[0]
     before = description_of(layer, {})
     layer.self_attn.scaling *= 2.0
     assert description_of(layer, {}) != before
-
-
-def test_a_replaced_forward_is_not_compiled():
-    layer = make_target().model.layers[0]
     layer.mlp.forward = lambda x: x
     with pytest.raises(CannotCompile, match="forward"):
         description_of(layer, {})
 
 
 def test_a_program_that_computes_something_else_is_dropped(monkeypatch):
-    target = make_target()
-    expected = target.generate(IDS[:1], max_new_tokens=20, do_sample=False)
     right = TracedProgram.__call__
     monkeypatch.setattr(TracedProgram, "__call__", lambda self, *args: right(self, *args) * 1.01)
-    drafted = target.generate(IDS[:1], assistant_model=compiling(target), max_new_tokens=20, do_sample=False)
-    assert torch.equal(drafted, expected)
-    assert all("something else" in entry.why_not for entry in layer_programs._entries.values())
+    assert_plain(make_target())
+    assert all("something else" in each for each in reasons())
 
 
 def test_weights_that_are_written_to_count_at_once():
@@ -206,8 +175,7 @@ def test_weights_that_are_written_to_count_at_once():
     drafter = compiling(target)
     target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=12)
     target.load_state_dict(other.state_dict())
-    expected = other.generate(IDS[:1], max_new_tokens=20, do_sample=False)
-    assert torch.equal(target.generate(IDS[:1], assistant_model=drafter, max_new_tokens=20, do_sample=False), expected)
+    assert_plain(target, drafter, other)
 
 
 def test_nothing_stays_on_the_target():
@@ -220,19 +188,8 @@ def test_nothing_stays_on_the_target():
 
 def test_threads_run_their_own_layers():
     targets = [make_target(seed=seed) for seed in (0, 7)]
-    expected = [target.generate(IDS[:1], max_new_tokens=30, do_sample=False) for target in targets]
-    found: dict[int, torch.Tensor] = {}
-
-    def decode(index):
-        drafter = compiling(targets[index])
-        found[index] = targets[index].generate(IDS[:1], assistant_model=drafter, max_new_tokens=30, do_sample=False)
-
-    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[index], expected[index]) for index in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(assert_plain, targets))
 
 
 def test_small_layers_are_compiled_only_if_asked_for():
@@ -244,8 +201,8 @@ def test_small_layers_are_compiled_only_if_asked_for():
 
 def test_what_replaces_attention_or_code_between_calls_counts(monkeypatch):
     target = make_target()
-    drafter, call = compiling(target), {"max_new_tokens": 20, "do_sample": False}
-    target.generate(IDS[:1], assistant_model=drafter, **call)
+    drafter = compiling(target)
+    assert_plain(target, drafter)
 
     def louder(original):
         def forward(self, *args, **kwargs):
@@ -255,8 +212,7 @@ def test_what_replaces_attention_or_code_between_calls_counts(monkeypatch):
         return forward
 
     monkeypatch.setattr(LlamaAttention, "forward", louder(LlamaAttention.forward))
-    expected = target.generate(IDS[:1], **call)
-    assert torch.equal(target.generate(IDS[:1], assistant_model=drafter, **call), expected)
+    assert_plain(target, drafter)
 
 
 @pytest.mark.parametrize("what", ["scaling", "mlp"])

@@ -1,7 +1,5 @@
 """Heads that share keys may become rows of one: faster, and the same but for rounding."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from threading import Thread
@@ -60,23 +58,18 @@ def kernel_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("n", [1, 5, 40])
-def test_it_is_what_transformers_computes(n, batch, kind):
-    layer = a_layer(n=n, length=64, batch=batch, kind=kind)
-    expected, found = of_transformers(*layer), attended(*layer)
-    assert found.shape == expected.shape and found.is_contiguous()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def masked(change, **sizes):
     *layer, mask = a_layer(**sizes)
     return *layer, change(mask)
 
 
 CASES = {
+    f"{n} tokens of {batch} rows, {kind}": (functools.partial(a_layer, n=n, length=64, batch=batch, kind=kind), {})
+    for n in (1, 5, 40)
+    for batch in (1, 3)
+    for kind in (torch.bool, torch.float32)
+}
+CASES |= {
     "a scaling of the layer": (a_layer, {"scaling": 0.7}),
     "a bias that only transformers handles": (a_layer, {"position_bias": torch.randn(1, 6, 5, 40)}),
     "values of another size than keys": (lambda: a_layer(value_size=24), {}),
@@ -93,7 +86,9 @@ CASES = {
 def test_it_is_what_transformers_computes_of(case):
     made, kwargs = CASES[case]
     layer = made()
-    torch.testing.assert_close(attended(*layer, **kwargs), of_transformers(*layer, **kwargs))
+    found = attended(*layer, **kwargs)
+    torch.testing.assert_close(found, of_transformers(*layer, **kwargs), rtol=1e-5, atol=1e-5)
+    assert found.is_contiguous()
 
 
 def test_an_error_of_transformers_stays():
@@ -137,19 +132,25 @@ def test_a_mask_of_each_head_is_kept_and_no_key_repeated(kernel_calls):
 
 
 @pytest.mark.parametrize(
-    ("threads", "n", "call"),
+    ("threads", "batch", "n", "length", "call"),
     [
-        (1, 1, (2, 3, 2)),
-        (1, 5, (2, 15, 2)),  # 2 blocks of 15 rows instead of 6 of 5
-        (1, 20, (2, 60, 2)),  # 4 instead of 6
-        (1, 32, (6, 32, 2)),  # as many either way
-        (1, 70, (6, 70, 2)),  # so many rows together that blocks are larger
-        (6, 5, (6, 5, 2)),  # a thread for each head
+        (1, 1, 1, 1100, (2, 3, 2)),
+        (1, 1, 5, 1100, (2, 15, 2)),  # 2 blocks of 15 rows instead of 6 of 5
+        (1, 1, 20, 1100, (2, 60, 2)),  # 4 instead of 6
+        (1, 1, 32, 1100, (6, 32, 2)),  # as many either way
+        (1, 1, 70, 1100, (6, 70, 2)),  # so many rows together that blocks are larger
+        (6, 1, 5, 1100, (6, 5, 2)),  # a thread for each head
+        (1, 1, 5, 900, (6, 5, 2)),  # few keys: for one token and in batches only
+        (1, 1, 1, 900, (2, 3, 2)),
+        (1, 2, 5, 40, (2, 15, 2)),
     ],
 )
-def test_heads_are_joined_where_a_thread_gets_fewer_blocks(kernel_calls, monkeypatch, threads, n, call):
+def test_heads_are_joined_where_a_thread_gets_fewer_blocks(kernel_calls, monkeypatch, threads, batch, n, length, call):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    attended(*a_layer(n=n, length=1100))
+    layer = a_layer(batch=batch, n=n, length=length)
+    expected = of_transformers(*layer)
+    kernel_calls.clear()
+    torch.testing.assert_close(attended(*layer), expected)
     assert kernel_calls == [call]
 
 
@@ -259,24 +260,3 @@ def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls,
     prompt_calls, *rounds = seen
     assert all(rows == 12 for _, rows, _ in prompt_calls)
     assert rounds and all(call[0] == call[2] == key_heads for calls in rounds for call in calls)
-
-
-@pytest.mark.parametrize(
-    ("batch", "n", "length", "call"),
-    [
-        (1, 5, 40, (6, 5, 2)),
-        (1, 5, 900, (6, 5, 2)),
-        (1, 5, 1024, (2, 15, 2)),
-        (1, 1, 900, (2, 3, 2)),
-        (2, 5, 40, (2, 15, 2)),
-    ],
-)
-def test_heads_of_few_keys_are_joined_for_one_token_and_in_batches_only(
-    kernel_calls, monkeypatch, batch, n, length, call
-):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    layer = a_layer(batch=batch, n=n, length=length)
-    expected = of_transformers(*layer)
-    kernel_calls.clear()
-    torch.testing.assert_close(attended(*layer), expected)
-    assert kernel_calls == [call]

@@ -1,7 +1,5 @@
 """torch's private operators where a later torch has changed them: drafting goes on without, and says so once."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

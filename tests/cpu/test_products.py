@@ -1,7 +1,5 @@
 """Norms of few operators, compared with torch's in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Products by weights as their user quantised them: the layer's own but for rounding, and those of no other target."""
 
-from __future__ import annotations
-
 from threading import Event
 
 import pytest
@@ -14,15 +12,7 @@ from hf_hsdraft.cpu import small_weights
 from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
 from hf_hsdraft.cpu.kernel import Kernel
 from hf_hsdraft.cpu.packed_weights import PackedWeight, PackedWeights, linears_to_pack
-from hf_hsdraft.cpu.small_weights import (
-    KERNEL,
-    SmallCopy,
-    in_blocks_of_4,
-    in_blocks_of_8,
-    in_int8,
-    joined,
-    small_copy,
-)
+from hf_hsdraft.cpu.small_weights import KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
 
 IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 
@@ -38,18 +28,23 @@ def operators():
 def made(operators, format: str, outputs: int, inputs: int) -> tuple[SmallCopy, torch.Tensor]:
     """A copy, and the weight that it stands for, in float64."""
     numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-    scales, least = (torch.rand(outputs, inputs // 32).half().double() for _ in range(2))
     if format == "int8":
-        each = torch.rand(outputs)
-        return in_int8(operators, numbers, each), numbers.double() * each[:, None].double()
-    spread = scales.repeat_interleave(32, dim=1)
-    if format == "8 bits in blocks":
-        return in_blocks_of_8(operators, numbers, scales), numbers.double() * spread
-    bits = numbers.to(torch.uint8) & 15
-    return in_blocks_of_4(operators, bits, scales, -least), bits * spread - least.repeat_interleave(32, dim=1)
+        scales = torch.rand(outputs)
+        return in_int8(operators, numbers, scales), numbers.double() * scales[:, None].double()
+    scales, least = torch.rand(outputs, inputs // 32, 1).half(), -torch.rand(outputs, inputs // 32, 1).half()
+    parts = numbers.view(outputs, -1, 32)
+    if format == "Q8_0":
+        weight, raw = parts * scales.double(), [scales, parts]
+    else:
+        parts = parts.view(torch.uint8) & 15
+        weight, raw = parts * scales.double() + least, [scales, least, parts[..., :16] | parts[..., 16:] << 4]
+    blocks, weight = torch.cat([part.view(torch.uint8) for part in raw], dim=-1).flatten(1), weight.flatten(1)
+    copy = in_blocks(operators, format, blocks, weight.float().bfloat16())
+    assert copy is not None
+    return copy, weight
 
 
-FORMATS = ("int8", "8 bits in blocks", "4 bits in blocks")
+FORMATS = ("int8", "Q8_0", "Q4_1")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import edited
 from family_helpers import drafts_much, make_block_drafter
 from format_parity import main as print_formats
 from lm_helpers import drafts_of
@@ -67,7 +68,7 @@ def changed(case: Case, change) -> Case:
 
         def save(folder: Path) -> None:
             reference.save(folder)
-            config = json.loads((folder / "config.json").read_text())
+            config = edited(folder)
             change(config)
             (folder / "config.json").write_text(json.dumps(config))
 
@@ -118,15 +119,11 @@ def test_a_format_that_is_read_wrongly_by_one_drafts_something_else(name, change
     assert parity(changed(BY_NAME[name], change)).difference > 10 * CLOSE
 
 
-def test_positions_one_off_are_seen(monkeypatch):
-    run = BlockNetwork.run
-    monkeypatch.setattr(BlockNetwork, "run", lambda self, x, positions, attend: run(self, x, positions + 1, attend))
-    assert parity(BY_NAME["z-lab DFlash"]).difference > 10 * CLOSE
-
-
-def test_the_anchors_own_hidden_state_is_not_read(monkeypatch):
-    """The reference has none at the anchor. Ours would be that of the position before it, moved by one."""
-    read = BlockNetwork.read
+def test_positions_and_hidden_states_one_off_are_seen(monkeypatch):
+    run, read = BlockNetwork.run, BlockNetwork.read
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockNetwork, "run", lambda self, x, positions, attend: run(self, x, positions + 1, attend))
+        assert parity(BY_NAME["z-lab DFlash"]).difference > 10 * CLOSE
     monkeypatch.setattr(BlockNetwork, "read", lambda self, taps: read(self, taps.roll(1, dims=0)))
     assert parity(BY_NAME["z-lab DFlash"]).difference > 10 * CLOSE
 
@@ -207,9 +204,7 @@ def test_a_loose_embedding_of_masks_is_applied(saved, target):
     other = AutoDrafter.from_pretrained(folder)
     assert torch.equal(other.mask_embedding, row)
     (folder / "mask_embedding.pt").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"] = MASK + 1
-    (folder / "config.json").write_text(json.dumps(config))
+    edited(folder, dflash_config={**edited(folder)["dflash_config"], "mask_token_id": MASK + 1})
     same = AutoDrafter.from_pretrained(folder)
     weights = same.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     anchors, mask = torch.randn(2, 32), weights.embed(torch.tensor(MASK + 1))
@@ -310,7 +305,6 @@ def reshape(name):
         ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
         ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),
         ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].add_(50), "d2t.*expected 0 to 96"),
-        ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].sub_(1), "d2t and t2d.*different tokens"),
         ("speculators dspark, vanilla", at_top(speculators_config={"proposal_methods": [
             {"proposal_type": "greedy", "verifier_accept_k": 3}]}), None, "verifier_accept_k=3"),
         ("speculators dspark, vanilla", at_top(some_new_switch=True), None, "some_new_switch=true"),

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, edited, make_drafter, make_target
 from family_helpers import near
 from lm_helpers import tiny, with_fixed
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
@@ -25,7 +25,8 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 
-GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
+NEW = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,9 @@ def drafter_of(model, tokenizer=None, **options) -> CausalLMDrafter:
 class Texts:
     """Texts that go on as chance has it, for a session that drafts for them: what the engine would tell it."""
 
-    def __init__(self, drafter, target, rows: int, seed: int = 0, **options) -> None:
-        for name, value in options.items():
-            setattr(drafter.generation_config, name, value)
+    def __init__(self, drafter, target, rows: int) -> None:
         self.options = DraftOptions.of(drafter)
-        self.chance, self.vocab_size = random.Random(seed), target.config.get_text_config().vocab_size
+        self.chance, self.vocab_size = random.Random(0), target.config.get_text_config().vocab_size
         self.texts = [self.tokens(5 + 4 * row) for row in range(rows)]
         self.session = drafter.session(Call(target, rows, self.options))
         self.observe(dict(enumerate(self.texts)), prompts=True)
@@ -150,21 +149,12 @@ def test_only_roots_and_expanded_nodes_are_multiplied_by_the_head():
     assert rows == [1, 3, 3, 3]
 
 
-def test_prompts_may_be_padded_on_the_right(target):
-    inputs = {name: value.flip(1) for name, value in padded(3).items()}
-    output = target.generate(**inputs, **GREEDY, assistant_model=drafter_of(near(target), tree_size=24))
-    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
-    assert output.statistics.draft_kind == "tree" and sum(output.statistics.accepted_lengths) > 0
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_target_itself_drafts_what_it_accepts(target, rows):
     """All drafted tokens of a chain are right: a round emits its depth and one token more."""
     drafter = drafter_of(target, beam_width=1, tree_size=15)
     depth = DraftOptions.of(drafter).shared_by(rows).depth
-    call = {**GREEDY, "max_new_tokens": 1 + 4 * (depth + 1)}
-    output = target.generate(**padded(rows), **call, assistant_model=drafter)
-    assert output.sequences.tolist() == target.generate(**padded(rows), **call).sequences.tolist()
+    output = as_plain(target, drafter, padded(rows), max_new_tokens=1 + 4 * (depth + 1))
     assert output.statistics.accepted_lengths == [depth] * 4 * rows
     assert output.statistics.target_forwards == 1 + 4
 
@@ -180,9 +170,8 @@ def test_a_model_that_is_deaf_to_masks_drafts_chains(target):
         return forward(input_ids, **kwargs)
 
     model.forward = deaf
-    drafter, inputs = drafter_of(model), padded(2)
-    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
-    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+    drafter = drafter_of(model)
+    output = as_plain(target, drafter, padded(2), max_new_tokens=NEW)
     assert sum(output.statistics.accepted_lengths) > 0
     assert set(forwards[-10:]) == {1}
     texts = Texts(drafter, target, 2)
@@ -208,15 +197,7 @@ REFUSED = {
 def test_models_that_cannot_draft_are_refused(target, kind):
     make, message = REFUSED[kind]
     with pytest.raises(ValueError, match=message):
-        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(make()))
-
-
-def test_what_is_no_model_is_refused(tmp_path, target):
-    with pytest.raises(TypeError, match="model=str is invalid: expected a causal language model"):
-        CausalLMDrafter("name")
-    target.save_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
-        CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
+        target.generate(**padded(1), assistant_model=CausalLMDrafter(make()))
 
 
 @pytest.mark.parametrize("size", [VOCAB - 40, VOCAB + 30])
@@ -236,8 +217,7 @@ def test_only_tokens_that_both_know_are_drafted(target, size, rows):
         return made
 
     drafter.session = watched
-    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
-    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+    as_plain(target, drafter, inputs, max_new_tokens=NEW)
     drafted = [token for tree in seen for token in tree.tokens[1:]]
     assert all(token < min(size, VOCAB) for token in drafted)
     assert bool(drafted) is (size > VOCAB or rows > 1)
@@ -246,9 +226,8 @@ def test_only_tokens_that_both_know_are_drafted(target, size, rows):
 def test_nothing_is_drafted_beyond_the_models_positions():
     model, target = tiny("gpt2", n_positions=20), make_target(vocab_size=VOCABULARY)
     drafter = drafter_of(model)
-    for inputs in (padded(1), padded(3)):
-        output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
-        assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+    for rows in (1, 3):
+        output = as_plain(target, drafter, padded(rows), max_new_tokens=NEW)
         assert output.statistics.drafted_nodes[0] > 0 == output.statistics.drafted_nodes[-1]
 
 
@@ -263,11 +242,11 @@ def other_words(tokenizer, word: str, other: str):
 def test_a_drafter_with_another_tokenizer_is_refused(target, tokenizer):
     inputs, other = padded(1), other_words(tokenizer, "w7", "seven")
     with pytest.raises(ValueError, match=r"tokenizer is not the target's: 1 of 97 token ids .* is 'seven', .* 'w7'"):
-        target.generate(**inputs, **GREEDY, assistant_model=drafter_of(target, other), tokenizer=tokenizer)
+        target.generate(**inputs, assistant_model=drafter_of(target, other), tokenizer=tokenizer)
     more = copy.deepcopy(tokenizer)
     more.add_tokens(["<further>"])
     for own in (more, None, tokenizer):
-        target.generate(**inputs, **GREEDY, assistant_model=drafter_of(target, own), tokenizer=tokenizer)
+        target.generate(**inputs, max_new_tokens=4, assistant_model=drafter_of(target, own), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -291,7 +270,7 @@ def test_a_chat_goes_on_without_reading_anything_twice(kind):
         assert read[0] <= at_most if at_most == 12 else read[0] == further.shape[1] + 1
     read.clear()  # of another text the cache holds nothing
     other = torch.cat([ids, first[:, 11:] % 50 + 5], dim=1)
-    assert target.generate(other, **call).sequences.tolist() == target.generate(other, **GREEDY).sequences.tolist()
+    as_plain(target, drafter, other, max_new_tokens=NEW)
     assert read[0] >= other.shape[1]
 
 
@@ -302,12 +281,8 @@ def test_a_folder_of_a_language_model_is_a_drafter(target, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     drafter = AutoDrafter.from_pretrained(tmp_path / "model", dtype=torch.float64, tree_size=9)
-    assert (
-        type(drafter) is CausalLMDrafter and drafter.dtype == torch.float64 and drafter.generation_config.tree_size == 9
-    )
-    assert (
-        drafter.tokenizer.get_vocab() == tokenizer.get_vocab() and drafter.generation_config.num_assistant_tokens == 5
-    )
+    assert type(drafter) is CausalLMDrafter and drafter.dtype == torch.float64
+    assert drafter.tokenizer.get_vocab() == tokenizer.get_vocab()
     drafter.generation_config.num_assistant_tokens = 3
     drafter.save_pretrained(tmp_path / "again")
     again = CausalLMDrafter.from_pretrained(str(tmp_path / "again"))
@@ -329,16 +304,17 @@ MARKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mark", MARKS)
-def test_a_drafter_of_another_format_is_no_language_model(target, tmp_path, mark):
+def test_a_drafter_of_another_format_is_no_language_model(target, tmp_path):
     target.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, mark: MARKS[mark]}))
-    with pytest.raises(ValueError, match=mark):
-        CausalLMDrafter.from_pretrained(tmp_path)
+    for mark, value in MARKS.items():
+        edited(tmp_path, **{**dict.fromkeys(MARKS), mark: value})
+        with pytest.raises(ValueError, match=mark):
+            CausalLMDrafter.from_pretrained(tmp_path)
 
 
 def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
+    with pytest.raises(TypeError, match="model=str is invalid: expected a causal language model"):
+        CausalLMDrafter("name")
     make_drafter(target).save_pretrained(tmp_path / "drafter")
     with pytest.raises(ValueError, match=r"holds no causal language model: architectures=.*HSDrafter"):
         CausalLMDrafter.from_pretrained(tmp_path / "drafter")
@@ -357,16 +333,15 @@ def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
 def test_options_and_shapes_are_checked_before_weights_are_read(target, tmp_path, monkeypatch):
     CausalLMDrafter(target).save_pretrained(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+        CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path, tree_size=0)
-    stored = json.loads((tmp_path / "drafting_config.json").read_text())
-    (tmp_path / "drafting_config.json").write_text(json.dumps({**stored, "beam_width": 0}))
+    edited(tmp_path, "drafting_config.json", beam_width=0)
     with pytest.raises(ValueError, match="beam_width=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path)
     (tmp_path / "drafting_config.json").unlink()
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["intermediate_size"] = 2**20
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edited(tmp_path, intermediate_size=2**20)
     with pytest.raises(ValueError, match=r"of other shapes: model\.layers\.0\.mlp\.\w+\.weight \[.* instead of"):
         AutoDrafter.from_pretrained(tmp_path)
 

@@ -8,9 +8,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from hf_hsdraft.core.attention import batched_attention
+from hf_hsdraft.core.tensors import batched_attention
 from hf_hsdraft.drafters.base.decoder_layer import Attention, FeedForward, LayerSizes, rotary_of
-from hf_hsdraft.drafters.base.reading_session import RowContext
 
 ROPES = {
     "plain": {"rope_theta": 5000.0},
@@ -65,30 +64,3 @@ def test_frequencies_keep_float32_when_a_drafter_is_cast():
     cos, _ = rotary(torch.tensor([3001]), torch.bfloat16)
     exact, _ = rotary_of({}, LayerSizes(**SIZES))(torch.tensor([3001]), torch.float32)
     assert torch.equal(cos, exact.bfloat16())
-
-
-def test_rows_of_a_context_see_their_own_positions_only():
-    torch.manual_seed(1)
-    context = RowContext(3, 1, 2, 4, torch.device("cpu"), torch.float32)
-    kept: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {0: [], 1: [], 2: []}
-    for counts, begins in (({0: 5, 2: 2}, {0: 0, 2: 3}), ({1: 4}, {1: 0}), ({0: 1, 1: 2, 2: 80}, {0: 5, 1: 4, 2: 5})):
-        places = [begins[row] + each for row, count in counts.items() for each in range(count)]
-        keys, values = torch.randn(2, len(places), 2, 4)
-        context.write(0, context.reserve(counts, torch.tensor(places)), keys, values)
-        for row, *item in zip((r for r, c in counts.items() for _ in range(c)), places, keys, values, strict=True):
-            kept[row].append(tuple(item))
-    rows, queries = [2, 0], torch.randn(2, 3, 4, 4)
-    last, window = torch.tensor([[20, 60, 84], [2, 4, 5]]), 7
-    mixed = batched_attention(queries, *context.view(0, rows), context.seen(rows, last, window))
-    for place, row in enumerate(rows):
-        for query in range(3):
-            near = [e for e in kept[row] if last[place, query] - window < e[0] <= last[place, query]]
-            for head in range(4):
-                scores = torch.stack([queries[place, query, head] @ key[head // 2] / 2 for _, key, _ in near])
-                expected = scores.softmax(0) @ torch.stack([value[head // 2] for _, _, value in near])
-                found = mixed[place, query, 4 * head : 4 * head + 4]
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    copy = context.copy_of(2)
-    assert copy.lengths == [82] and torch.equal(copy.view(0, [0])[0], context.view(0, [2])[0])
-    context.forget(2)
-    assert context.seen([0], torch.tensor([[9]])) is None and context.lengths == [6, 6, 0]

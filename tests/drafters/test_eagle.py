@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from conftest import VOCAB, make_target
-from family_helpers import assert_same_tree, drafts, drafts_much, make_eagle, session_of
+from conftest import VOCAB, as_plain, make_target
+from family_helpers import assert_same_tree, drafts, make_eagle, session_of
 from oracles.scripted import ScriptedDrafter
 from session_helpers import news, padded
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.reading_session import RowContext
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.eagle import session as session_module
 
 TEXT = list(range(5, 15))
@@ -30,10 +27,7 @@ def test_right_drafts_are_accepted(target):
     drafter, ids = make_eagle(target), padded(1)["input_ids"]
     plain = target.generate(ids, max_new_tokens=40, do_sample=False)
     scripted = ScriptedDrafter(drafter, [plain[0, 12:].tolist()], 0)
-    output = target.generate(
-        ids, max_new_tokens=40, do_sample=False, assistant_model=scripted, return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == plain.tolist() and output.statistics.tau > 1.2
+    assert as_plain(target, scripted, ids, max_new_tokens=40).statistics.tau > 1.2
 
 
 def test_long_prompts_are_read_in_blocks(target, monkeypatch, tuned):
@@ -59,9 +53,8 @@ def test_embeddings_of_another_width_are_left_out(target):
     layer = EagleConfig.for_target(target).layer
     small = type(layer)(**{**vars(layer), "hidden_size": 16})
     drafter = make_eagle(target, layer=small, own_embedding=True)
-    call = {"inputs_embeds": target.get_input_embeddings()(padded(1)["input_ids"]).detach(), "max_new_tokens": 12}
-    plain = target.generate(**call, do_sample=False)
-    assert target.generate(**call, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    embeds = target.get_input_embeddings()(padded(1)["input_ids"]).detach()
+    as_plain(target, drafter, {"inputs_embeds": embeds}, max_new_tokens=12)
 
 
 def test_a_limited_vocabulary_drafts_what_is_left(target):
@@ -102,6 +95,7 @@ def test_a_fresh_drafter_is_like_a_layer_of_its_target(target, tmp_path):
     drafter = EagleDrafter(config)
     drafter.save_pretrained(tmp_path)
     assert AutoDrafter.from_pretrained(tmp_path).draft_vocab_ids().tolist() == [3, 5, 9]
+    assert drafter.draft_vocab_ids() is drafter.draft_vocab_ids()  # not made for every call
     for fields, message in (
         ({"draft_vocab_ids": [3, 3]}, "draft_vocab_ids"),
         ({"draft_vocab_size": VOCAB + 1}, f"draft_vocab_size={VOCAB + 1} is invalid: the target has only"),
@@ -122,27 +116,6 @@ def test_rows_are_borrowed_without_the_factor_of_the_target(target, hooked):
         embedding.register_forward_hook(lambda *_: None)
     found = make_eagle(target).borrow(embedding).embed(tokens)
     torch.testing.assert_close(found, embedding.weight.detach()[tokens])
-
-
-def test_a_wrapped_drafter_reads_the_same(target):
-    drafter = make_eagle(target)
-    wrapped = WrappedDrafter(drafter)
-    assert wrapped.taps == drafter.taps == tuple(wrapped.taps_of(target)) == (2, 4, 5)
-
-
-def test_layers_of_the_same_window_share_a_mask(target, monkeypatch):
-    config = replace(EagleConfig.for_target(target), num_hidden_layers=4, windows=(None, 9, None, 9))
-    drafter, made, drafted = drafts_much(EagleDrafter(config)), [], []
-    seen, extend = RowContext.seen, session_module.DraftedRows.extend
-
-    def counted(self, rows, last, window=None, number=0):
-        made.extend([window] if number else [])
-        return seen(self, rows, last, window, number)
-
-    monkeypatch.setattr(RowContext, "seen", counted)
-    monkeypatch.setattr(session_module.DraftedRows, "extend", lambda *given: drafted.append(1) or extend(*given))
-    target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
-    assert drafted and len(made) == 2 * len(drafted)
 
 
 def test_what_texts_see_is_told_without_waiting_for_a_device():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
+from conftest import VOCAB, as_plain, each_with_its_seed, edited, make_drafter, make_target
 from family_helpers import (
     PUBLISHED,
     STEPS,
@@ -28,19 +26,15 @@ from lm_helpers import drafted_call
 from oracles.exactness import chi_square
 from safetensors.torch import load_file, save_file
 from session_helpers import news, padded
+from small_target import exact_distribution, small_target
 from test_specformer import make_specformer
-from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, attach
-from hf_hsdraft.cli._describe import cached_drafters
-from hf_hsdraft.cli.main import app
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.formats import formats
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.base.tree_session import DraftMemory
 from hf_hsdraft.engine.loop import Observer
-from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.training.families.trainable import as_trained
 
 
@@ -113,19 +107,16 @@ def test_texts_are_the_targets_own(target, kind, rows, do_sample):
 def test_other_options_keep_greedy_texts(target, kind, options):
     drafter = KINDS[kind](target)
     drafter.generation_config.update(**options)
-    plain = target.generate(**padded(3), **GREEDY)
-    assert target.generate(**padded(3), **GREEDY, assistant_model=drafter).tolist() == plain.tolist()
+    as_plain(target, drafter, padded(3), max_new_tokens=16)
 
 
-@main
+@pytest.mark.parametrize("kind", [*MAIN, "hidden states"])
 @pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
 def test_rejection_keeps_the_targets_distribution(kind, builder):
-    """Of texts of three tokens: their counts against the target's probabilities. Some drafters know 4 of 5 tokens."""
-    size, rows, calls = 5, 200, 4
-    target = make_target(vocab_size=size, pad_token_id=None, bos_token_id=1, num_hidden_layers=4)
-    target.generation_config.pad_token_id = 0
-    fields = {"draft_vocab_ids": (0, 1, 2, 3)} if kind != "block, selector" else {"selector_top_k": 4}
-    drafter = KINDS[kind](target, **fields)
+    """Of texts of three tokens: their counts against the target's probabilities. Most drafters know 4 of 6 tokens."""
+    target, rows, calls = small_target(num_hidden_layers=4), 200, 4
+    known = {"draft_vocab_ids": (0, 1, 2, 3), "draft_vocab_size": 4}
+    drafter = {**EVERY, **KINDS}[kind](target, **known if kind != "block, selector" else {"selector_top_k": 4})
     drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=4096, beam_width=3)
     prompt, counts, accepted = torch.tensor([[1, 4, 2]]), Counter(), 0
     torch.manual_seed(0)
@@ -136,19 +127,15 @@ def test_rejection_keeps_the_targets_distribution(kind, builder):
         )  # fmt: skip
         counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
         accepted += sum(output.statistics.accepted_lengths)
-    texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
-    with torch.no_grad():
-        logs = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, 2:5].double().log_softmax(-1)
-    exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
-    assert accepted > 0 and any(4 in text for text in counts)
-    assert chi_square(counts, exact) > 1e-4
+    assert accepted > 0 and any(5 in text for text in counts)
+    assert chi_square(counts, exact_distribution(target, prompt, 1.0)) > 1e-4
 
 
 @reading
 def test_prompts_may_be_embeddings(target, kind):
     drafter, inputs = READING[kind](target), padded(3)
-    call = {"inputs_embeds": target.get_input_embeddings()(inputs.pop("input_ids")).detach(), **inputs, **GREEDY}
-    assert target.generate(**call, assistant_model=drafter).tolist() == target.generate(**call).tolist()
+    inputs["inputs_embeds"] = target.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    as_plain(target, drafter, inputs, max_new_tokens=16)
 
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
@@ -222,7 +209,7 @@ def test_drafts_depend_on_the_text_alone(target, kind, tuned):
         for session in (often, rarely):
             session.observe([news(drafter, target, text, start, start + 1)])
         drafts(often, {0: text[start + 1]})
-    assert len(rarely._rows[0].pending) <= 3
+    assert len(rarely._pending[0]) <= 3
     wanted = drafts(whole, {0: text[-1]})[0]
     for session in (often, often, rarely):
         assert_same_tree(drafts(session, {0: text[-1]})[0], wanted)
@@ -284,14 +271,6 @@ def test_a_memory_does_not_fit_a_drafter_of_another_dtype(target):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def document_of(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
-def change(folder, **fields) -> None:
-    (folder / "config.json").write_text(json.dumps({**document_of(folder), **fields}))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in PUBLISHED if kind != "block, sliding"])
 def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
     drafter = PUBLISHED[kind](target, target_name="/home/somebody/models/a-target")
@@ -304,7 +283,7 @@ def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     card, config = ((tmp_path / name).read_text() for name in ("README.md", "config.json"))
-    assert f"`{document_of(tmp_path)['speculators_model_type']}`" in card and "reads hidden states" in card
+    assert f"`{edited(tmp_path)['speculators_model_type']}`" in card and "reads hidden states" in card
     assert "a-target" in card and "a-target" in config and "somebody" not in card + config
     again.generation_config.tree_size = 0
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
@@ -321,7 +300,7 @@ def test_a_drafter_takes_the_place_of_a_former_one(target, family, model_type, t
     drafter.save_pretrained(tmp_path)
     left = {"model-00001-of-00002.safetensors", "figures.json", "mask_embedding.pt", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} & left == {"notes.txt"}
-    change(tmp_path, **({"model_type": model_type} if model_type else {}))
+    edited(tmp_path, **({"model_type": model_type} if model_type else {}))
     assert torch.equal(AutoDrafter.from_pretrained(tmp_path).fc.weight, drafter.fc.weight)
 
 
@@ -346,11 +325,8 @@ def test_every_family_takes_the_same_arguments(target, kind, tmp_path):
         [name] = wrong
         with pytest.raises(error, match=name):
             AutoDrafter.from_pretrained(tmp_path, **wrong)
-
-
-@pair
-def test_dtype_and_device_of_weights(target, family, tmp_path):
-    PAIR[family](target).save_pretrained(tmp_path)
+    if kind not in PAIR:
+        return
     assert AutoDrafter.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
     assert AutoDrafter.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
     for wrong, message in (
@@ -390,7 +366,7 @@ def test_recipe_and_figures_come_along_while_the_weights_stay(target, family, tm
     next(drafter.parameters()).data.mul_(2)
     drafter.save_pretrained(tmp_path / "changed")
     assert not (tmp_path / "changed" / "figures.json").exists()
-    assert json.loads((tmp_path / "changed" / "training_recipe.json").read_text())["changed_since"] is True
+    assert edited(tmp_path / "changed", "training_recipe.json")["changed_since"] is True
 
 
 @pair
@@ -407,17 +383,17 @@ def test_maps_of_the_vocabulary_that_contradict_each_other_are_refused(target, f
 def test_switches_and_methods_of_files(target, family, tmp_path):
     """Harmless switches of layers are passed over, unknown ones refused; methods may be missing but not wrong."""
     PAIR[family](target).save_pretrained(tmp_path)
-    layers, proposals = (document_of(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
+    layers, proposals = (edited(tmp_path)[name] for name in ("transformer_layer_config", "speculators_config"))
     assert (layers["mlp_bias"], layers["tie_word_embeddings"]) == (False, False)  # readers have different defaults
     harmless = {"use_cache": True, "return_dict": True, "is_decoder": False, "tie_word_embeddings": False}
     for methods in (None, []):
-        change(tmp_path, transformer_layer_config={**layers, **harmless},
+        edited(tmp_path, transformer_layer_config={**layers, **harmless},
                speculators_config={**proposals, "proposal_methods": methods, "verifier": "a name"})  # fmt: skip
         AutoDrafter.from_pretrained(tmp_path)
-    change(tmp_path, speculators_config={**proposals, "proposal_methods": "greedy"})
+    edited(tmp_path, speculators_config={**proposals, "proposal_methods": "greedy"})
     with pytest.raises(ValueError, match="proposal_methods='greedy' is invalid: expected a list"):
         AutoDrafter.from_pretrained(tmp_path)
-    change(tmp_path, speculators_config=proposals, transformer_layer_config={**layers, "scales_by_depth": True})
+    edited(tmp_path, speculators_config=proposals, transformer_layer_config={**layers, "scales_by_depth": True})
     with pytest.raises(ValueError, match="transformer_layer_config has scales_by_depth=true"):
         AutoDrafter.from_pretrained(tmp_path)
 
@@ -425,17 +401,19 @@ def test_switches_and_methods_of_files(target, family, tmp_path):
 # --- other targets ---------------------------------------------------------------------------------------------------
 
 
-@pair
+@pytest.mark.parametrize("family", [*PAIR, "hidden states"])
 def test_another_target_is_refused_before_any_work(target, family):
-    drafter = PAIR[family](target, target_tap_layers=(1, 4))
-    drafter.config = replace(drafter.config, target_name="a\x1b[31m\ntarget")
-    wanted = {"block": "expects 6", "eagle": r"reads its hidden states \[1, 4\]"}[family]
+    drafter = EVERY[family](target, target_tap_layers=(1, 4))
+    if family in PAIR:
+        drafter.config = replace(drafter.config, target_name="a\x1b[31m\ntarget")
+    wanted = r"reads its hidden states \[1, 4\]" if family == "eagle" else "expects 6"
     for fields, message in (
         ({"vocab_size": VOCAB + 1}, f"vocab_size={VOCAB + 1}, the drafter expects {VOCAB}"),
         ({"hidden_size": 64}, "hidden_size=64, the drafter expects 32"),
         ({"num_hidden_layers": 3}, f"num_hidden_layers=3, the drafter {wanted}"),
     ):
         other = make_target(**{"num_hidden_layers": 6, **fields})
+        other.register_forward_pre_hook(lambda *_: pytest.fail("the target ran"))
         with pytest.raises(DraftingRefused, match=message) as told:
             other.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)
         assert str(told.value).isprintable() and "Use a drafter of this target" in str(told.value)
@@ -459,131 +437,3 @@ def test_rows_of_an_offloaded_embedding_are_taken_as_they_are(target):
         assert torch.equal(drafter.borrow(embedding, head).embed(tokens), rows)
     doubled = make_block_drafter(target, embedding_scale=2.0)
     assert torch.equal(doubled.borrow(embedding, head).embed(tokens), 2.0 * rows)
-
-
-# --- names and commands ----------------------------------------------------------------------------------------------
-
-COMMANDED = ("block", "eagle", "language model")
-commanded = pytest.mark.parametrize("kind", COMMANDED)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory, target, tokenizer):
-    """Folders of the target and of a drafter of each kind."""
-    made = {name: tmp_path_factory.mktemp("folders") / name.replace(" ", "-") for name in ("target", *COMMANDED)}
-    target.save_pretrained(made["target"])
-    tokenizer.save_pretrained(made["target"])
-    make_block_drafter(target, block_size=4, target_name="org/big").save_pretrained(made["block"])
-    make_eagle(target).save_pretrained(made["eagle"])
-    CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(made["language model"])
-    return {name: str(folder) for name, folder in made.items()}
-
-
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-    assert result.exception is None, result.exception
-    return " ".join(result.output.split())
-
-
-def refused(*arguments: str) -> str:
-    return str(CliRunner().invoke(app, list(arguments)).exception)
-
-
-def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
-    for kind, told in {
-        "block": ("speculators (dflash, dflash2, dspark)", "block_size: 4", "MB", "aux_hidden_state_layer_ids: ["),
-        "eagle": ("speculators eagle3 and peagle", "target_hidden_size: 32"),
-        "language model": (
-            "causal language model",
-            "reads: the text alone",
-            "vocab_size: 97",
-            "num_assistant_tokens: 5",
-        ),
-    }.items():
-        said = run("info", folders[kind])
-        assert f"format: {told[0]}" in said and all(part in said for part in told), kind
-        checkpoint = Checkpoint.open(folders[kind])
-        form = next(form for form in formats() if form.matches(checkpoint))
-        assert all(text.isprintable() for each in form.describe(checkpoint).items() for text in each)
-    target.base_model.save_pretrained(tmp_path)
-    error = refused("info", str(tmp_path))
-    assert "is no drafter of a known format" in error
-    assert all((form.name in error) == form.loads for form in formats())
-
-
-@commanded
-def test_commands_decode_with_drafters_of_any_format(kind, folders):
-    both = "--target", folders["target"], "--drafter", folders[kind]
-    said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
-    assert "right in training right in decoding" in said  # all of them can be trained
-    assert said.endswith("depths") and "passed: training and decoding agree at all" in said
-    run("bench", "--variants", "default,chain,tree24x6", "--max-new-tokens", "4", "--limit", "1", *both)
-    assert "same text yes" in run("demo", "w1 w2 w3", "--max-new-tokens", "4", *both)
-
-
-def test_several_drafters_of_different_kinds_are_compared(folders):
-    names = [argument for kind in COMMANDED for argument in ("--drafter", folders[kind])]
-    said = run("bench", "--variants", "tree24x6", "--max-new-tokens", "4", "--limit", "1", "--target",
-               folders["target"], *names)  # fmt: skip
-    assert "tree24x4" in said or ("tree24x3" in said and "tree24x6" in said)
-
-
-def test_commands_refuse_a_language_model_with_another_tokenizer(folders, tmp_path):
-    shutil.copytree(folders["language model"], tmp_path / "other")
-    vocabulary = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
-    vocabulary["model"]["vocab"]["seven"] = vocabulary["model"]["vocab"].pop("w7")
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
-    both = "--target", folders["target"], "--drafter", str(tmp_path / "other")
-    for command in (["demo", "w1 w2"], ["bench", "--limit", "1"]):
-        assert "tokenizer is not the target's: 1 of 97 token ids" in refused(*command, *both)
-
-
-@commanded
-def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
-    plain = target.generate(prompt, **GREEDY).tolist()
-    assert target.generate(prompt, **GREEDY, assistant_model=folders[kind]).tolist() == plain
-    with attach(target, folders[kind]) as attachment:
-        assert target.generate(prompt, **GREEDY).tolist() == plain
-    assert attachment.statistics.calls == 1 and not attachment.statistics.stepped_aside
-
-
-@pytest.mark.parametrize("kind", ["block", "eagle"])
-def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
-    out = tmp_path / "out"
-    run("export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
-    document = document_of(out)
-    assert document["speculators_model_type"] == {"block": "dspark", "eagle": "eagle3"}[kind]
-    assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
-    assert "org/a-target" in (out / "README.md").read_text()
-    before, after = (AutoDrafter.from_pretrained(folder) for folder in (folders[kind], out))
-    assert after.config.target_name == "org/a-target"
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(tensor, after.state_dict()[name])
-    with pytest.raises(ValueError, match=r"cannot be written in the format 'other': .* speculators only"):
-        after.export("other", tmp_path / "again")
-    assert CliRunner().invoke(app, ["export", folders[kind], "--out", str(out)]).exit_code == 2
-
-
-def test_the_cache_lists_drafters_of_every_format(folders, target, tmp_path):
-    make_drafter(target).save_pretrained(tmp_path / "own")
-    for name in (*folders, "own"):  # the target is a language model that was not saved as a drafter
-        place = tmp_path / "cache" / f"models--user--{name.split()[0]}"
-        (place / "refs").mkdir(parents=True)
-        (place / "refs" / "main").write_text("c" * 40)
-        shutil.copytree(folders.get(name, tmp_path / name), place / "snapshots" / ("c" * 40))
-    found = cached_drafters(str(tmp_path / "cache"))
-    assert {each.name: (each.format, each.target) for each in found} == {
-        "user/block": ("speculators (dflash, dflash2, dspark)", "org/big"),
-        "user/eagle": ("speculators eagle3 and peagle", ""),
-        "user/language": ("causal language model", ""),
-        "user/own": ("2", ""),
-    }
-    assert all(each.bytes and not each.problem for each in found)
-
-
-def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(folders, tmp_path):
-    make_target(hidden_size=96).save_pretrained(tmp_path)
-    drafted = "--tau", "2", "--drafter", folders["block"]
-    assert "41 rows" in run("estimate", folders["target"], *drafted)
-    assert "hidden_size=96" in refused("estimate", str(tmp_path), *drafted)
-    assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from conftest import make_drafter, make_target
+from conftest import as_plain, make_drafter, make_target
 from test_protocol import ListDrafter, ListSession
-from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.options import Option
-from hf_hsdraft.drafters.base.draft_options import DraftOptions, default_options
-from hf_hsdraft.drafters.base.protocol import Drafter
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import OwnChoice
@@ -43,11 +41,10 @@ def drafter(target, prompt):
 
 
 def test_values_reach_the_session_of_the_family(target, drafter, prompt):
-    plain = target.generate(prompt, **CALL)
     for given, seen in ((None, 0.5), (0.25, 0.25)):
         if given is not None:
             drafter.generation_config.list_bonus = given
-        assert target.generate(prompt, **CALL, assistant_model=drafter).tolist() == plain.tolist()
+        as_plain(target, drafter, prompt, **CALL)
         assert drafter.seen["list_bonus"] == seen
 
 
@@ -92,8 +89,7 @@ def test_names_that_mean_nothing_are_told_with_the_nearest_option(target, drafte
     warned = []
     monkeypatch.setattr("hf_hsdraft.drafters.base.draft_options.logger.warning_once", warned.append)
     drafter.generation_config.max_nodes = 8
-    plain = target.generate(prompt, **CALL)
-    assert target.generate(prompt, **CALL, assistant_model=drafter).tolist() == plain.tolist()
+    as_plain(target, drafter, prompt, **CALL)
     assert "max_nodes (the nearest option is node_cost)" in warned[0]
     assert f"mean nothing to a {type(drafter).__name__}" in warned[0]
 
@@ -109,16 +105,13 @@ class Careful(OwnChoice):
 
 def test_a_rule_of_verification_has_options_too(target, drafter, prompt, monkeypatch, tmp_path):
     monkeypatch.setitem(VERIFIERS, "careful", Careful())
-    plain = target.generate(prompt, **CALL)
     options = drafter.generation_config
     options.verification, options.tree_sizing = "careful", "fixed"
     deepest = {}
     for depth in (None, 0, 2):
         if depth is not None:
             options.careful_depth = depth
-        output = target.generate(prompt, **CALL, assistant_model=drafter, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
-        deepest[depth] = max(output.statistics.accepted_lengths)
+        deepest[depth] = max(as_plain(target, drafter, prompt, **CALL).statistics.accepted_lengths)
     assert deepest[0] < deepest[None] < deepest[2]
     options.careful_depth = 7
     with pytest.raises(ValueError, match="careful_depth=7 is invalid: expected 0, 1 or 2"):
@@ -173,25 +166,17 @@ def test_options_given_to_generate_say_where_they_lie(target, drafter, prompt):
 
 
 @dataclass
-class DataDrafter(Drafter):
+class DataDrafter(ListDrafter):
     texts: list[list[int]]
-    generation_config: GenerationConfig = field(default_factory=lambda: default_options(8, 24, 8))
-    num_draft_steps = 8
 
     def __post_init__(self):
-        self.config = type("Config", (), {"is_encoder_decoder": False})()
-
-    def default_generation_config(self):
-        return default_options(8, 24, 8)
-
-    def session(self, call):
-        return ListSession(self.texts)
+        ListDrafter.__init__(self, self.texts)
 
 
 def test_a_drafter_may_be_a_dataclass(target, prompt):
     plain = target.generate(prompt, **CALL)
     one, other = (DataDrafter([plain[0].tolist()]) for _ in range(2))
     for drafter in (one, other):
-        assert target.generate(prompt, **CALL, assistant_model=drafter).tolist() == plain.tolist()
+        as_plain(target, drafter, prompt, **CALL)
     assert one in pacing._habits and other in pacing._habits
     assert hash(one) != hash(other)

@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from test_static_cache import Graphs, decode, host_reads
+from oracles.device_reads import host_reads
+from session_helpers import pairs_of
+from test_static_cache import Graphs, decode
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
@@ -29,12 +31,6 @@ def drafter_of(window: int | None) -> HSDrafter:
     return make_drafter(make_target(), sliding_window=window, num_hidden_layers=2)
 
 
-def pieces(drafter: HSDrafter, length: int, first: int = 0):
-    torch.manual_seed(length)
-    taps = torch.randn(length, len(drafter.config.target_tap_layers) * 32)
-    return taps, torch.randn(length, 32), torch.arange(first, first + length)
-
-
 def working_of(drafter: HSDrafter) -> QuickWeights:
     modules = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)
     return QuickWeights.of(drafter, drafter.borrow(*modules).head)
@@ -49,11 +45,11 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
     working = working_of(drafter)
     of = working, drafter.config, torch.device("cpu"), torch.float32
     growing, static = RollOut(*of), StaticRollOut(working, drafter, ROOM, STEPS)
-    inputs, read, end = pieces(drafter, 60, first=3), 0, prompt
+    inputs, read, end = pairs_of(drafter, 60, first=3), 0, prompt
     rooms = [keys.data_ptr() for keys in static._text.keys]
     for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
-        part = [column[read:end] for column in inputs]
-        torch.testing.assert_close(static(*part, steps), growing(*part, steps), atol=1e-3, rtol=1e-3)
+        part = tuple(column[read:end] for column in inputs)
+        torch.testing.assert_close(static(part, steps), growing(part, steps), atol=1e-3, rtol=1e-3)
         read, end = end, end + accepted
         if accepted == 2:
             context = growing.context
@@ -67,19 +63,19 @@ def test_what_an_earlier_text_left_does_not_show():
     drafter = drafter_of(None)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad():
-        fresh = static(*pieces(drafter, 6), STEPS)
-        taps, embeds, positions = pieces(drafter, 30)
+        fresh = static(pairs_of(drafter, 6), STEPS)
+        taps, embeds, positions = pairs_of(drafter, 30)
         taps[-1] = torch.inf
-        assert static(taps, embeds, positions, STEPS).isnan().any()
+        assert static((taps, embeds, positions), STEPS).isnan().any()
         static.begin()
-        assert torch.equal(static(*pieces(drafter, 6), STEPS), fresh)
+        assert torch.equal(static(pairs_of(drafter, 6), STEPS), fresh)
 
 
 def test_nothing_is_read_back():
     drafter = drafter_of(7)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad(), host_reads() as seen:
-        static(*pieces(drafter, 3), STEPS)
+        static(pairs_of(drafter, 3), STEPS)
     assert not seen
 
 
@@ -149,7 +145,10 @@ def test_under_autocast():
     static = StaticRollOut(working, drafter, 40, STEPS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
-            static(*pieces(drafter, 3), STEPS).float(), growing(*pieces(drafter, 3), STEPS).float(), atol=0.4, rtol=0.2
+            static(pairs_of(drafter, 3), STEPS).float(),
+            growing(pairs_of(drafter, 3), STEPS).float(),
+            atol=0.4,
+            rtol=0.2,
         )
 
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from test_static_cache import host_reads
+from oracles.device_reads import host_reads
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Verified
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut
@@ -68,13 +68,13 @@ class Pair:
         target = make_target()
         drafter = make_drafter(target, tree_size=SIZE, num_draft_steps=STEPS, **fields)
         modules = target.get_input_embeddings(), target.get_output_embeddings()
-        weights, options = drafter.borrow(*modules), DraftOptions.of(drafter)
+        weights, call = drafter.borrow(*modules), Call(target, 1, DraftOptions.of(drafter))
         working = QuickWeights.of(drafter, weights.head)
-        self.width, self.taps = options.beam_width, len(drafter.config.target_tap_layers) * 32
-        self.growing = HSDraftSession(drafter, weights, options, working=working)
+        self.width, self.taps = call.options.beam_width, len(drafter.config.target_tap_layers) * 32
+        self.growing = HSDraftSession(drafter, weights, call, working)
         roll_out = StaticRollOut(working, drafter, 200, STEPS)
         roll_out.begin(weights)
-        self.static = StaticSession(drafter, weights, options, working=working, roll_out=roll_out)
+        self.static = StaticSession(drafter, weights, call, working, roll_out)
         self.position, self.root = 0, 5
         generator = torch.Generator().manual_seed(0)
         self.observe(torch.randn(9, self.taps, generator=generator), [*range(2, 10), self.root])

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, pipeline
 
@@ -120,8 +120,7 @@ def test_measuring_changes_no_text(recorded, monkeypatch):
     reference = {"input_ids": [5, 6, 7] * 60, "start": 3, "agreed": 100, "drafted": 100}
     drafter = make_drafter(target, target_reference=reference)
     prompt = torch.randint(5, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    fresh = copy.deepcopy(target)
-    plain = fresh.generate(prompt, max_new_tokens=12, do_sample=False)
+    plain = copy.deepcopy(target).generate(prompt, max_new_tokens=12, do_sample=False)
     drafted = target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter)
     assert drafted.tolist() == plain.tolist()
 
@@ -131,8 +130,7 @@ def test_a_measurement_that_fails_is_no_reason_to_fail(chatty, recorded, monkeyp
         raise torch.OutOfMemoryError("no room for a long text")
 
     monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.target_match.measure_match", fail)
-    plain = chatty.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)
-    assert generate(copy.deepcopy(chatty), recorded).tolist() == plain.tolist()
+    as_plain(copy.deepcopy(chatty), recorded, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8)
 
 
 def test_a_record_of_another_target_replaces_all_of_the_former(chatty, recorded, tokenizer):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target
+from session_helpers import pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
@@ -16,15 +16,12 @@ from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 def read(drafter, lengths, past=None):
     """Hidden states and context of several texts that are read at once; the numbers depend on the lengths alone."""
-    generator, config = torch.Generator().manual_seed(sum(lengths)), drafter.config
-    total, size = sum(lengths), config.target_hidden_size
-    taps = torch.randn(total, size * len(config.target_tap_layers), generator=generator)
-    embeds = torch.randn(total, size, generator=generator)
+    taps, embeds, _ = pairs_of(drafter, sum(lengths), seed=sum(lengths))
     before = 0 if past is None else 20
     positions = torch.cat([torch.arange(before, before + length) for length in lengths])
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     starts = torch.tensor(lengths).cumsum(0) - 1
-    window, past = config.sliding_window, past or packed_texts.DraftContext()
+    window, past = drafter.config.sliding_window, past or packed_texts.DraftContext()
     texts = packed_texts.PackedTexts(past, positions, documents, starts, window, 3)
     x, ropes = trunk.read(drafter.trunk(), taps, embeds, positions, texts, 2)
     return torch.stack(trunk.roll(drafter.trunk(), x, ropes, texts)), texts.context
@@ -59,9 +56,7 @@ def test_a_batch_keeps_what_its_window_shows(monkeypatch):
 
     monkeypatch.setattr(RollOut, "_packed", noting)
     ids = torch.randint(2, VOCAB, (3, 25), generator=torch.Generator().manual_seed(0))
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(ids, **call)
-    assert target.generate(ids, **call, assistant_model=drafter).tolist() == expected.tolist()
+    as_plain(target, drafter, ids, attention_mask=torch.ones_like(ids), max_new_tokens=30)
     assert len(lengths) > 3 and max(lengths) == 3 * 7
 
 
@@ -96,8 +91,7 @@ def test_no_tensor_is_as_large_as_the_square_of_a_batch(window):
 def test_a_long_text_is_read_in_blocks(window, before, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window, head="trained")
     weights = WorkingWeights.of(drafter, None)
-    embeds = torch.randn(900, 32)
-    taps = torch.randn(900, drafter.config.target_hidden_size * len(drafter.config.target_tap_layers))
+    pairs = pairs_of(drafter, 900)
 
     def states(block):
         tuned(mask_rows=block)
@@ -105,7 +99,7 @@ def test_a_long_text_is_read_in_blocks(window, before, tuned):
         for part in (slice(0, before), slice(before, 900)):
             if part.stop:
                 with _Largest() as made:
-                    hidden = rolled(taps[part], embeds[part], torch.arange(900)[part], 4)
+                    hidden = rolled(tuple(each[part] for each in pairs), 4)
         return hidden, made.size
 
     expected, _ = states(1000)
@@ -123,20 +117,13 @@ def windowed(request, target):
     return make_drafter(target, sliding_window=WINDOW, num_hidden_layers=request.param)
 
 
-def inputs(drafter, length: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    config = drafter.config
-    taps = torch.randn(length, len(config.target_tap_layers) * config.target_hidden_size, generator=generator)
-    return taps, torch.randn(length, config.target_hidden_size, generator=generator), torch.arange(length)
-
-
 def states_of(drafter, *args, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         return torch.stack(drafter(*args, **kwargs).hidden_states)
 
 
 def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
-    taps, embeds, positions = inputs(windowed, 30)
+    taps, embeds, positions = pairs_of(windowed, 30)
     reach = windowed.config.num_hidden_layers * (WINDOW - 1) + 1
     expected, kept, fewer = (
         states_of(windowed, taps[-count:], embeds[-count:], positions[-count:]) for count in (30, reach, reach - 1)
@@ -145,32 +132,8 @@ def test_what_is_out_of_reach_changes_nothing_and_the_rest_does(windowed):
     assert not torch.allclose(fewer, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("prompt", [3, 9, 40])
-def test_decoding_sees_what_training_sees(windowed, prompt):
-    """The roll-out of each round against one forward over the whole text."""
-    taps, embeds, positions = inputs(windowed, 60)
-    config = windowed.config
-    embedding, head = torch.nn.Embedding(VOCAB, config.target_hidden_size), torch.nn.Linear(config.hidden_size, VOCAB)
-    weights = windowed.borrow(embedding, head)
-    roll_out = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)
-    read, end = 0, prompt
-    with torch.no_grad():
-        for accepted in (1, 4, 2, 3, 1, 5):
-            part = slice(read, end)
-            [drafted] = roll_out(taps[part], embeds[part], positions[part], STEPS)
-            expected = states_of(windowed, taps[:end], embeds[:end], positions[:end], num_draft_steps=STEPS)[:, 0]
-            torch.testing.assert_close(drafted, expected, atol=1e-3, rtol=1e-3)
-            resumed = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)
-            resumed.resume(roll_out.context)
-            read, end = end, end + accepted
-            if accepted == 3:  # as the next call on a cache goes on
-                roll_out = resumed
-    held = roll_out.context.length
-    assert held <= config.num_hidden_layers * (WINDOW - 1) + 1
-
-
 def test_chains_of_packed_texts_see_their_own_last_positions(windowed):
-    taps, embeds, positions = inputs(windowed, 50)
+    taps, embeds, positions = pairs_of(windowed, 50)
     documents = torch.tensor([0] * 20 + [1] * 30)
     positions = torch.cat([torch.arange(20), torch.arange(30)])
     starts = torch.tensor([12, 19, 25, 49])
@@ -179,17 +142,3 @@ def test_chains_of_packed_texts_see_their_own_last_positions(windowed):
         part = slice(begin, end)
         alone = states_of(windowed, taps[part], embeds[part], positions[part])
         torch.testing.assert_close(packed[:, column], alone[:, 0], atol=1e-3, rtol=1e-3)
-
-
-def test_a_window_that_holds_no_draft_is_refused(target):
-    for window in (0, 4, True, "all"):
-        with pytest.raises(ValueError, match="sliding_window"):
-            HSDraftConfig.for_target(target, num_draft_steps=4, sliding_window=window)
-
-
-def test_long_texts_are_plain(target, windowed):
-    prompt = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(3))
-    for ids in (prompt, prompt.view(2, 30)):
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
-        plain = target.generate(ids, **settings)
-        assert target.generate(ids, **settings, assistant_model=windowed).tolist() == plain.tolist()

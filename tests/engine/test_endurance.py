@@ -1,10 +1,8 @@
 """Many calls on one drafter, in threads, with exceptions in the middle: no leak, no wrong text afterwards."""
 
-from __future__ import annotations
-
 import gc
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from conftest import VOCAB
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-CALLS = 500
+CALLS = 300
 
 
 class Boom(RuntimeError):
@@ -43,7 +41,7 @@ class FailingProcessor(LogitsProcessor):
 
 
 @pytest.mark.slow
-def test_500_calls_in_two_threads_with_exceptions(target, drafter):
+def test_many_calls_in_two_threads_with_exceptions(target, drafter):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (1, length), generator=generator) for length in (3, 9, 17, 30)]
     expected = [target.generate(p, max_new_tokens=12, do_sample=False).tolist() for p in prompts]
@@ -69,15 +67,12 @@ def test_500_calls_in_two_threads_with_exceptions(target, drafter):
             except Boom:
                 if fault >= 0.2:
                     wrong.append((seed, call, "raised"))
-            if seed == 0 and call in (40, CALLS // 2 - 1):
+            if seed == 0 and call in (20, CALLS // 2 - 1):
                 gc.collect()
                 tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
     assert not wrong
     assert tensors[1] <= tensors[0] + 200  # the other thread is in the middle of a call at either time
 

@@ -1,28 +1,18 @@
 """`generate(assistant_model=drafter)` emits what plain `generate()` emits, whatever the drafter proposes."""
 
-from __future__ import annotations
-
-import copy
-import threading
-from collections.abc import Iterator
-
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import drafted_by
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GPT2Config,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from family_helpers import make_lm
+from session_helpers import drafted_by, hidden_session
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
 
-from hf_hsdraft import HSCandidateGenerator, HSDrafter
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft import CausalLMDrafter, HSCandidateGenerator, HSDrafter
+from hf_hsdraft.engine import loop
+from hf_hsdraft.engine.divergence import first_divergence
+from hf_hsdraft.generate.generate_hook import _assisted_decoding, install
 
 NEW = 48
 
@@ -34,20 +24,18 @@ def options(drafter: HSDrafter, **values) -> HSDrafter:
 
 
 @pytest.fixture
-def trained(overfitted) -> Iterator[HSDrafter]:
-    """`overfitted`, whatever drafting options a test sets on it."""
-    stored = copy.deepcopy(overfitted.generation_config)
-    yield overfitted
-    overfitted.generation_config = stored
+def good(target) -> CausalLMDrafter:
+    """A drafter that is often right, and often wrong."""
+    return make_lm(target)
 
 
 @pytest.fixture(scope="module")
-def overfitted(target) -> HSDrafter:
+def trained(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
     from hf_hsdraft.training.data.conversations import TokenizedConversation
     from hf_hsdraft.training.data.features import Features
     from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
-    from hf_hsdraft.training.loss.objectives import forward_kl
+    from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
     drafter = make_drafter(target, initializer_range=0.02).train()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -64,7 +52,9 @@ def overfitted(target) -> HSDrafter:
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     chains = sample_chains(pack, per_conversation=100, rolled_fraction=1.0, seeds=range(6))
     labels = true_labels(pack, chains, drafter.config.num_draft_steps)
-    drafter.loss_function = ChainLoss(weights, weights.head, forward_kl, [1.0] * drafter.config.num_draft_steps)
+    drafter.loss_function = ChainLoss(
+        weights, weights.head, OBJECTIVES["forward_kl"], [1.0] * drafter.config.num_draft_steps
+    )
     embeds = weights.embed(pack.input_ids.roll(-1))
     for _ in range(150):
         optimizer.zero_grad()
@@ -74,69 +64,60 @@ def overfitted(target) -> HSDrafter:
     return drafter.eval()
 
 
+def assert_plain(target, drafter, prompt, **call):
+    """A call's text is plain decoding's; returns its statistics."""
+    call = {"max_new_tokens": NEW, "do_sample": False, **call}
+    plain = target.generate(prompt, **call)
+    output = target.generate(prompt, **call, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain.tolist()
+    assert output.statistics.new_tokens == plain.shape[1] - prompt.shape[1]
+    return output.statistics
+
+
 @pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "width"), [("sdpa", 5), ("sdpa", 1), ("eager", 5)])
 def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
     target = make_target(attention)
-    drafter = options(make_drafter(target), reuse=reuse, beam_width=width)
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist()
+    assert_plain(target, options(make_drafter(target), reuse=reuse, beam_width=width), prompt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
 @pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_good_drafter_saves_forwards_and_changes_nothing(trained, prompt, attention, width, reuse):
-    target = make_target(attention)  # the weights `trained` was made for
-    options(trained, reuse=reuse, beam_width=width)
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    output = target.generate(
-        prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == plain.tolist()
-    assert output.statistics.tau > 2.0
+def test_a_good_drafter_saves_forwards_and_changes_nothing(target, trained, prompt, width, reuse):
+    statistics = assert_plain(target, options(trained, reuse=reuse, beam_width=width), prompt)
+    assert statistics.tau > 2.0
     if width == 1:  # a chain reaches its full depth, a tree spends its nodes on breadth
-        assert max(output.statistics.accepted_lengths) == trained.config.num_draft_steps
+        assert max(statistics.accepted_lengths) == trained.config.num_draft_steps
 
 
-def test_sampling_with_a_seed_gives_the_same_text(target, trained, prompt):
+def test_sampling_with_a_seed_gives_the_same_text(target, good, prompt):
     """The walk draws once per emitted token, as plain decoding does, so even the random stream is the same."""
     settings = {"do_sample": True, "top_k": 12, "top_p": 0.95, "temperature": 0.8, "repetition_penalty": 1.2}
     for seed in range(4):
         torch.manual_seed(seed)
         plain = target.generate(prompt, max_new_tokens=NEW, **settings)
         torch.manual_seed(seed)
-        drafted = target.generate(
-            prompt, max_new_tokens=NEW, assistant_model=options(trained, beam_width=5), **settings
-        )
+        drafted = target.generate(prompt, max_new_tokens=NEW, assistant_model=good, **settings)
         assert drafted.tolist() == plain.tolist()
 
 
-def test_stateful_logits_processors_see_each_path(target, trained, prompt):
+def test_stateful_logits_processors_see_each_path(target, good, prompt):
     class NoRepeatAfterEven(LogitsProcessor):
         def __call__(self, input_ids, scores):
             if int(input_ids[0, -1]) % 2 == 0:
                 scores[:, input_ids[0]] = -torch.inf
             return scores
 
-    kwargs = {
-        "max_new_tokens": NEW,
-        "do_sample": False,
-        "logits_processor": LogitsProcessorList([NoRepeatAfterEven()]),
-    }
-    plain = target.generate(prompt, **kwargs)
-    assert target.generate(prompt, assistant_model=trained, **kwargs).tolist() == plain.tolist()
+    assert_plain(target, good, prompt, logits_processor=LogitsProcessorList([NoRepeatAfterEven()]))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sampling_draws_nothing_after_the_end(target, trained, prompt, seed):
+def test_sampling_draws_nothing_after_the_end(target, good, prompt, seed):
     """A call without a seed of its own goes on with the random stream that plain decoding would have left."""
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.3, "eos_token_id": list(range(2, VOCAB, 7))}
     streams = []
-    for assistant in (None, trained):
+    for assistant in (None, good):
         torch.manual_seed(seed)
         first = target.generate(prompt, assistant_model=assistant, **kwargs)
         second = target.generate(prompt, assistant_model=assistant, **kwargs)
@@ -144,81 +125,23 @@ def test_sampling_draws_nothing_after_the_end(target, trained, prompt, seed):
     assert streams[0] == streams[1]
 
 
-def test_an_end_that_was_drafted_counts_as_drafted(target, trained, prompt):
+def test_an_end_that_was_drafted_counts_as_drafted(target, good, prompt):
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    output = target.generate(
-        prompt,
-        max_new_tokens=NEW,
-        do_sample=False,
-        assistant_model=trained,
-        eos_token_id=int(plain[0, -1]),
-        return_dict_in_generate=True,
-    )
-    statistics = output.statistics
-    assert statistics.new_tokens == output.sequences.shape[1] - prompt.shape[1]
+    statistics = assert_plain(target, good, prompt, eos_token_id=int(plain[0, -1]))
     # Every round adds a token of the target's own, but for a last one that ends with a drafted token.
     missing = 1 + sum(statistics.accepted_lengths) + statistics.rounds - statistics.new_tokens
     assert missing in (0, 1)
 
 
-@pytest.mark.parametrize("length", [50, 58, 63, 64])
-def test_no_draft_reaches_beyond_the_last_position(length):
-    """Learned positions end with the window: a text that ends inside it is decoded, however deep the drafter goes."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3, eos_token_id=None
-    )
-    target = AutoModelForCausalLM.from_config(config).eval()
-    drafter = make_drafter(target)
-    prompt = torch.randint(2, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
-    longest = 65 - length
-    plain = target.generate(prompt, max_new_tokens=longest, do_sample=False)
-    kwargs = {"do_sample": False, "eos_token_id": int(plain[0, -1]), "max_new_tokens": 40}
-    expected = target.generate(prompt, **kwargs)
-    assert target.generate(prompt, assistant_model=drafter, **kwargs).tolist() == expected.tolist()
-
-
-def test_positions_given_by_the_user_go_on_from_where_they_end(target, trained, prompt):
-    positions = torch.arange(prompt.shape[1])[None] * 2
-    settings = {"max_new_tokens": NEW, "do_sample": False, "position_ids": positions}
-    plain = target.generate(prompt, **settings)
-    assert target.generate(prompt, assistant_model=trained, **settings).tolist() == plain.tolist()
-
-
-def test_an_error_in_a_round_leaves_the_cache_usable(target, trained, prompt):
-    from transformers import DynamicCache
-
-    class Fails(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            if input_ids.shape[1] == prompt.shape[1] + 3:
-                raise RuntimeError("from a criterion")
-            return torch.tensor([False])
-
-    cache = DynamicCache(config=target.config)
-    settings = {"do_sample": False, "assistant_model": trained, "past_key_values": cache}
-    with pytest.raises(RuntimeError, match="from a criterion"):
-        target.generate(prompt, max_new_tokens=NEW, stopping_criteria=StoppingCriteriaList([Fails()]), **settings)
-    assert prompt.shape[1] <= cache.get_seq_length() <= prompt.shape[1] + 2
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    continued = target.generate(plain[:, :-20], max_new_tokens=20, **settings)
-    assert continued.tolist() == plain.tolist()
-
-
 @pytest.mark.parametrize("sizes", [{"num_draft_steps": 1}, {"head": "trained", "hidden_size": 16, "head_dim": 4}])
 def test_other_shapes_of_drafter(target, prompt, sizes):
-    drafter = make_drafter(target, **sizes)
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    assert (
-        target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
-    )
+    assert_plain(target, make_drafter(target, **sizes), prompt)
 
 
-def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
-    from hf_hsdraft.engine.divergence import first_divergence
-
+def test_a_bfloat16_target_parts_only_at_ties(prompt, drafter):
     target = make_target().to(torch.bfloat16)
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained)
+    drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
     divergence = first_divergence(target, prompt.shape[1], plain, drafted)
     assert divergence is None or divergence.margin < 0.05
 
@@ -233,7 +156,7 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
-    generator = HSDraftSession(drafter, weights)
+    generator = hidden_session(drafter, weights)
     generator.read(taps[:10], ids[1:11], torch.arange(10))
     drafted_by(generator)
     states_before = generator._rows[0].drafted
@@ -255,24 +178,18 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     assert int(resampled.argmax()) in first
 
 
-def test_chunked_prefill(target, trained, prompt):
-    settings = {"max_new_tokens": NEW, "do_sample": False, "prefill_chunk_size": 4}
-    plain = target.generate(prompt, **settings)
-    assert target.generate(prompt, assistant_model=trained, **settings).tolist() == plain.tolist()
+def test_chunked_prefill(target, good, prompt):
+    assert_plain(target, good, prompt, prefill_chunk_size=4)
 
 
-def test_options_of_the_call_go_before_the_drafters(target, trained, prompt):
-    settings = {"max_new_tokens": 12, "do_sample": False, "assistant_model": trained, "return_dict_in_generate": True}
-    output = target.generate(prompt, num_assistant_tokens=1, **settings)
-    assert max(output.statistics.accepted_lengths) == 1
-    assert max(target.generate(prompt, **settings).statistics.accepted_lengths) > 1
+def test_options_of_the_call_go_before_the_drafters(target, good, prompt):
+    call = {"max_new_tokens": 12, "do_sample": False, "assistant_model": good, "return_dict_in_generate": True}
+    assert max(target.generate(prompt, num_assistant_tokens=1, **call).statistics.accepted_lengths) == 1
+    assert max(target.generate(prompt, **call).statistics.accepted_lengths) > 1
 
 
-def test_statistics_add_up(target, trained, prompt):
-    output = target.generate(
-        prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True
-    )
-    statistics = output.statistics
+def test_statistics_add_up(target, good, prompt):
+    statistics = assert_plain(target, good, prompt)
     assert statistics.new_tokens == NEW == 1 + sum(statistics.accepted_lengths) + statistics.rounds
     assert statistics.target_forwards == statistics.rounds + 1
     assert statistics.tau == NEW / statistics.target_forwards
@@ -280,51 +197,12 @@ def test_statistics_add_up(target, trained, prompt):
     assert 0 < parts + statistics.commit_seconds <= statistics.total_seconds
 
 
-def test_no_clock_is_read_unless_statistics_are_asked_for(target, trained, prompt, monkeypatch):
-    from hf_hsdraft.engine import loop
-
+def test_no_clock_is_read_unless_statistics_are_asked_for(target, good, prompt, monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("read a clock in a call that did not ask for statistics")
 
     monkeypatch.setattr(loop.time, "perf_counter", forbidden)
-    target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
-
-
-def test_interleaved_calls_leave_no_state(target, trained, prompt):
-    """Two calls in step with each other, sharing drafter and target, and a third after both."""
-    prompts = [prompt, prompt.flip(1)]
-    expected = [target.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() for ids in prompts]
-    before = {name: value.clone() for name, value in trained.state_dict().items()}
-    attributes = {model: set(vars(model)) for model in (target, trained)}
-    turns = [threading.Semaphore(1), threading.Semaphore(0)]
-    results: list = [None, None]
-
-    class TakeTurns(BaseStreamer):
-        def __init__(self, mine):
-            self.mine = mine
-
-        def put(self, value):
-            turns[self.mine].acquire()
-            turns[1 - self.mine].release()
-
-        def end(self):
-            for _ in range(NEW):
-                turns[1 - self.mine].release()
-
-    def decode(index):
-        results[index] = target.generate(
-            prompts[index], max_new_tokens=NEW, do_sample=False, assistant_model=trained, streamer=TakeTurns(index)
-        ).tolist()
-
-    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == expected
-    assert target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained).tolist() == expected[0]
-    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
-    assert attributes == {model: set(vars(model)) for model in (target, trained)}
+    target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=good)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -357,8 +235,6 @@ def test_transformers_own_assisted_decoding_takes_our_chains(target, trained, pr
 
 def test_other_assistants_run_the_code_they_ran_before(target, prompt):
     """Byte for byte: a call without a drafter reaches transformers' own function with its arguments untouched."""
-    from transformers.generation.utils import GenerationMixin
-
     hooked = {name: getattr(GenerationMixin, name) for name in ("_assisted_decoding", "_validate_generation_mode")}
     settings = {"max_new_tokens": 12, "do_sample": False}
     assistant = make_target(seed=2)
@@ -372,33 +248,14 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
         for name, function in hooked.items():
             setattr(GenerationMixin, name, function)
     assert with_hook == without_hook
-    sentinel = object()
-    seen = {}
-
-    def original(self, *args, **kwargs):
-        seen.update(self=self, args=args, kwargs=kwargs)
-        return sentinel
-
-    from hf_hsdraft.generate.generate_hook import _hooked_decoding
-
     arguments = {"assistant_model": assistant, "streamer": None, "inputs_tensor": prompt}
-    assert _hooked_decoding(original)(target, prompt, **arguments) is sentinel
-    assert seen == {"self": target, "args": (prompt,), "kwargs": arguments}
-
-
-def test_installing_twice_wraps_once():
-    from transformers.generation.utils import GenerationMixin
-
-    from hf_hsdraft.generate.generate_hook import install
-
-    before = GenerationMixin._assisted_decoding
+    seen = _assisted_decoding(lambda *args, **kwargs: (args, kwargs), target, prompt, **arguments)
+    assert seen == ((target, prompt), arguments)
     install()
-    assert GenerationMixin._assisted_decoding is before
+    assert hooked == {name: getattr(GenerationMixin, name) for name in hooked}, "wrapped once"
 
 
 def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt, caplog):
-    from transformers.utils import logging
-
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
     plain = target.generate(prompt, **settings)
     stranger = make_drafter(make_target(hidden_size=64))
@@ -413,16 +270,14 @@ def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt
         library.removeHandler(caplog.handler)
 
 
-def test_reuse_of_an_earlier_version_is_left_out_with_a_word(target, trained, prompt, monkeypatch):
+def test_reuse_of_an_earlier_version_is_left_out_with_a_word(target, drafter, prompt, monkeypatch):
     warned = []
     monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.draft_session.logger.warning_once", warned.append)
-    options(trained, reuse="skip")
-    plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
-    assert target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=trained).equal(plain)
+    assert_plain(target, options(drafter, reuse="skip"), prompt, max_new_tokens=12)
     assert "reuse='skip' is gone" in warned[0]
 
 
-def test_generation_config_objects_work(target, trained, prompt):
+def test_generation_config_objects_work(target, good, prompt):
     config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
     plain = target.generate(prompt, generation_config=config)
-    assert target.generate(prompt, generation_config=config, assistant_model=trained).tolist() == plain.tolist()
+    assert target.generate(prompt, generation_config=config, assistant_model=good).tolist() == plain.tolist()

@@ -1,14 +1,11 @@
 """Grammars by xgrammar's own logits processor: plain decoding's text, and no forbidden node is verified."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, scripted
-from transformers import BloomConfig, BloomForCausalLM
+from conftest import VOCAB, make_drafter, make_target, model_of, scripted
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
@@ -19,7 +16,7 @@ from hf_hsdraft.runtime.target_runtime import TargetRuntime
 xgrammar = pytest.importorskip("xgrammar")
 
 DRAFTER = Path(__file__).parents[2] / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
-END = VOCAB - 1
+PADDING, END = VOCAB - 2, VOCAB - 1
 LETTERS = [chr(code) for code in range(32, 127)]  # a character a token, then padding and the end of a text
 SCHEMA = {
     "type": "object",
@@ -50,7 +47,7 @@ def grammars(compiler):
 @pytest.fixture(scope="module")
 def target():
     made = make_target(eos_token_id=END)
-    made.generation_config.pad_token_id = VOCAB - 2
+    made.generation_config.pad_token_id = PADDING
     made.generate(ids_of("tried"), max_new_tokens=24, assistant_model=make_drafter(made))  # its trial
     return made
 
@@ -66,6 +63,11 @@ def ids_of(text: str) -> torch.Tensor:
 
 def spell(tokens) -> str:
     return "".join(LETTERS[token] for token in tokens if token < len(LETTERS))
+
+
+def decode(target, ids, *compiled, drafter=None, **call):
+    call = {"max_new_tokens": 24, "do_sample": False, "attention_mask": (ids != PADDING).long(), **call}
+    return target.generate(ids, **call, logits_processor=processor(*compiled), assistant_model=drafter)
 
 
 def new_tokens(output: torch.Tensor, prompt: torch.Tensor) -> list[list[int]]:
@@ -101,18 +103,15 @@ def test_a_text_under_a_grammar_is_plains_and_nothing_forbidden_is_verified(
     target, grammars, name, sampled, monkeypatch
 ):
     prompt, compiled = ids_of("give me: "), grammars[name]
-    call = {"max_new_tokens": 40, "do_sample": sampled, "attention_mask": torch.ones_like(prompt)}
 
-    def decode(**more):
+    def text(drafter=None):
         torch.manual_seed(7)
-        return target.generate(prompt, **call, logits_processor=processor(compiled), **more)
+        return decode(target, prompt, compiled, drafter=drafter, max_new_tokens=40, do_sample=sampled)
 
-    plain = decode()
+    plain = text()
     verified = Verified(monkeypatch)
-    with scripted(new_tokens(plain, prompt), seed=3) as follow:
-        assert torch.equal(decode(assistant_model=follow(make_drafter(target))), plain)
-    own = decode(assistant_model=make_drafter(target))
-    assert torch.equal(own, plain) and verified.nodes
+    for drafter in (scripted(make_drafter(target), new_tokens(plain, prompt), 3), make_drafter(target)):
+        assert torch.equal(text(drafter), plain) and verified.nodes
     assert all(is_allowed(compiled, path[prompt.shape[1] :]) for path in verified.paths)
 
 
@@ -124,14 +123,7 @@ def test_fewer_nodes_are_verified_and_as_many_tokens_accepted(target, grammars, 
     for prunes in (True, False):
         if not prunes:
             monkeypatch.setattr("hf_hsdraft.engine.grammar_processor.GrammarProcessor.prune", lambda _, ids, tree: tree)
-        output = target.generate(
-            prompt,
-            max_new_tokens=24,
-            do_sample=False,
-            logits_processor=processor(grammars["digits"]),
-            assistant_model=drafter,
-            return_dict_in_generate=True,
-        )
+        output = decode(target, prompt, grammars["digits"], drafter=drafter, return_dict_in_generate=True)
         counts.append((output.statistics.drafted_nodes, output.statistics.accepted_lengths))
     (pruned, accepted), (whole, accepted_whole) = counts
     assert accepted == accepted_whole and sum(pruned) < sum(whole) / 2
@@ -141,55 +133,35 @@ def test_fewer_nodes_are_verified_and_as_many_tokens_accepted(target, grammars, 
 def test_each_text_of_a_batch_has_its_grammar(target, grammars, names, monkeypatch):
     prompts = ["give me: ", "a: ", "what is it, please: "]
     longest = max(map(len, prompts))
-    ids = torch.cat([torch.nn.functional.pad(ids_of(p), (longest - len(p), 0), value=VOCAB - 2) for p in prompts])
-    call = {"attention_mask": (ids != VOCAB - 2).long(), "max_new_tokens": 30, "do_sample": False}
+    ids = torch.cat([torch.nn.functional.pad(ids_of(p), (longest - len(p), 0), value=PADDING) for p in prompts])
     compiled = [grammars[name] for name in names]
-    plain = target.generate(ids, **call, logits_processor=processor(*compiled))
+    plain = decode(target, ids, *compiled)
     verified = Verified(monkeypatch)
-    with scripted(new_tokens(plain, ids), seed=5) as follow:
-        drafted = target.generate(
-            ids, **call, logits_processor=processor(*compiled), assistant_model=follow(make_drafter(target))
-        )
-    assert torch.equal(drafted, plain) and verified.nodes
-    assert torch.equal(
-        target.generate(ids, **call, logits_processor=processor(*compiled), assistant_model=make_drafter(target)), plain
-    )
+    for drafter in (scripted(make_drafter(target), new_tokens(plain, ids), 5), make_drafter(target)):
+        assert torch.equal(decode(target, ids, *compiled, drafter=drafter), plain) and verified.nodes
 
 
 def test_a_batch_that_decides_tokens_anew_goes_back_in_the_grammar(grammars):
     """Rows that accept more than others take tokens back where the target reads chains only."""
-    torch.manual_seed(0)
-    config = BloomConfig(
-        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, eos_token_id=END, pad_token_id=VOCAB - 2
-    )
-    target = BloomForCausalLM(config).eval()
+    target = model_of("bloom", n_layer=2, n_head=4, eos_token_id=END, pad_token_id=PADDING)
     for parameter in target.parameters():
         parameter.data.mul_(8.0)
     ids = torch.cat([ids_of("give me: "), ids_of("you get: ")])
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(ids, **call, logits_processor=processor(grammars["turns"]))
+    plain = decode(target, ids, grammars["turns"])
     drafter = make_drafter(target, num_draft_steps=16, tree_size=64)  # rows share what is drafted
-    with scripted(new_tokens(plain, ids), seed=1) as follow:
-        drafted = target.generate(
-            ids,
-            **call,
-            logits_processor=processor(grammars["turns"]),
-            assistant_model=follow(drafter),
-            return_dict_in_generate=True,
-        )
+    drafter = scripted(drafter, new_tokens(plain, ids), 1)
+    drafted = decode(target, ids, grammars["turns"], drafter=drafter, return_dict_in_generate=True)
     assert torch.equal(drafted.sequences, plain) and drafted.statistics.draft_kind == "chain"
     assert max(drafted.statistics.accepted_lengths) > 1
 
 
 def test_a_text_that_goes_on_after_the_grammars_end_is_plains(target, grammars):
     prompt = ids_of("a number: ")
-    call = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": -1}
-    plain = target.generate(prompt, **call, logits_processor=processor(grammars["digits"]))
-    assert END in new_tokens(plain, prompt)[0][:-1]
-    own = target.generate(
-        prompt, **call, logits_processor=processor(grammars["digits"]), assistant_model=make_drafter(target)
+    plain, own = (
+        decode(target, prompt, grammars["digits"], drafter=drafter, max_new_tokens=40, eos_token_id=-1)
+        for drafter in (None, make_drafter(target))
     )
-    assert torch.equal(own, plain)
+    assert END in new_tokens(plain, prompt)[0][:-1] and torch.equal(own, plain)
 
 
 def test_drawn_nodes_are_all_shown_to_the_rule_that_weighs_them(target, grammars):
@@ -198,13 +170,7 @@ def test_drawn_nodes_are_all_shown_to_the_rule_that_weighs_them(target, grammars
     texts = []
     for seed in range(3):
         torch.manual_seed(seed)
-        output = target.generate(
-            prompt,
-            max_new_tokens=24,
-            do_sample=True,
-            logits_processor=processor(grammars["digits"]),
-            assistant_model=drafter,
-        )
+        output = decode(target, prompt, grammars["digits"], drafter=drafter, do_sample=True)
         texts.append(new_tokens(output, prompt)[0])
     assert all(is_allowed(grammars["digits"], tokens) for tokens in texts) and len({spell(text) for text in texts}) > 1
 
@@ -212,13 +178,7 @@ def test_drawn_nodes_are_all_shown_to_the_rule_that_weighs_them(target, grammars
 def test_a_wrong_number_of_grammars_is_told_before_any_work(target, grammars):
     ids = torch.cat([ids_of("give me: ")] * 3)
     with pytest.raises(ValueError, match="2 grammars and the batch 3 texts"):
-        target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=4,
-            logits_processor=processor(grammars["json"], grammars["schema"]),
-            assistant_model=make_drafter(target),
-        )
+        decode(target, ids, grammars["json"], grammars["schema"], drafter=make_drafter(target))
 
 
 def test_processors_of_others_may_take_nodes_out_too(target, prompt, monkeypatch):

@@ -1,21 +1,12 @@
 """What callers pass beside plain prompts: positions of their own, other integer types."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, model_of
 from test_contract import batch_of, make_windowed
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Config,
-    StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from hf_hsdraft import CachebackDrafter, attach, detach
 
@@ -25,10 +16,7 @@ TABLE = 40
 @pytest.fixture(scope="module")
 def learned():
     """A target with a table of positions, beyond which nothing can be read."""
-    torch.manual_seed(0)
-    fields = {"n_positions": TABLE, "n_embd": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.3}
-    config = GPT2Config(vocab_size=VOCAB, eos_token_id=None, bos_token_id=1, pad_token_id=0, **fields)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return model_of("gpt2", n_positions=TABLE, n_layer=3, n_head=4, initializer_range=0.3)
 
 
 def drafters(target, plain):
@@ -37,7 +25,7 @@ def drafters(target, plain):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("offset", [0, 13, 20])
+@pytest.mark.parametrize("offset", [0, 20, 28])
 def test_no_draft_reads_beyond_a_table_of_positions(learned, rows, offset):
     """Counted from where the caller says that the prompt stands, also if the text ends before the table does."""
     ids = torch.randint(5, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
@@ -89,9 +77,7 @@ def test_prompts_of_int32(target, rows):
     assert plain.dtype == torch.int64
     for drafter in drafters(target, plain):
         types = Types()
-        drafted = target.generate(
-            ids.int(), **call, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([types])
-        )
+        drafted = target.generate(ids.int(), **call, assistant_model=drafter, stopping_criteria=[types])
         assert drafted.dtype == torch.int64 and torch.equal(drafted, plain)
         assert types.seen == {torch.int64}
 
@@ -157,8 +143,7 @@ GOES_ON = ["new tokens", "one token", "other positions", "whole texts", "embeddi
 CHANGED = ["evicted", "evicted below the whole mask", "a longer mask", "hidden slots"]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "padded"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("kind", [*GOES_ON, *CHANGED])
 def test_a_text_goes_on_from_a_cache(target, kind, rows, padded):
     """By what is given of the new tokens, and whatever the caller did to the cache."""
@@ -235,7 +220,7 @@ def test_a_cache_that_drops_tokens_is_refused_before_work(target, make, rows):
     assert "its own update" in str(attachment.statistics.stepped_aside)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 10), (3, 10), (1, 14), (1, 26), (3, 26)])
+@pytest.mark.parametrize(("rows", "most"), [(3, 10), (1, 14), (1, 26), (3, 26)])
 def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
     """In the prompts' forward or while single tokens are read the call goes on; a draft that it hits is an error."""
     target = make_target()  # not tried yet: the first tokens are read one by one

@@ -1,7 +1,5 @@
 """`attach`: every call of a model drafts, its text and its traces stay those of plain decoding, and it steps aside."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -9,8 +7,8 @@ import inspect
 import io
 import logging
 import pickle
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MusicgenForConditionalGeneration,
+    StaticCache,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -41,7 +40,7 @@ FREE = {"node_cost": 0.0, "depth_cost": 0.0}
 
 @pytest.fixture
 def target():
-    """One of its own for every test, so that none leaves an attachment to the others."""
+    """A new one for every test, so that none leaves an attachment to the others."""
     return make_target()
 
 
@@ -92,13 +91,6 @@ def test_the_text_of_one_prompt_is_that_of_plain_decoding(target, drafter, promp
     assert attachment.statistics.tau > 2
 
 
-def test_a_padded_batch_drafts_too(target, batch):
-    plain = target.generate(**batch, **GREEDY)
-    attachment = attach(target, knowing(plain))
-    assert target.generate(**batch, **GREEDY).tolist() == plain.tolist()
-    assert attachment.statistics.calls == 1 and attachment.statistics.tau > 1.5
-
-
 def test_a_dictionary_is_returned_where_it_is_asked_for(target, drafter, prompt):
     asked = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     plain = target.generate(prompt, **asked)
@@ -108,14 +100,6 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(target, drafter, prompt)
     assert len(output.scores) == len(plain.scores)
     assert output.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
     assert attachment.last is output.statistics
-
-
-def test_a_streamer_gets_the_same_items(target, drafter, prompt):
-    plain, drafted = Collect(), Collect()
-    target.generate(prompt, **GREEDY, streamer=plain)
-    attach(target, drafter)
-    target.generate(prompt, **GREEDY, streamer=drafted)
-    assert drafted.got == plain.got
 
 
 # Statistics
@@ -131,7 +115,7 @@ def test_statistics_are_what_can_be_counted_from_outside(target, batch, rows):
     forwards.clear()
     assert attachment.statistics.calls == 0 and attachment.last is None
     for _ in range(calls):
-        target.generate(**call, **GREEDY)
+        assert target.generate(**call, **GREEDY).tolist() == plain.tolist()
     found = attachment.statistics
     assert (found.calls, found.new_tokens, found.target_forwards) == (calls, calls * rows * NEW, len(forwards))
     if rows == 1:
@@ -184,7 +168,10 @@ ASIDE = {
     "no cache": (lambda tmp: {"use_cache": False, "do_sample": True}, "use_cache=False"),
     "a drafting option": (lambda tmp: {"num_assistant_tokens": 99, "do_sample": True}, "num_assistant_tokens=99"),
     "a cache": (lambda tmp: {"past_key_values": Uncroppable()}, "cannot be put back"),
-}
+    "a processor": (
+        lambda tmp: {"num_return_sequences": 2, "do_sample": True, "logits_processor": [Unknown()]}, "detach(model)",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ASIDE)
@@ -203,18 +190,7 @@ def test_it_steps_aside_as_if_it_were_not_there(target, drafter, prompt, name, t
     ((told, times),) = found.stepped_aside.items()
     assert times == 2 and reason in told
     assert sum(told in record.getMessage() for record in caplog.records) == 1
-
-
-def test_a_processor_that_is_not_known_is_left_to_plain_decoding_in_batches(target, drafter, batch):
-    call = {**GREEDY, "logits_processor": LogitsProcessorList([Unknown()])}
-    plain = target.generate(**batch, **call)
-    attachment = attach(target, drafter)
-    assert target.generate(**batch, **call).tolist() == plain.tolist()
-    assert attachment.statistics.calls == 0 and "Unknown" in str(attachment.statistics.stepped_aside)
-    told = str(attachment.statistics.stepped_aside)  # there is no assistant_model to be left out
-    assert "detach(model)" in told and "assistant_model" not in told
-    target.generate(batch["input_ids"][1:2], **call)
-    assert attachment.statistics.calls == 1
+    assert name != "a processor" or "assistant_model" not in told  # which the call does not have
 
 
 @pytest.mark.parametrize("kind", ["dropout", "checkpointing"])
@@ -230,17 +206,10 @@ def test_training_draws_the_same_numbers_as_without(drafter, prompt, kind):
         results.append((text.tolist(), torch.get_rng_state().tolist()))
     assert results[0] == results[1] and attachment.statistics.calls == 0
     target.gradient_checkpointing_disable()
-    detach(target)
-    target.eval()
-    attachment = attach(target, drafter)
-    target.generate(prompt, **GREEDY)
-    assert attachment.statistics.calls == 1
-
-
-def test_training_without_dropout_drafts(target, drafter, prompt):
-    plain = target.train().generate(prompt, **GREEDY)
-    attachment = attach(target, drafter)
-    assert target.generate(prompt, **GREEDY).tolist() == plain.tolist() and attachment.statistics.calls == 1
+    for module in (target.eval(), make_target().train()):  # where nothing is dropped, training drafts too
+        attachment = attach(module, drafter)
+        module.generate(prompt, **GREEDY)
+        assert attachment.statistics.calls == 1
 
 
 def misread(monkeypatch, target) -> None:
@@ -308,14 +277,11 @@ def make_mute(monkeypatch, target, after: int = 0) -> None:
     monkeypatch.setattr(type(target), "forward", mute)
 
 
-@pytest.mark.parametrize("filled", [0, 6])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("filled", "static"), [(0, False), (6, False), (6, True)])
 def test_a_refusal_after_the_prompts_were_read_leaves_the_cache_as_it_was(
     target, drafter, prompt, monkeypatch, filled, static
 ):
     """Only the first forward shows that a target returns no hidden states."""
-    from transformers import StaticCache
-
     make_mute(monkeypatch, target)
     results = []
     for drafting in (False, True):
@@ -324,21 +290,14 @@ def test_a_refusal_after_the_prompts_were_read_leaves_the_cache_as_it_was(
         if filled:
             with torch.no_grad():
                 target(prompt[:, :filled], past_key_values=cache)
+        if drafting:
+            with pytest.raises(ValueError, match="hidden states"):
+                target.generate(prompt, **GREEDY, past_key_values=cache, assistant_model=drafter)
+            assert int(cache.get_seq_length()) == filled
         text = target.generate(prompt, **GREEDY, past_key_values=cache)
         results.append((text.tolist(), int(cache.get_seq_length())))
     assert results[0] == results[1]
     assert "hidden states" in str(attachment.statistics.stepped_aside) and attachment.statistics.calls == 0
-
-
-def test_a_refused_call_with_the_drafter_leaves_the_cache_as_it_was_too(target, drafter, prompt, monkeypatch):
-    cache = DynamicCache(config=target.config)
-    with torch.no_grad():
-        target(prompt[:, :5], past_key_values=cache)
-    keys = cache.layers[0].keys.clone()
-    make_mute(monkeypatch, target)
-    with pytest.raises(ValueError, match="hidden states"):
-        target.generate(prompt, **GREEDY, past_key_values=cache, assistant_model=drafter)
-    assert cache.get_seq_length() == 5 and torch.equal(cache.layers[0].keys, keys)
 
 
 # Errors
@@ -397,8 +356,9 @@ def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, 
 def test_continuous_batching_says_that_it_never_drafts(target, drafter, batch, caplog):
     """Its texts are plain decoding's; a server that runs already is told by `attach`, and other models hear nothing."""
     texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]
-    plain = [target.generate(torch.tensor([text]), **GREEDY)[0, len(text) :].tolist() for text in texts]
-    config = GenerationConfig(**GREEDY, eos_token_id=-1)
+    call = {"do_sample": False, "max_new_tokens": 8}
+    plain = [target.generate(torch.tensor([text]), **call)[0, len(text) :].tolist() for text in texts]
+    config = GenerationConfig(**call, eos_token_id=-1)
     make_target(seed=2).init_continuous_batching(config)
     said = lambda: [each for each in caplog.messages if "continuous batching" in each and "never drafts" in each]  # noqa: E731
     attachment = attach(target, drafter)
@@ -560,7 +520,7 @@ def test_peft(target, drafter, prompt, first):
     attachment = attach(target, drafter) if first == "attach" else None
     torch.manual_seed(0)
     model = peft.get_peft_model(target, config).eval()
-    attachment = attachment or attach(model, drafter)
+    attachment = attachment or attach(torch.nn.DataParallel(model), drafter)  # any wrapper is seen through
     assert attached(model) is attached(target) is attachment
     with torch.no_grad():  # written out: no call of generate() that could draft
         ids = prompt
@@ -576,22 +536,11 @@ def test_peft(target, drafter, prompt, first):
     assert merged.generate(prompt, **GREEDY).tolist() == ids.tolist() and attachment.statistics.calls == 1
 
 
-def test_virtual_tokens_are_left_to_plain_decoding(target, drafter, prompt):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model = peft.get_peft_model(target, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    call = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), **GREEDY}
-    plain = model.generate(**call)
-    attachment = attach(model, drafter)
-    assert model.generate(**call).tolist() == plain.tolist()
-    assert attachment.statistics.calls == 0 and "PEFT" in str(attachment.statistics.stepped_aside)
-
-
 @pytest.mark.parametrize(
     "how", ["wrapper", *(pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "model"))]
 )
-def test_compiled_forwards(target, prompt, how):
-    few, compiled = {"do_sample": False, "max_new_tokens": 6}, []
+def test_compiled_forwards(prompt, how):
+    target, few, compiled = make_target(num_hidden_layers=1), {"do_sample": False, "max_new_tokens": 6}, []
 
     def backend(graph, inputs):
         compiled.append(1)
@@ -611,12 +560,6 @@ def test_compiled_forwards(target, prompt, how):
     torch._dynamo.reset()
 
 
-def test_a_data_parallel_wrapper_is_seen_through(target, drafter, prompt):
-    attachment = attach(torch.nn.DataParallel(target), drafter)
-    target.generate(prompt, **GREEDY)
-    assert attachment.statistics.calls == 1
-
-
 # Callers
 
 
@@ -633,28 +576,10 @@ def test_a_pipeline_drafts(target, drafter, own_tokenizer, batch_size):
 
 
 def test_threads_at_once(target, drafter):
-    prompts = [
-        torch.randint(2, VOCAB, (1, 5 + index), generator=torch.Generator().manual_seed(index)) for index in range(4)
-    ]
+    prompts = [torch.randint(2, VOCAB, (1, 5 + n), generator=torch.Generator().manual_seed(n)) for n in range(3)]
     plain = [target.generate(prompt, **GREEDY).tolist() for prompt in prompts]
     attachment = attach(target, drafter)
-    found: dict = {}
-
-    def run(index):
-        found[index] = [target.generate(prompts[index], **GREEDY).tolist() for _ in range(3)]
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {index: [text] * 3 for index, text in enumerate(plain)}
-    assert attachment.statistics.calls == 12 and attachment.statistics.new_tokens == 12 * NEW
-
-
-def test_a_generation_config_that_is_handed_over(target, drafter, prompt):
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    plain = target.generate(prompt, generation_config=config)
-    attachment = attach(target, drafter)
-    assert target.generate(prompt, generation_config=config).tolist() == plain.tolist()
-    assert attachment.statistics.calls == 1
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda ids: [target.generate(ids, **GREEDY).tolist() for _ in range(2)], prompts)
+    assert list(found) == [[text] * 2 for text in plain]
+    assert attachment.statistics.calls == 6 and attachment.statistics.new_tokens == 6 * NEW

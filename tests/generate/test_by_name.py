@@ -1,11 +1,9 @@
 """Drafters that a call or a pipeline names."""
 
-from __future__ import annotations
-
 import gc
 import json
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -61,17 +59,10 @@ def test_it_is_loaded_once_for_each_target_and_goes_with_it(target, folder, prom
 
 
 def test_calls_that_come_at_once_load_it_once(target, folder, prompt, loads):
-    plain, found = target.generate(prompt, **GREEDY).tolist(), []
-
-    def run():
-        found.append(target.generate(prompt, **GREEDY, assistant_model=str(folder)).tolist())
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [plain] * 3 and len(loads) == 1
+    plain = target.generate(prompt, **GREEDY).tolist()
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda name: target.generate(prompt, **GREEDY, assistant_model=name), [str(folder)] * 3)
+    assert [each.tolist() for each in found] == [plain] * 3 and len(loads) == 1
 
 
 def test_names_that_are_no_drafters(target, prompt, tmp_path):

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_drafter
 from huggingface_hub import ModelCard
 from transformers import GenerationConfig
@@ -273,20 +272,6 @@ def test_options_given_to_loading_go_before_the_stored_ones(folder):
     assert (given.num_assistant_tokens, given.tree_size) == (2, 3)
     (folder / "generation_config.json").write_text(json.dumps({"__class__": "str", "watermarking_config": 5}))
     HSDrafter.from_pretrained(folder).save_pretrained(folder)
-
-
-def test_weights_of_a_folder_that_was_no_drafters_are_not_taken_for_the_new_ones(target, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"left by somebody")
-    drafter = make_drafter(target)
-    drafter.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert torch.equal(HSDrafter.from_pretrained(tmp_path).fuse.weight, drafter.fuse.weight)
-
-
-def test_a_card_of_the_first_format_is_kept_with_what_it_says(folder):
-    old = "---\nlicense: mit\n---\n<!-- written by hsdraft train -->\ntau 2.75"
-    (folder / "README.md").write_text(old)
-    HSDrafter.from_pretrained(folder).save_pretrained(folder)
-    assert (folder / "README.md").read_text() == old
 
 
 def test_a_targets_path_on_this_machine_is_not_published(target, tmp_path):

@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.hub.code_files import closure, former_code, write_code, write_flat
+from hf_hsdraft.hub.code_files import closure, write_code, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 # Files that a careful person reads before trusting them.
@@ -53,23 +53,6 @@ def test_the_package_runs_the_network_that_travels(tmp_path):
 
 def _without_imports(lines: list[str]) -> list[str]:
     return [line for line in lines if "import" not in line]
-
-
-def test_former_code_is_listed_or_found_by_imports(tmp_path):
-    """Versions that kept no list had `modeling_hsdraft` as entry, and the recipe imported a file of its own."""
-    for name, text in {
-        "modeling_hsdraft": "from .network import x",
-        "network": "    from .deep import (\n",
-        "deep": "from .gone import y",
-        "generate_recipe": "",
-        "app": "from .network import x",
-    }.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    config = {"model_type": "hsdraft", "auto_map": {"AutoModel": "modeling_hsdraft.HSDrafter", "AutoConfig": "../x.y"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert former_code(tmp_path) == {"modeling_hsdraft.py", "network.py", "deep.py", "generate_recipe.py"}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "code_files": ["a.py", "../b.py", 5]}))
-    assert former_code(tmp_path) == {"a.py"}
 
 
 def package(folder: Path, **files: str) -> Path:

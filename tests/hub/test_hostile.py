@@ -184,6 +184,8 @@ def test_an_index_cannot_point_elsewhere(folder, tmp_path):
 
 
 def test_weights_in_several_files_load(target, tmp_path):
+    """Also where the folder held other weights before."""
+    (tmp_path / "model.safetensors").write_bytes(b"left by somebody")
     drafter = make_drafter(target)
     drafter.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -295,12 +297,6 @@ def test_the_code_map_of_a_file_is_not_passed_on(folder, tmp_path):
     assert set(json.loads((tmp_path / "copy" / "config.json").read_text())["auto_map"]) == {"AutoConfig", "AutoModel"}
     change(folder, auto_map=5)
     HSDrafter.from_pretrained(folder).save_pretrained(tmp_path / "copy")
-
-
-def test_other_models_are_told_apart(target, tmp_path):
-    target.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a model of type 'llama', not a drafter"):
-        HSDrafter.from_pretrained(tmp_path)
 
 
 def test_no_code_beside_the_weights_is_run_by_the_package(folder, tmp_path):

@@ -117,14 +117,6 @@ def pushed(bench):
 def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
     files = bench.hub.files(pushed)
     assert set(files) == REPOSITORY
-    config = json.loads(files["config.json"])
-    assert config["auto_map"] == {
-        "AutoConfig": "hub_entry.HSDraftConfig",
-        "AutoModel": "hub_entry.HSDrafter",
-    }
-    model = (ROOT / "hf_hsdraft/drafters/hidden_state/network.py").read_text().splitlines()
-    sent = files["network.py"].decode().splitlines()
-    assert [line for line in sent if "import" not in line] == [line for line in model if "import" not in line]
     # One bound a line, as transformers reads it; together they are the package's ranges.
     found = [Requirement(line) for line in files["custom_generate/requirements.txt"].decode().split()]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -165,10 +157,9 @@ answer([
     assert missing[0] == "OSError" and "user/missing" in missing[1]
 
 
-def test_three_routes_give_the_same_tokens_in_one_process(bench, pushed):
+def test_three_routes_give_the_same_tokens_in_one_process_also_offline(bench, pushed):
     """Remote code, the recipe and the package. Where it is installed, all of them are the package."""
-    found = bench.child(
-        f"""
+    code = f"""
 remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
 before = [tokens(assistant_model=remote), tokens(custom_generate="{pushed}", trust_remote_code=True)]
 from hf_hsdraft import HSDraftConfig, HSDrafter
@@ -178,10 +169,11 @@ recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
 after = [tokens(assistant_model=own), tokens(assistant_model=remote), tokens(**recipe)]
 remote.save_pretrained("saved_by_remote_code")
 answer([*before, *after, tokens()])
-""",
-        package=False,
-    )
-    assert found == [bench.plain] * 6
+"""
+    online = bench.child(code, home="routes", package=False)
+    asked = len(bench.hub.requests)
+    offline = bench.child(code, home="routes", package=False, HF_HUB_OFFLINE="1")
+    assert online == offline == [bench.plain] * 6 and len(bench.hub.requests) == asked
     assert _files(bench.folder / "saved_by_remote_code") == SAVED
 
 
@@ -238,60 +230,6 @@ answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_m
     assert _files(bench.folder / "remote" / "changed") == SAVED - {"README.md"} | {"mine.txt"}
     for name in ("changed", "same"):
         HSDrafter.from_pretrained(bench.folder / "remote" / name)
-
-
-def as_before_the_package_was_handed_over_to(folder: Path) -> None:
-    """Turns a saved drafter into one of the flat layout: `modeling_hsdraft` was its entry, and ran its own code."""
-    (folder / "hub_entry.py").unlink()
-    (folder / "modeling_hsdraft.py").write_text(
-        "from .candidate_generator import ChainDrafter\nfrom .travelling_drafter import install\n\n\n"
-        "class HSDrafter(ChainDrafter):\n    pass\n\n\ninstall()\n"
-    )
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {
-        "AutoConfig": "configuration_hsdraft.HSDraftConfig",
-        "AutoModel": "modeling_hsdraft.HSDrafter",
-    }
-    config["code_files"] = sorted(path.name for path in folder.glob("*.py"))
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_a_drafter_of_the_flat_layout_works_on_all_routes_and_is_brought_up_to_date(bench):
-    bench.drafter.save_pretrained(bench.folder / "flat")
-    as_before_the_package_was_handed_over_to(bench.folder / "flat")
-    found = bench.child(
-        """
-remote = AutoModel.from_pretrained("flat", trust_remote_code=True)
-before = [tokens(assistant_model=remote), tokens(custom_generate="flat", trust_remote_code=True)]
-assert "hf_hsdraft" not in sys.modules and type(remote).__module__.endswith(".modeling_hsdraft")
-from hf_hsdraft import HSDrafter
-own = HSDrafter.from_pretrained("flat")
-after = [tokens(assistant_model=own), tokens(assistant_model=remote)]
-own.save_pretrained("flat")
-answer([*before, *after, tokens(custom_generate="flat", trust_remote_code=True)])
-""",
-        home="for_flat",
-        package=False,
-    )
-    assert found == [bench.plain] * 5
-    assert _files(bench.folder / "flat") == SAVED
-    config = json.loads((bench.folder / "flat" / "config.json").read_text())
-    assert config["auto_map"]["AutoModel"] == "hub_entry.HSDrafter" and set(config["code_files"]) == CODE
-
-
-def test_offline_every_route_works_from_the_cache(bench, pushed):
-    load = f"""
-recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
-answer([
-    tokens(assistant_model=AutoModel.from_pretrained("{pushed}", trust_remote_code=True)),
-    tokens(**recipe),
-    tokens(assistant_model=HSDrafter.from_pretrained("{pushed}")),
-])
-"""
-    online = bench.child(load, home="for_offline")
-    asked = len(bench.hub.requests)
-    offline = bench.child(load, home="for_offline", HF_HUB_OFFLINE="1")
-    assert online == offline == [bench.plain] * 3 and len(bench.hub.requests) == asked
 
 
 @pytest.mark.slow
@@ -472,53 +410,33 @@ answer([
 
 
 @needs_peft
-def test_an_adapter_is_pushed_without_its_drafter(bench):
+@pytest.mark.parametrize("package", [True, False], ids=["by the package", "by its own code"])
+def test_an_adapter_is_pushed_without_its_drafter_and_without_paths_of_this_machine(bench, package):
+    load = f"AutoModel.from_pretrained({str(bench.folder / 'drafter')!r}, trust_remote_code=True)"
+    name = "user/adapter" if package else "user/remote-adapter"
     found = bench.child(
-        """
-from peft import LoraConfig
-drafter = HSDrafter.from_pretrained("drafter")
-drafter.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
-drafter.push_to_hub("user/adapter")
-drafter.save_pretrained("adapter")
-plain = HSDrafter.from_pretrained("drafter")
-plain.load_adapter("adapter")
-answer(tokens(assistant_model=plain))
-""",
-        home="author",
-        token=TOKEN,
-    )
-    assert found == bench.plain
-    files = set(bench.hub.files("user/adapter")) - {".gitattributes"}
-    assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    text = b"".join(bench.hub.files("user/adapter").values()).decode(errors="replace")
-    assert 'drafter.load_adapter("user/adapter")' in text and str(bench.folder) not in text
-
-
-@needs_peft
-def test_without_the_package_an_adapter_is_pushed_without_paths_of_this_machine(bench):
-    there = str(bench.folder / "drafter")
-    found = bench.child(
-        ALONE
+        ALONE * (not package)
         + f"""
 from peft import LoraConfig
-remote = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
-remote.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
-remote.push_to_hub("user/remote-adapter")
-remote.save_pretrained("remote-adapter", push_to_hub=True, repo_id="user/remote-adapter-2")
-plain = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
-plain.load_adapter("user/remote-adapter")
+drafter, plain = {load}, {load}
+drafter.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
+drafter.push_to_hub("{name}")
+drafter.save_pretrained("{name}", push_to_hub=True, repo_id="{name}-2")
+plain.load_adapter("{name}")
 answer(tokens(assistant_model=plain))
 """,
-        package=False,
-        home="no_package",
+        package=package,
+        home="adapters",
         token=TOKEN,
     )
     assert found == bench.plain
-    for name in ("user/remote-adapter", "user/remote-adapter-2"):
-        files = bench.hub.files(name)
+    for each in (name, f"{name}-2"):
+        files = bench.hub.files(each)
+        card = files.pop("README.md", b"").decode()
+        assert (f'drafter.load_adapter("{each}")' in card) == package
         assert set(files) - {".gitattributes"} == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"
-        assert str(bench.folder).encode() not in b"".join(files.values())
+        assert str(bench.folder).encode() not in b"".join([*files.values(), card.encode()])
 
 
 def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench):

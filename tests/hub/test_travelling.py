@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import padded
+from session_helpers import hidden_session, padded
 from test_self_speculation import make_self
 from test_specformer import make_specformer
 from transformers import AutoModel, LogitsProcessor, MistralConfig, MistralForCausalLM, StoppingCriteria
@@ -18,9 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.utils import GenerationMixin
 
 from hf_hsdraft import HSCandidateGenerator, HSDrafter
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 NEW = 24
 WRAPPED = ("_assisted_decoding", "_get_candidate_generator", "_validate_generation_mode", "_prepare_generation_config")
@@ -56,7 +54,10 @@ def target():
 
 @pytest.fixture
 def folder(target, tmp_path):
-    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    """A drafter whose saved options ask for a lossy rule, which transformers' own loop does not know."""
+    drafter = make_drafter(target)
+    drafter.generation_config.verification = "fly"
+    drafter.save_pretrained(tmp_path / "drafter")
     return tmp_path / "drafter"
 
 
@@ -183,7 +184,7 @@ def test_chains_are_those_that_the_package_drafts(reuse, injector, target):
     for name, value in {"beam_width": 1, "reuse": reuse, "ngram_length": 0}.items():
         setattr(drafter.generation_config, name, value)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    ours, theirs = HSCandidateGenerator(drafter, weights), HSDraftSession(drafter, weights, DraftOptions.of(drafter))
+    ours, theirs = HSCandidateGenerator(drafter, weights), hidden_session(drafter, weights)
     ids = torch.randint(5, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)

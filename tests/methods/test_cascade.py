@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target
 from family_helpers import near
 from lm_helpers import padded
 from oracles.exactness import chi_square
@@ -21,7 +20,7 @@ from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDr
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
-from hf_hsdraft.methods.cascade.cascade_session import CascadeSession, HeldChain
+from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
@@ -56,9 +55,7 @@ KINDS = ["n-grams", "model", "one by one", "three", "three models", "states", "s
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_plain_decoding(target, kind, rows):
-    plain = target.generate(**padded(rows), **GREEDY).sequences
-    output = target.generate(**padded(rows), **GREEDY, assistant_model=cascade_of(target, kind, tree_size=24 * rows))
-    assert output.sequences.tolist() == plain.tolist()
+    output = as_plain(target, cascade_of(target, kind, tree_size=24 * rows), padded(rows), max_new_tokens=24)
     assert output.statistics.tau > 1.3, "middle models that are often right are often accepted"
     assert 0 in output.statistics.accepted_lengths, "and rejected, so that they take tokens back"
 
@@ -70,21 +67,29 @@ def test_models_with_windows_take_back_what_is_rejected(kind):
     shape = {**make_target().config.to_dict(), "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 6}
     model = AutoModelForCausalLM.from_config(MistralConfig(**{**shape, "model_type": "mistral"})).eval()
     for rows in (1, 3):
-        plain = model.generate(**padded(rows), **GREEDY).sequences
         cascade = cascade_of(model, kind, tree_size=24 * rows)
-        output = model.generate(**padded(rows), **GREEDY, assistant_model=cascade)
-        assert output.sequences.tolist() == plain.tolist() and output.statistics.tau > 1.3
+        assert as_plain(model, cascade, padded(rows), max_new_tokens=24).statistics.tau > 1.3
 
 
 class Rounds:
     """A text that goes on as chance has it, for the session of a cascade."""
 
-    def __init__(self, target, cascade, rows: int = 1, do_sample: bool = False) -> None:
+    def __init__(self, target, cascade, rows: int = 1) -> None:
         self.texts = {row: [5 + row, 9, 7, 9, 7 + row] for row in range(rows)}
-        options = DraftOptions.of(cascade, sampling(target) if do_sample else None)
-        self.session = cascade.session(Call(target, rows, options))
+        self.session = cascade.session(Call(target, rows, DraftOptions.of(cascade)))
+        self.chance = torch.Generator().manual_seed(0)
         for row, text in self.texts.items():
             self.tell(row, text)
+
+    def go_on(self) -> dict[int, list[int]]:
+        """The drafts of a round, of which as much is accepted as chance has it, and then any token."""
+        chains = self.draft()
+        for row, chain in chains.items():
+            accepted = int(torch.randint(len(chain) + 1, (), generator=self.chance))
+            new = [*chain[:accepted], int(torch.randint(2, VOCAB, (), generator=self.chance))]
+            self.tell(row, new)
+            self.texts[row] = [*self.texts[row], *new]
+        return chains
 
     def tell(self, row: int, tokens: list[int]) -> None:
         self.session.observe([Accepted.of_tokens(row, tokens)])
@@ -96,12 +101,6 @@ class Rounds:
             for row, tree in zip(self.texts, self.session.draft(asks), strict=True)
             if tree.depths == tuple(range(len(tree)))
         }
-
-
-def sampling(target):
-    config = copy.deepcopy(target.generation_config)
-    config.do_sample, config.temperature = True, 1.3
-    return config
 
 
 def greedy(model, text: list[int], count: int) -> list[int]:
@@ -117,16 +116,12 @@ def greedy(model, text: list[int], count: int) -> list[int]:
 def test_the_chain_is_what_the_last_middle_model_says(target, kind, rows):
     """Whatever is accepted of it: nothing that was taken back is seen any more, and nothing is read at wrong places."""
     cascade = cascade_of(target, kind)
-    rounds, chance = Rounds(target, cascade, rows), torch.Generator().manual_seed(0)
-    for _ in range(8):
-        chains = rounds.draft()
-        for row, chain in chains.items():
+    rounds = Rounds(target, cascade, rows)
+    for _ in range(6):
+        before = dict(rounds.texts)
+        for row, chain in rounds.go_on().items():
             assert cascade.tokens[-1] <= len(chain) <= cascade.reach[-1]
-            assert chain == greedy(cascade.levels[-1].model, rounds.texts[row], len(chain))
-            accepted = int(torch.randint(len(chain) + 1, (), generator=chance))
-            new = [*chain[:accepted], int(torch.randint(2, VOCAB, (), generator=chance))]
-            rounds.tell(row, new)
-            rounds.texts[row] += new
+            assert chain == greedy(cascade.levels[-1].model, before[row], len(chain))
 
 
 def test_the_model_reads_accepted_drafts_once(target):
@@ -152,7 +147,7 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
     model = near(target, 0.01)
     first = make_drafter(model)
     cascade = CascadeDrafter([first, CausalLMDrafter(model)], tokens=[3, 6]).eval()
-    rounds, chance, drafts = Rounds(target, cascade, rows), torch.Generator().manual_seed(1), []
+    rounds, drafts = Rounds(target, cascade, rows), []
     feed, lower = rounds.session._feed, rounds.session._lower
     texts, tell, draft = {}, feed.tell, lower.draft
 
@@ -167,11 +162,7 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
 
     feed.tell, lower.draft = noting, drafting
     for _ in range(5):
-        for row, chain in rounds.draft().items():
-            accepted = int(torch.randint(len(chain) + 1, (), generator=chance))
-            new = [*chain[:accepted], int(torch.randint(2, VOCAB, (), generator=chance))]
-            rounds.tell(row, new)
-            rounds.texts[row] += new
+        rounds.go_on()
     assert len(drafts) > 10 * rows
     for text, tree in drafts:
         fresh = first.session(Call(model, 1, DraftOptions.of(first)))
@@ -180,34 +171,18 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
         assert tree.tokens == expected.tokens[: len(tree)]
 
 
-def test_a_drafter_of_another_model_is_told(target):
-    other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
-    cascade = CascadeDrafter([other, CausalLMDrafter(near(target, 0.01))], [3, 5]).eval()
-    with pytest.raises(ValueError, match="level 0 of this cascade, an HSDrafter, does not fit level 1: "):
-        target.generate(**padded(1), **GREEDY, assistant_model=cascade)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_is_drafted_than_is_asked_for(target, depth):
-    assert len(Rounds(target, cascade_of(target, "model")).draft(depth)[0]) == depth
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_small_trees_limit_the_chain_as_depths_do(target, size):
     cascade = cascade_of(target, "n-grams", tree_size=size, num_assistant_tokens=12)
-    asks = [Ask(0, 7, 12, size, width=1)]
-    [tree] = Rounds(target, cascade).session.draft(asks)
-    assert len(tree) - 1 == size
-    plain = target.generate(**padded(1), **GREEDY).sequences
-    output = target.generate(**padded(1), **GREEDY, assistant_model=cascade)
-    assert output.sequences.tolist() == plain.tolist() and max(output.statistics.drafted_nodes) == size
+    [tree] = Rounds(target, cascade).session.draft([Ask(0, 7, 12, size, width=1)])
+    assert len(tree) - 1 == size == len(Rounds(target, cascade).draft(size)[0])
+    assert max(as_plain(target, cascade, padded(1), max_new_tokens=24).statistics.drafted_nodes) == size
 
 
 def test_a_text_longer_than_the_models_positions_goes_on_without_drafts(target):
     short = near(make_target(seed=3, max_position_embeddings=16), 0.01)
     cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(short)], tokens=[2, 4]).eval()
-    plain = target.generate(**padded(2), **GREEDY).sequences
-    assert target.generate(**padded(2), **GREEDY, assistant_model=cascade).sequences.tolist() == plain.tolist()
+    as_plain(target, cascade, padded(2), max_new_tokens=24)
 
 
 def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
@@ -216,26 +191,6 @@ def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
         cache.extend([1, 2, 3, 4, 1, 2])
     assert ngrams.draft(2, 2, 1, after=[3]).tokens == (3, 4, 1)
     assert ngrams.draft(4, 4).tokens == other.draft(4, 4).tokens and ngrams.last == 2
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A target of six tokens."""
-    return small_target()
-
-
-PROMPT = torch.tensor([[1, 4, 2, 2, 3, 1, 4, 2]])
-
-
-def sampled(target, cascade, calls: int, rows: int = 1) -> Counter[tuple[int, ...]]:
-    counts: Counter[tuple[int, ...]] = Counter()
-    torch.manual_seed(1)
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT.repeat(rows, 1), do_sample=True, temperature=1.3, top_k=0, max_new_tokens=3, assistant_model=cascade
-        )
-        counts.update(tuple(row) for row in output[:, PROMPT.shape[1] :].tolist())
-    return counts
 
 
 def three_levels(target, kind: str, verification: str) -> CascadeDrafter:
@@ -256,57 +211,20 @@ def three_levels(target, kind: str, verification: str) -> CascadeDrafter:
     ("verification", "kind", "rows"),
     [("walk", "n-grams", 4), ("rejection", "n-grams", 1), ("rejection", "n-grams", 4), ("rejection", "model", 4)],
 )
-def test_texts_through_three_levels_are_distributed_as_the_targets(small, kind, verification, rows):
+def test_texts_through_three_levels_are_distributed_as_the_targets(kind, verification, rows):
+    """Of a target of six tokens. A seed gives the same texts again."""
+    small, prompt = small_target(), torch.tensor([[1, 4, 2, 2, 3, 1, 4, 2]])
     cascade = three_levels(small, kind, verification)
-    counts = sampled(small, cascade, 800 // rows, rows)
-    assert chi_square(counts, exact_distribution(small, PROMPT, 1.3)) > 1e-4
+    call = {"do_sample": True, "temperature": 1.3, "top_k": 0, "max_new_tokens": 3, "assistant_model": cascade}
+    counts, calls = Counter(), []
+    torch.manual_seed(1)
+    for _ in range(800 // rows):
+        calls.append(small.generate(prompt.repeat(rows, 1), **call)[:, prompt.shape[1] :].tolist())
+        counts.update(map(tuple, calls[-1]))
+    assert chi_square(counts, exact_distribution(small, prompt, 1.3)) > 1e-4
     assert any(5 in text for text in counts), "the token that the middle model does not know"
-
-
-def test_the_same_test_finds_a_bias(small, monkeypatch):
-    """A middle model that says it drew by another distribution than it did."""
-
-    def biased(self, root, choice):
-        tree = original(self, root, choice)
-        flat = [None if each is None else (each * 0.2).log_softmax(-1) for each in tree.log_probs]
-        return type(tree)(tree.tokens, tree.parents, tree.depths, tree.scores, tuple(flat), tree.vocab_ids)
-
-    original = HeldChain.tree
-    monkeypatch.setattr(HeldChain, "tree", biased)
-    counts = sampled(small, three_levels(small, "n-grams", "rejection"), 160, rows=8)
-    assert chi_square(counts, exact_distribution(small, PROMPT, 1.3)) < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["n-grams", "model"])
-def test_the_chain_that_is_passed_up_is_drawn_from_the_middle_models_own_distribution(small, kind):
-    cascade = three_levels(small, kind, "rejection")
-    cascade.tokens = (2, 3)
-    counts: Counter[tuple[int, ...]] = Counter()
-    torch.manual_seed(2)
-    other = cascade.levels[1].model
-    text = [1, 4, 2, 2, 3, 1, 4, 2]
-    options = DraftOptions.of(cascade, sampling(small))
-    for _ in range(100):
-        session = cascade.session(Call(small, 8, options))
-        session.observe([Accepted.of_tokens(row, text) for row in range(8)])
-        trees = session.draft([Ask(row, 2, 3, 3, width=1) for row in range(8)])
-        for tree in trees:
-            counts[tree.tokens[1:]] += 1
-            assert all(float(each.exp().sum()) == pytest.approx(1.0, abs=1e-4) for each in tree.log_probs[:-1])
-    texts = torch.tensor(list(itertools.product(range(5), repeat=3)))
-    with torch.no_grad():
-        ids = torch.cat([torch.tensor([text]).expand(len(texts), -1), texts], dim=1)
-        logits = other(ids).logits[:, -4:-1] / 1.3
-    exact = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2)).exp().reshape(5, 5, 5)
-    assert chi_square(counts, exact) > 1e-4
-
-
-def test_a_seed_gives_the_same_text_again(small):
-    cascade, texts = three_levels(small, "model", "rejection"), []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        texts.append(small.generate(PROMPT, do_sample=True, max_new_tokens=30, assistant_model=cascade).tolist())
-    assert texts[0] == texts[1] != texts[2]
+    torch.manual_seed(1)
+    assert small.generate(prompt.repeat(rows, 1), **call)[:, prompt.shape[1] :].tolist() == calls[0]
 
 
 def test_middle_models_run_the_races_of_the_target(target):
@@ -314,15 +232,11 @@ def test_middle_models_run_the_races_of_the_target(target):
     levels = [CachebackDrafter(), CausalLMDrafter(copy.deepcopy(target)), CausalLMDrafter(copy.deepcopy(target))]
     cascade = CascadeDrafter(levels, tokens=[2, 2, 4]).eval()
     cascade.generation_config.tree_sizing = "fixed"
-    torch.manual_seed(0)
-    call = {"do_sample": True, "max_new_tokens": 24, "return_dict_in_generate": True, "top_k": 0}
-    output = target.generate(**padded(1), **call, assistant_model=cascade)
-    assert output.statistics.tau > 4
-    torch.manual_seed(0)
-    assert output.sequences.tolist() == target.generate(**padded(1), **call).sequences.tolist()
+    assert as_plain(target, cascade, padded(1), do_sample=True, max_new_tokens=24, top_k=0).statistics.tau > 4
 
 
 def test_what_is_saved_loads_and_drafts_as_before(target, tmp_path):
+    """A configuration may also be written by hand, with levels by name."""
     cascade = cascade_of(target, "three", num_assistant_tokens=9)
     cascade.save_pretrained(tmp_path / "cascade")
     loaded = AutoDrafter.from_pretrained(tmp_path / "cascade")
@@ -331,9 +245,15 @@ def test_what_is_saved_loads_and_drafts_as_before(target, tmp_path):
     assert [type(level).__name__ for level in loaded.levels] == ["CachebackDrafter", *2 * ["CausalLMDrafter"]]
     one, other = (Rounds(target, each).draft() for each in (cascade, loaded))
     assert one == other
-    plain = target.generate(**padded(1), **GREEDY)
-    by_name = target.generate(**padded(1), **GREEDY, assistant_model=str(tmp_path / "cascade"))
-    assert by_name.sequences.tolist() == plain.sequences.tolist() and by_name.statistics.tau > 1.3
+    assert as_plain(target, str(tmp_path / "cascade"), padded(1), max_new_tokens=24).statistics.tau > 1.3
+    CachebackDrafter(texts=[[5, 6, 7]]).save_pretrained(tmp_path / "own" / "words")
+    names = ["./words", str(tmp_path / "cascade" / "level_1")]
+    (tmp_path / "own" / "config.json").write_text(
+        json.dumps({"model_type": "cascade", "levels": names, "tokens": [3, 5]})
+    )
+    own = AutoDrafter.from_pretrained(tmp_path / "own", dtype=torch.float32, tree_sizing="fixed")
+    assert own.levels[0].texts == [[5, 6, 7]] and own.generation_config.tree_sizing == "fixed"
+    assert own.generation_config.num_assistant_tokens == 8
 
 
 def test_saving_anew_leaves_nothing_of_the_former_levels(target, tmp_path):
@@ -398,16 +318,6 @@ def test_a_level_outside_of_its_cascade_is_told_before_one_is_loaded(tmp_path, l
         AutoDrafter.from_pretrained(folder)
 
 
-def test_levels_may_be_named_by_hand(target, tmp_path):
-    near(target, 0.01).save_pretrained(tmp_path / "middle")
-    CachebackDrafter(texts=[[5, 6, 7]]).save_pretrained(tmp_path / "cascade" / "words")
-    document = {"model_type": "cascade", "levels": ["./words", str(tmp_path / "middle")], "tokens": [3, 5]}
-    (tmp_path / "cascade" / "config.json").write_text(json.dumps(document))
-    loaded = AutoDrafter.from_pretrained(tmp_path / "cascade", dtype=torch.float32, tree_sizing="fixed")
-    assert loaded.levels[0].texts == [[5, 6, 7]] and loaded.generation_config.tree_sizing == "fixed"
-    assert loaded.generation_config.num_assistant_tokens == 8
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -434,6 +344,9 @@ def test_levels_that_do_not_go_together_are_told(target):
     ):
         with pytest.raises(ValueError, match=told):
             CascadeDrafter(levels, tokens)
+    other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
+    with pytest.raises(ValueError, match="level 0 of this cascade, an HSDrafter, does not fit level 1: "):
+        target.generate(**padded(1), **GREEDY, assistant_model=CascadeDrafter([other, middle], [3, 5]).eval())
     trained = CascadeDrafter([CachebackDrafter(), middle], [3, 5])
     trained.train()
     with pytest.raises(

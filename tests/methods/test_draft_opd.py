@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from test_acceptance_losses import ALL
-from test_trainable import SIZES, borrow, decodes_as_plain, plan, random_drafter
-from training_helpers import kill_at_step_three, run
+from test_trainable import SIZES, borrow, decodes_as_plain, fresh, plan
+from training_helpers import run
 
 from hf_hsdraft.methods.on_policy import draft_opd
 from hf_hsdraft.methods.on_policy.draft_opd import replay, two_streams
@@ -64,7 +63,7 @@ def learn(drafter, target, pack: Pack, steps: int) -> None:
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "block, rnn", "eagle3", "peagle"])
 def test_rounds_are_those_of_decoding(target, kind):
     """Where rounds of `generate()` start, and how much each accepts."""
-    drafter = random_drafter(target, *ALL[kind])
+    drafter = fresh(target, kind)
     prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(5))
     text = target.generate(prompt, do_sample=False, max_new_tokens=40)[0]
     drafter.generation_config.beam_width, drafter.generation_config.tree_size = 1, 3
@@ -109,7 +108,7 @@ def rounds_by_hand(pack: Pack, drafts: torch.Tensor, ids: torch.Tensor) -> list[
 
 def some_rounds(target, kind: str) -> tuple:
     """Two texts, the first with two answers, and drafts that agree with the text at random places."""
-    drafter = random_drafter(target, *ALL[kind])
+    drafter = fresh(target, kind)
     generator = torch.Generator().manual_seed(4)
     weights = borrow(drafter, target)
     ids = weights.vocab_ids[torch.randint(0, len(weights.vocab_ids), (48,), generator=generator)]
@@ -208,21 +207,14 @@ def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, fami
 
 
 @pytest.mark.train
-def test_a_killed_run_resumes_where_it_was_and_an_adapter_is_trained(chatty, tokenizer, tmp_path, monkeypatch):
-    whole = run(chatty, tokenizer, planned(tmp_path, "hidden-state", "whole"), **OPD)
-    steps = kill_at_step_three(monkeypatch)
-    broken = planned(tmp_path, "hidden-state")
-    with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, broken, **OPD)
+def test_a_run_goes_on_with_its_own_options_only_and_an_adapter_is_trained(chatty, tokenizer, tmp_path):
+    plan = planned(tmp_path, "hidden-state")
+    run(chatty, tokenizer, plan, **OPD)
     for options in ({"rejected_drafts": 1}, {"rejected_drafts": None}):
         with pytest.raises(ValueError, match=f"rejected_drafts: '2' -> '{options['rejected_drafts']}'"):
-            run(chatty, tokenizer, broken, **OPD | options)
+            run(chatty, tokenizer, plan, **OPD | options)
     with pytest.raises(ValueError, match="depth_weighting='d-pace' is invalid with data_policy='draft-opd'"):
-        run(chatty, tokenizer, broken, **OPD | {"depth_weighting": "d-pace"})
-    resumed = run(chatty, tokenizer, broken, **OPD)
-    assert steps[4:] == [2, 3]
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value)
+        run(chatty, tokenizer, plan, **OPD | {"depth_weighting": "d-pace"})
     adapted = planned(tmp_path, "hidden-state", "a", drafter={}, init_from=str(tmp_path / "out"), lora=2)
     run(chatty, tokenizer, adapted, data_policy="draft-opd", objective="lk_hybrid")
     assert (tmp_path / "a" / "adapter_model.safetensors").exists()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, each_with_its_seed, make_drafter, write_prompts
+from conftest import as_plain, each_with_its_seed, make_drafter, write_prompts
 from lm_helpers import GREEDY, layered_target, padded, steered, with_fixed
 from oracles.exactness import chi_square
 from small_target import SMALL, exact_distribution, small_target
@@ -18,12 +17,10 @@ from test_refinement import refined
 from test_self_speculation import make_self
 from test_specformer import KINDS as SLOTS
 from test_specformer import make_specformer
-from training_helpers import kill_at_step_three, planned, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, LayerSkipDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.training.families.trainable import TRAINABLE
 
 
 def skipping(target):
@@ -86,10 +83,7 @@ def test_seeds_give_the_texts_of_plain_decoding(name, width, target, tmp_path):
     """By the walk. With top-k the draws are foreseen, and each row of a batch has a seed."""
     drafter = set_options(drafter_of(name, target, tmp_path), beam_width=width)
     call = {"max_new_tokens": 16, "do_sample": True, "top_k": 20, "temperature": 1.2}
-    torch.manual_seed(4)
-    text = target.generate(**padded(1), **call)
-    torch.manual_seed(4)
-    assert target.generate(**padded(1), **call, assistant_model=drafter).tolist() == text.tolist()
+    as_plain(target, drafter, padded(1), seed=4, **call)
     expected = each_with_its_seed(target, *padded(3).values(), 9, **call)
     torch.manual_seed(9)
     assert target.generate(**padded(3), **call, assistant_model=drafter).tolist() == expected.tolist()
@@ -98,9 +92,7 @@ def test_seeds_give_the_texts_of_plain_decoding(name, width, target, tmp_path):
 @pytest.mark.parametrize("name", ["specformer, default", "cascade", "self", "steered", "layer skip"])
 def test_rows_that_end_leave(name, target, plain, tmp_path):
     call = {**GREEDY, "max_new_tokens": 40, "eos_token_id": int(plain[3][1, 17])}
-    text = target.generate(**padded(3), **call)
-    drafter = drafter_of(name, target, tmp_path)
-    assert target.generate(**padded(3), **call, assistant_model=drafter).tolist() == text.tolist()
+    as_plain(target, drafter_of(name, target, tmp_path), padded(3), **call)
 
 
 DRAWN = {
@@ -136,44 +128,18 @@ def test_processes_that_run_the_same_forwards_are_refused(make, what, target):
         make(target).warn_of_misfit(target, None, all_processes=True)
 
 
-TRAINED = {
-    "self": (["--draft-layers", "1"], {"draft_layers": 1}),
-    "specformer": (
-        ["--num-draft-steps", "4", "--no-reads-tokens", "--objective", "ctc"],
-        {"num_draft_steps": 4, "reads_tokens": False, "ctc": True},
-    ),
-}
-
-
 @pytest.mark.train
-@pytest.mark.parametrize("family", TRAINED)
-def test_the_commands_train_and_check_a_drafter(family, chatty, tokenizer, tmp_path):
-    given, wanted = TRAINED[family]
+def test_the_commands_train_and_check_a_drafter_of_frames(chatty, tokenizer, tmp_path):
+    """Options of a method are those of the command; other families are in `test_trainable`."""
     for part in (chatty, tokenizer):
         part.save_pretrained(tmp_path / "target")
     target, out = str(tmp_path / "target"), str(tmp_path / "out")
-    arguments = ["--family", family, *given, "--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2"]
+    arguments = ["--family", "specformer", "--num-draft-steps", "4", "--no-reads-tokens", "--objective", "ctc"]
+    arguments += ["--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2", "--eval-prompts", "1"]
     arguments += ["--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8)), "--eval-conversations", "2"]
-    arguments += ["--eval-prompts", "1", "--max-new-tokens", "10"]
-    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["train", *arguments, "--max-new-tokens", "10"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     config = AutoDrafter.from_pretrained(out).config
-    assert config.to_dict().items() >= {**wanted, "draft_vocab_size": VOCAB // 4}.items()
+    assert (config.num_draft_steps, config.reads_tokens, config.ctc) == (4, False, True)
     result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-
-
-@pytest.mark.train
-@pytest.mark.parametrize("family", TRAINED)
-def test_a_killed_run_resumes_where_it_was(family, chatty, tokenizer, tmp_path, monkeypatch):
-    sizes = {**TRAINED[family][1], "num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6}
-    arguments = {**TRAINABLE[family].arguments, **({"objective": "ctc"} if sizes.pop("ctc", False) else {})}
-    killed = planned(tmp_path, family, drafter=sizes, cache_taps=True)
-    whole = run(chatty, tokenizer, replace(killed, out=str(tmp_path / "whole")), **arguments)
-    steps = kill_at_step_three(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, killed, **arguments)
-    resumed = run(chatty, tokenizer, killed, **arguments)
-    assert steps[4:] == [2, 3]
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value)

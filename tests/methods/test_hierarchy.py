@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target
 from family_helpers import near
 from rich.table import Table
 from transformers import AutoConfig, LlamaConfig
@@ -30,16 +30,15 @@ from hf_hsdraft.methods.cascade.hierarchy import (
     recommended,
     singles,
     tree_drafting,
-    verified,
 )
 from hf_hsdraft.methods.cascade.hierarchy_costs import (
     TARGET,
-    Fits,
     Measuring,
     Note,
-    NotedDrafter,
+    Notes,
     acceptance_of,
     lengths_of,
+    measured_drafter,
     seconds_of,
 )
 from hf_hsdraft.methods.cascade.hierarchy_estimate import (
@@ -113,16 +112,6 @@ def test_the_arithmetic_is_that_of_rounds_played_out(names, tokens):
     assert plan.speed_up == pytest.approx(plan.emitted * 1.0 / plan.seconds)
 
 
-def test_known_cases():
-    always, never = Acceptance.even(1.0), Acceptance.even(0.0)
-    below = Drafting(Curve(((1, 0.5),))).handed("words", 3)
-    one = verified(below, always, Curve(((1, 2.0),)), "middle", 8)
-    assert dict(one.lengths) == {8: 1.0} and one.seconds == pytest.approx(2 * 2.5)  # two rounds of four tokens
-    none = verified(below, never, Curve(((1, 2.0),)), "middle", 8)
-    assert none.lengths[8] == pytest.approx(1.0) and none.seconds == pytest.approx(8 * 2.5)
-    assert Acceptance.even(0.5).expected(3) == pytest.approx(0.875)
-
-
 def test_curves_and_acceptances_go_on_beyond_what_was_measured():
     curve = Curve(((1, 1.0), (3, 2.0), (5, 4.0)))
     assert [curve(count) for count in (1, 2, 3, 4, 7)] == [1.0, 1.5, 2.0, 3.0, 6.0]
@@ -131,7 +120,7 @@ def test_curves_and_acceptances_go_on_beyond_what_was_measured():
     assert Acceptance((0.5, 0.6)).at_least(2) == 0.5, "what is accepted further is accepted so far"
 
 
-@pytest.mark.parametrize("middle", [0.2, 0.5, 0.7, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("middle", [0.2, 0.7, 0.97])
 @pytest.mark.parametrize("seconds", [0.05, 0.3, 0.9])
 def test_nothing_slower_than_the_best_single_drafter_is_recommended(middle, seconds):
     levels = made(middle, seconds=seconds)
@@ -147,14 +136,11 @@ def test_a_good_middle_model_is_recommended_and_a_bad_one_is_not():
     assert best_cascade(made(0.95, seconds=1.5)) is None, "a model as slow as the target is no middle one"
 
 
-def test_no_drafter_is_planned_deeper_than_it_can_draft():
+def test_trees_of_a_drafter_are_compared_too_and_none_is_planned_deeper_than_it_can_draft():
     levels = made(0.95, words=0.9)
     levels.first["words"] = Drafting(Curve(((1, 0.001),)), most=3)
     assert max(plan.tokens[0] for plan in cascades(levels) if plan.names[0] == "words") == 3
     assert next(plan for plan in singles(levels) if plan.names == ("words",)).tokens == (3,)
-
-
-def test_trees_of_a_drafter_are_compared_too():
     levels = made(0.3, words=0.1, trees={"words": (3.0, 16.0, 0.2)})
     plan = tree_drafting(levels, "words")
     assert plan.speed_up == pytest.approx(3.0 / (0.2 + 1.16))
@@ -169,12 +155,6 @@ def test_the_share_that_a_cascade_needs_is_where_it_begins_to_win():
     assert len(recommended(made(needed - 0.01)).names) == 1
 
 
-def test_every_figure_of_the_arithmetic_is_shown():
-    plan = decoding(made(0.9, rest=0.05), ("words", "middle"), (3, 6))
-    figures = f"{plan.emitted:.3f} tokens a round", f"{1000 * plan.seconds:.4g} ms", f"{plan.speed_up:.3f}", "50 ms"
-    assert all(figure in " ".join(plan.lines) for figure in figures)
-
-
 @pytest.fixture(scope="module")
 def target():
     return make_target(seed=3, num_hidden_layers=6)
@@ -186,24 +166,21 @@ def inputs_of(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
 
 
-def test_notes_become_acceptances_lengths_and_seconds():
+def test_notes_become_acceptances_lengths_and_seconds(target):
     notes = [Note(3, 3, 3, 1.0, first=True), Note(3, 3, 1, 0.2), Note(3, 1, 1, 0.4), Note(3, 0, 0, 0.3)]
     assert acceptance_of(notes).reached == (1.0, 0.5, 0.5)
     assert lengths_of(notes, 3) == {0: 0.25, 1: 0.25, 3: 0.5} and lengths_of([*notes, Note(1, 1, 0, 0.1)], 3)[1] == 0.25
     assert seconds_of(notes, 3) == pytest.approx(0.3) and seconds_of(notes, 2) == 0.0
-
-
-def test_drafts_are_noted_as_they_were(target):
-    """The target drafts for itself: all its tokens are right."""
-    noted = NotedDrafter(CausalLMDrafter(copy.deepcopy(target)), 4)
-    [each] = inputs_of(1)
-    output = target.generate(
-        **each, do_sample=False, max_new_tokens=21, assistant_model=noted, return_dict_in_generate=True
-    )
-    assert [note.accepted for note in noted.notes] == output.statistics.accepted_lengths
-    assert [note.nodes for note in noted.notes] == output.statistics.drafted_nodes
-    assert [note.first for note in noted.notes] == [True] + [False] * (len(noted.notes) - 1)
-    assert acceptance_of(noted.notes).reached == (1.0,) * 4
+    noted = Notes(target.device)
+    drafter = measured_drafter(CausalLMDrafter(copy.deepcopy(target)), 4)  # all its tokens are right
+    call = {"do_sample": False, "max_new_tokens": 21, "return_dict_in_generate": True, "streamer": noted}
+    for _ in range(2):
+        output = target.generate(**inputs_of(1)[0], **call, assistant_model=drafter)
+    count = len(output.statistics.accepted_lengths)
+    assert [note.accepted for note in noted.drafts] == 2 * output.statistics.accepted_lengths
+    assert [note.nodes for note in noted.drafts] == 2 * output.statistics.drafted_nodes
+    assert [note.first for note in noted.drafts] == 2 * [True, *[False] * (count - 1)]
+    assert acceptance_of(noted.drafts).reached == (1.0,) * 4 and all(note.seconds > 0 for note in noted.drafts)
 
 
 plain = Measuring._plain
@@ -267,24 +244,19 @@ def test_a_drafter_of_a_middle_model_is_planned_below_it(target, other, monkeypa
     assert {plan.names for plan in cascades(levels)} == {("n-grams", "middle"), ("states", "middle")}
     assert {plan.names for plan in plans.singles} == {("n-grams",), ("middle",)}
     cascade = cascade_of(decoding(levels, ("states", "middle"), (3, 5)), drafters)
-    [each] = inputs_of(1)
-    drafted = target.generate(
-        **each, do_sample=False, max_new_tokens=16, assistant_model=cascade, return_dict_in_generate=True
-    )
-    assert torch.equal(drafted.sequences, target.generate(**each, do_sample=False, max_new_tokens=16))
-    assert sum(drafted.statistics.drafted_nodes) > 0
+    assert sum(as_plain(target, cascade, inputs_of(1)[0], max_new_tokens=16).statistics.drafted_nodes) > 0
     lonely = {name: drafters[name] for name in ("n-grams", "states")}
     with pytest.raises(DraftingRefused, match=r"states fits no model here. target: the target has"):
         Measuring(target, lonely, inputs_of(1), 16).levels()
 
 
 def test_pairs_in_which_a_middle_model_saves_nothing_are_left_out():
-    fits = Fits([("words", "slow"), ("words", "quick"), ("slow", "target"), ("near", "quick")])
+    why_not = dict.fromkeys([("words", "slow"), ("words", "quick"), ("slow", "target"), ("near", "quick")], "")
     forwards = {"slow": Curve(((1, 2.0),)), "quick": Curve(((1, 0.5),)), "near": Curve(((1, 0.6),))}
-    hierarchy_costs._leave_out_slow(fits, forwards, 1.0)
-    assert fits.pairs == [("words", "quick"), ("slow", "target")]
-    assert fits.left_out["words", "slow"] == "a forward of slow takes as long as a plain step of the target"
-    assert fits.left_out["near", "quick"] == "a forward of near takes as long as one of quick"
+    hierarchy_costs.leave_out_slow(why_not, forwards, 1.0)
+    assert [pair for pair, reason in why_not.items() if not reason] == [("words", "quick"), ("slow", "target")]
+    assert why_not["words", "slow"] == "a forward of slow takes as long as a plain step of the target"
+    assert why_not["near", "quick"] == "a forward of near takes as long as one of quick"
 
 
 def test_nothing_slower_than_a_drafter_with_its_own_defaults_is_kept():
@@ -396,13 +368,11 @@ def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
     result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
     assert result.exit_code == 0 and "of the best drafter alone" in result.output
     assert "a vocabulary of equal size does not say so" in result.output
-    near(target, 0.0, layers=1).config.save_pretrained(tmp_path / "other")
-    other = AutoConfig.from_pretrained(tmp_path / "other", vocab_size=VOCAB + 600)
-    other.save_pretrained(tmp_path / "other")
+    AutoConfig.from_pretrained(tmp_path / "small", vocab_size=VOCAB + 600).save_pretrained(tmp_path / "other")
     misfit = CliRunner().invoke(cli.app, [*arguments[:2], "--middle", str(tmp_path / "other"), "--tau", "2"])
     assert misfit.exit_code == 2 and "vocab_size=697" in misfit.output, misfit.output
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
-    for shares, told in (("0.4,x", "'0.4,x' is invalid"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
+    for shares, told in (("0.4,x", "found '0.4,x'"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
         refused = CliRunner().invoke(cli.app, [*arguments, "--tau", "2", "--shares", shares])
         assert refused.exit_code == 2 and "--shares" in refused.output and told in refused.output, refused.output
     lonely = CliRunner().invoke(cli.app, [*arguments[:2], "--tau", "2", "--shares", "0.4,0.4,0.8"])

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter
-from oracles.exactness import check, settings
+from conftest import VOCAB, each_with_its_seed, make_drafter
+from oracles.exactness import settings
 from test_protocol import ListDrafter
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_hsdraft import attach
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.methods.lossy.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
-from hf_hsdraft.methods.lossy.relaxed import normalised_entropy
 from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
 from hf_hsdraft.verify.verdict import Nodes, OwnChoice, Verdict
 
@@ -202,51 +199,29 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("width", [1, 3], ids=["chains", "trees"])
+@pytest.mark.parametrize(("width", "end"), [(1, None), (3, None), (3, 3)], ids=["chains", "trees", "ends"])
 @pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
-def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sampled):
-    rule, forgiven, parted = a_rule(name, values), 0, 0
-    for seed in range(400):
+def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, end, sampled):
+    """An end token ends the text, whoever chose it. Inside a window of fly it is a token like others."""
+    rule, forgiven, parted, ends_ahead = a_rule(name, values), 0, 0, 0
+    for seed in range(200 if end is None else 500):
         table = Table(seed, sampled)
         tree = table.tree(width)
-        forgives = definition(name, table, rule, numbers)
-        verdict = rule.judge(tree, table.nodes(tree))
-        assert tokens_of(tree, verdict) == naively(table, tree, forgives), seed
-        assert verdict.num_drafted == len(verdict.path) and not verdict.finished
-        path = [(), *(paths_of(tree)[node] for node in verdict.path)]
-        others = [
-            node for node, (one, next_) in zip(verdict.path, pairwise(path), strict=True) if next_[-1] != table.own(one)
-        ]
-        assert list(verdict.relaxed) == others
-        forgiven += len(others)
-        parted += len(verdict.path) < max(tree.depths)
-        for length in range(len(verdict.path)):
-            cut = verdict.cut(tree, length)
-            assert tokens_of(tree, cut) == tokens_of(tree, verdict)[: length + 1]
-            assert list(cut.relaxed) == [node for node in others if node in verdict.path[: length + 1]]
-    assert forgiven > 10 and parted > 10
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
-def test_a_text_ends_with_an_end_token_whoever_chose_it(name, numbers, values, sampled):
-    """An end inside a window of fly is a token like others: what was drafted after it is looked at too."""
-    rule, relaxed_ends, ends_ahead, end = a_rule(name, values), 0, 0, 3
-    for seed in range(800):
-        table = Table(seed, sampled)
-        tree = table.tree(3)
-        nodes = replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end)
-        verdict = rule.judge(tree, nodes)
-        emitted = naively(table, tree, definition(name, table, rule, numbers), end)
+        verdict = rule.judge(tree, replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end))
+        emitted, paths = naively(table, tree, definition(name, table, rule, numbers), end), paths_of(tree)
         assert tokens_of(tree, verdict) == emitted, seed
         assert verdict.finished == (emitted[-1] == end) and end not in emitted[:-1]
-        drafted = [prefix in paths_of(tree) for prefix in (emitted[: place + 1] for place in range(len(emitted)))]
-        assert verdict.num_drafted == sum(drafted)
+        assert verdict.num_drafted == sum(emitted[: place + 1] in paths for place in range(len(emitted)))
         others = [emitted[: place + 1] for place, token in enumerate(emitted) if token != table.own(emitted[:place])]
-        assert [paths_of(tree)[node] for node in verdict.relaxed] == others
-        relaxed_ends += emitted in others
+        assert [paths[node] for node in verdict.relaxed] == others
+        forgiven += len(others)
+        parted += len(emitted) <= max(tree.depths)
         ends_ahead += bool(others) and verdict.finished and others[-1] == emitted[:-1]
-    assert relaxed_ends > 0 and (name != "fly" or not values["fly_window"] or ends_ahead > 0)
+        for length in range(len(verdict.path)):
+            cut = verdict.cut(tree, length)
+            assert tokens_of(tree, cut) == emitted[: length + 1]
+            assert [paths[node] for node in cut.relaxed] == [each for each in others if len(each) <= length + 1]
+    assert forgiven > 10 and parted > 10 and (end is None or name != "fly" or not values["fly_window"] or ends_ahead)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -278,36 +253,7 @@ def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
         expected = OwnChoice().judge(tree, table.nodes(tree))
         assert exact.judge(tree, table.nodes(tree)) == expected
         differing += loose.judge(tree, table.nodes(tree)) != expected
-    assert differing > 10
-
-
-def test_entropy_is_between_certain_and_uniform():
-    assert normalised_entropy(torch.tensor([1.0, 0.0, 0.0])) == 0.0
-    assert normalised_entropy(torch.full((8,), 1 / 8)) == pytest.approx(1.0)
-    p = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    assert normalised_entropy(p) == pytest.approx(entropy(p.tolist()) / math.log(4), abs=1e-6)
-    three = [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9]
-    assert normalised_entropy(p, 3) == pytest.approx(entropy(three) / math.log(3), abs=1e-6)
-    assert normalised_entropy(p, 9) == normalised_entropy(p)
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_the_chi_square_catches_lossy_rules_and_nothing_at_their_exact_end(name):
-    class Indifferent(PivotClassifier):
-        def forward(self, states, figures):
-            return torch.zeros(len(states), 2)
-
-    class WithStates(type(VERIFIERS[name])):  # the table of the test has no hidden states
-        def judge(self, tree, nodes):
-            states = torch.zeros(len(tree), 1)
-            return super().judge(tree, Nodes(nodes.logits, nodes.scores, nodes.ends, nodes.draw, True, states))
-
-    made = WithStates(Indifferent(1, 1)) if name == "pivot" else VERIFIERS[name]
-    defaults = {option.name: option.default for option in made.own_options}
-    loose, exact = (made.with_options({**defaults, **values[name]}) for values in (LOOSE, EXACT))
-    assert check(loose, "beam", "none", 1.0, samples=3000).p_value < 1e-6
-    assert check(exact, "beam", "none", 1.0, samples=3000).p_value > 1e-4
-    assert name not in {setting[0] for setting in settings()}
+    assert differing > 10 and name not in {setting[0] for setting in settings()}
 
 
 def opted_in(target, name: str, values: dict, folder=None, **options):
@@ -349,10 +295,11 @@ def test_calls_at_the_exact_end_are_plain_decoding_and_looser_ones_say_what_they
     assert output.statistics.tau > 1 and not output.exact
 
 
-@pytest.mark.parametrize("name", LOSSY)
-def test_sampling_at_the_exact_end_draws_as_plain_decoding(target, prompt, name, tmp_path):
-    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0}
-    exact = opted_in(target, name, EXACT[name], tmp_path / "exact")
+@pytest.mark.parametrize(("name", "values"), [*EXACT.items(), ("fly", {"fly_entropy": 0.0, "fly_window": 20})], ids=str)
+def test_sampling_that_forgives_nothing_draws_as_plain_decoding(target, prompt, name, values, tmp_path):
+    """Fly looks ahead at every mismatch by the last values, and nothing is as long as its window."""
+    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0, "temperature": 2.0}
+    exact = opted_in(target, name, values, tmp_path / "exact")
     loose = opted_in(target, name, LOOSE[name], tmp_path / "loose")
     texts, after = [], []
     for assistant in ({}, {"assistant_model": exact}, {"assistant_model": loose}):
@@ -401,12 +348,10 @@ def test_rows_of_a_batch_end_each_for_itself(chatty, prompt, name, sampled, tmp_
     torch.manual_seed(7)
     drafted = chatty.generate(ids, assistant_model=exact, **call)
     assert drafted.statistics.relaxed_tokens == 0
-    torch.manual_seed(7)
-    seeds = torch.randint(2**63 - 1, (len(ids),)).tolist()
-    for row, seed in enumerate(seeds):
-        torch.manual_seed(seed)
-        plain = chatty.generate(ids[row : row + 1], **call).sequences[0].tolist()
-        assert drafted.sequences[row, : len(plain)].tolist() == plain
+    whole = {"eos_token_id": None, "return_dict_in_generate": False}
+    plain = each_with_its_seed(chatty, ids, torch.ones_like(ids), 7, **{**call, **whole})[:, ids.shape[1] :].tolist()
+    for row, text in zip(drafted.sequences[:, ids.shape[1] :].tolist(), plain, strict=True):
+        assert row[: length_of(row, end)] == text[: length_of(text, end)]
 
     loose = opted_in(chatty, name, LOOSE[name], tmp_path / "loose")
     output = chatty.generate(ids, assistant_model=loose, **call)
@@ -423,17 +368,6 @@ def test_rows_of_a_batch_end_each_for_itself(chatty, prompt, name, sampled, tmp_
             for one, other in zip(row[:length], wanted[:length], strict=True)
         )
         assert output.statistics.relaxed_tokens == others
-
-
-def test_a_window_that_fails_leaves_the_draws_as_they_were(target, prompt):
-    """Fly looks ahead at every mismatch here, and forgives none: nothing is as long as the window."""
-    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0, "temperature": 2.0}
-    drafter = opted_in(target, "fly", {"fly_entropy": 0.0, "fly_window": 20})
-    torch.manual_seed(6)
-    plain = target.generate(prompt, **call)
-    torch.manual_seed(6)
-    output = target.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **call)
-    assert output.sequences.tolist() == plain.tolist() and output.statistics.relaxed_tokens == 0
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -459,14 +393,6 @@ def test_a_processor_that_remembers_is_refused_by_a_rule_that_looks_ahead(target
     Counting.row_wise = False
     drafter.generation_config.verification = "typical"
     assert target.generate(prompt, assistant_model=drafter, **call).shape[1] == prompt.shape[1] + 4
-
-
-def test_an_attachment_counts_what_was_relaxed(target, prompt):
-    drafter = opted_in(target, "fly", LOOSE["fly"])
-    with attach(target, drafter) as attachment:
-        target.generate(prompt, do_sample=False, max_new_tokens=20)
-        assert attachment.statistics.relaxed_tokens == attachment.last.relaxed_tokens > 0
-        assert not attachment.statistics.exact and not attachment.last.exact
 
 
 @pytest.mark.parametrize(

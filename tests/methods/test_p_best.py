@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from oracles.exactness import FullExpansion, check
+from conftest import as_plain
+from oracles.exactness import FullExpansion
 
 from hf_hsdraft.methods.refinement.p_best_trees import p_best_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
@@ -102,16 +103,8 @@ def test_trees_of_a_call_stay_as_they_were_built(target, drafter, prompt):
     """Sizes by cost would keep the most probable nodes of a tree, which need not be those of whole paths."""
     options = drafter.generation_config
     options.tree_builder, options.ngram_length, options.node_cost, options.depth_cost = "p_best", 0, 0.5, 0.0
-    call = {"max_new_tokens": 12, "do_sample": False}
     sizes = []
     for sizing in ("cost", "fixed"):
         options.tree_sizing = sizing
-        output = target.generate(prompt, **call, assistant_model=drafter, return_dict_in_generate=True)
-        sizes.append(output.statistics.drafted_nodes)
-        assert output.sequences.tolist() == target.generate(prompt, **call).tolist()
+        sizes.append(as_plain(target, drafter, prompt, max_new_tokens=12).statistics.drafted_nodes)
     assert sizes[0] == sizes[1]
-
-
-def test_texts_are_distributed_as_the_targets():
-    outcome = check("walk", "p_best", "none", 1.0, samples=8000)
-    assert outcome.p_value > 1e-4 and outcome.accepted > 0.1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
-import typer
 from conftest import make_drafter, make_target
+from prompt_questions import main as write_questions
+from prompt_questions import questions_of, text_of
 from test_lossy import LOOSE
 from typer.testing import CliRunner
 
@@ -21,10 +23,7 @@ from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy import quality as quality_module
 from hf_hsdraft.methods.lossy.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
 from hf_hsdraft.methods.lossy.kept_answers import AnswerLog, answers_run, digest, model_digest
-from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier, tap_of
-from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, label, utility
-from hf_hsdraft.methods.lossy.prompt_questions import main as write_questions
-from hf_hsdraft.methods.lossy.prompt_questions import questions_of, text_of
+from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier
 from hf_hsdraft.methods.lossy.quality import (
     EXACT,
     Answer,
@@ -35,7 +34,6 @@ from hf_hsdraft.methods.lossy.quality import (
     systems_of,
 )
 from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.verify.lossy_rule import Rule
 
 
@@ -65,11 +63,11 @@ def test_answers_are_read_as_a_person_would():
     word = Item("mood", "", "positive", "label", ("positive", "negative"))
     assert word.is_right("**Positive**, not negative") and not word.is_right("Negative; hardly positive")
     assert not word.is_right("It is positively so")
-    named = Item("place", "", "New York", "contains")
     moscow = Item("place", "", "Москва", "contains")
     assert moscow.is_right("Это Москва.") and not moscow.is_right("Это Киев.")
     yes = Item("told", "", "да", "label", ("да", "нет"))
     assert yes.is_right("Да, конечно") and not yes.is_right("Нет.")
+    named = Item("place", "", "New York", "contains")
     assert named.is_right("She lives in new-york!") and not named.is_right("She lives in New Yorkshire.")
     plural = Item("writing", "", "Anna, bush, cow", "all")
     assert plural.is_right("Two cows saw Anna's bushes.") and not plural.is_right("A coward saw Anna and a bush.")
@@ -87,19 +85,17 @@ def test_questions_of_files(tmp_path):
     assert (math_.task, math_.answer, math_.kind) == ("math", "7", "number")
     assert (label_.task, label_.kind, label_.labels) == ("own", "label", ("A", "B"))
     assert text.kind == "contains"
-    numbered = path.with_name("numbered.jsonl")
-    numbered.write_text(json.dumps({"turns": ["How many?"], "answer": 2, "labels": [1, 2, 3]}) + "\n")
-    assert read_items(numbered)[0].labels == ("1", "2", "3")
-    numbered.write_text(json.dumps({"turns": ["Which?"], "answer": "+", "labels": ["+", "-"]}) + "\n")
-    with pytest.raises(ValueError, match="has '\\+': expected an answer with letters or digits"):
-        read_items(numbered)
     assert len(items_of(["copying"], [path], 1)) == 3  # one of each task: copying, math, own
-    path.write_text(json.dumps({"turns": ["How many?"]}) + "\n")
-    with pytest.raises(ValueError, match="has no `answer`"):
-        read_items(path)
-    path.write_text(json.dumps({"turns": ["Which?"], "answer": "C", "labels": ["A", "B"]}) + "\n")
-    with pytest.raises(ValueError, match=r"expected one of its labels \['A', 'B'\]"):
-        read_items(path)
+    path.write_text(json.dumps({"turns": ["How many?"], "answer": 2, "labels": [1, 2, 3]}) + "\n")
+    assert read_items(path)[0].labels == ("1", "2", "3")
+    for row, told in (
+        ({"answer": "+", "labels": ["+", "-"]}, "has '\\+': expected an answer with letters or digits"),
+        ({}, "has no `answer`"),
+        ({"answer": "C", "labels": ["A", "B"]}, r"expected one of its labels \['A', 'B'\]"),
+    ):
+        path.write_text(json.dumps({"turns": ["Which?"], **row}) + "\n")
+        with pytest.raises(ValueError, match=told):
+            read_items(path)
     with pytest.raises(ValueError, match="no task 'none': expected some of copying"):
         items_of(["none"], [], 1)
     with pytest.raises(ValueError, match="no questions with answers"):
@@ -149,14 +145,20 @@ def answer(task="a", right=True, tokens=10, **changes) -> Answer:
     return Answer(task, right, tokens, **{**fields, "same": True, **changes})
 
 
-def test_samples_without_a_ratio_are_left_out():
+def test_figures_without_a_value_or_a_meaning_are_left_out():
+    """Ratios over nothing, and speeds of a busy machine."""
     found = bootstrap(([1.0, 0.0], [0.0, 1.0]), torch.divide)  # a quarter of the samples divide by nothing
     assert found.value == 1.0 and 0.0 <= found.low <= found.high <= 1.0
-    silent = {PLAIN: [answer(right=False)], EXACT: [answer(right=False)]}
-    document = json.loads(json.dumps(as_document(Quality({}, {}, {"greedy": silent}))), parse_constant=pytest.fail)
-    assert document["figures"]["greedy"][EXACT]["kept"] == {"value": None, "low": None, "high": None}
-    table = tables_of(Quality({}, {}, {"greedy": silent}))[0]
-    assert list(table.columns[1].cells) == ["-", "-"]
+    answers = {"greedy": {PLAIN: [answer(right=False)], EXACT: [answer(right=False)]}}
+    quiet, busy = (Quality({}, {}, answers, timed=timed) for timed in (True, False))
+    whole, part = (json.loads(json.dumps(as_document(each)), parse_constant=pytest.fail) for each in (quiet, busy))
+    figures, fewer = (document["figures"]["greedy"][EXACT] for document in (whole, part))
+    assert figures["kept"] == {"value": None, "low": None, "high": None}
+    assert list(tables_of(quiet)[0].columns[1].cells) == ["-", "-"]
+    assert set(figures) - set(fewer) == {"speed_up", "gain"} and "speed_up" in whole["definitions"]
+    assert "speed_up" not in part["definitions"] and "seconds" not in part["answers"]["greedy"][PLAIN][0]
+    columns = [column.header for column in tables_of(busy)[1].columns]
+    assert "tau" in columns and "gain" not in columns
 
 
 def test_a_rule_gains_over_exact_drafting_of_the_same_drafts(target):
@@ -195,7 +197,7 @@ def test_log_probabilities_are_the_targets(target):
     assert log_probability(target, prompt, tokens) == pytest.approx(expected, abs=1e-4)
 
 
-def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
+def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path, capsys):
     texts = [
         "Anna found an old basket near the quiet river. It cost her $1,250 at the market.",
         "The yellow lantern stands behind the wooden cottage. It burned for 17 nights without anybody near it.",
@@ -206,10 +208,9 @@ def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
     assert [each["answer"] for each in questions_of(prompts[:1], "own")]  # there is no other text to take words of
     path, out = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
-    app_of_module = typer.Typer()
-    app_of_module.command()(write_questions)
-    run = CliRunner().invoke(app_of_module, [str(path), str(out)])
-    assert run.exit_code == 0 and "copying: 3 questions" in run.output and "amount: 1 questions" in run.output
+    write_questions([str(path), str(out)])
+    told = capsys.readouterr().out
+    assert "copying: 3 questions" in told and "amount: 1 questions" in told
     items = read_items(out)
     found = {(item.task, item.answer) for item in items if item.task != "own: word"}
     copies = {("own: copying", text[: text.index(".") + 1]) for text in texts}
@@ -242,35 +243,25 @@ def test_numbers_that_can_be_read_otherwise_are_not_asked_for(text):
 
 
 def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
+    """See `test_labels_are_kept_as_they_come` for what else may be in such a file."""
     items = [Item("words", f"w{index} w{index + 3}", "w1", "contains") for index in range(3)]
     systems, path, settings = systems_of(make_drafter(target), []), tmp_path / "answers.jsonl", Settings(6, 0.0)
     run = {"seed": 1, "questions": digest(items)}
-    log = AnswerLog(path, run)
-    first = measure_quality(target, tokenizer, systems, items[:2], settings, None,
-                            lambda place, each: log.add("greedy", place, each))  # fmt: skip
+
+    def measured(log: AnswerLog, asked: list[Item]) -> dict[str, list[Answer]]:
+        known = log.of_mode("greedy")
+        return measure_quality(target, tokenizer, systems, asked, settings, known, partial(log.add, "greedy"))
+
+    first = measured(AnswerLog(path, run), items[:2])
     path.write_text(path.read_text() + '{"mode": "greedy", "place": 2, "answ')  # killed while it wrote
     again = AnswerLog(path, run)
-    known = dict(again.known["greedy"])
-    assert set(known) == {0, 1}
-    answers = measure_quality(target, tokenizer, systems, items, settings, known,
-                              lambda place, each: again.add("greedy", place, each))  # fmt: skip
+    assert set(again.of_mode("greedy")) == {0, 1}
+    answers = measured(again, items)
     assert all(own[:2] == first[name] for name, own in answers.items())  # the seconds too: nothing was asked again
-    whole = AnswerLog(path, run).known["greedy"]
+    whole = AnswerLog(path, run).of_mode("greedy")
     assert {name: [whole[place][name] for place in range(3)] for name in answers} == answers
-    for other, told in (
-        ({"seed": 2}, "seed is 1 there and 2 here"),
-        ({"questions": digest(items[:2])}, "questions is"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            AnswerLog(path, {**run, **other})
-    for other in ('{"turns": ["a"]}\n', '{"turns": ["a"]}', "a note", "\n", "{"):
-        path.write_text(other)
-        with pytest.raises(ValueError, match=r"is no file of answers|holds something else"):
-            AnswerLog(path, {})
-        assert path.read_text() == other
-    for begun in ("", '{"run": {"seed'):  # killed while it wrote its first line
-        path.write_text(begun)
-        assert AnswerLog(path, run).known == {} and json.loads(path.read_text()) == {"run": run}
+    with pytest.raises(ValueError, match="questions is"):
+        AnswerLog(path, {**run, "questions": digest(items[:2])})
 
 
 def test_answers_of_other_weights_are_not_taken(tmp_path):
@@ -311,16 +302,6 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     assert model_digest(one) != known
 
 
-def test_speeds_of_a_busy_machine_are_left_out():
-    answers = {"greedy": {PLAIN: [answer()], EXACT: [answer()]}}
-    quiet, busy = (as_document(Quality({}, {}, answers, timed=timed)) for timed in (True, False))
-    assert {"speed_up", "gain"} <= set(quiet["figures"]["greedy"][EXACT]) and "speed_up" in quiet["definitions"]
-    assert set(quiet["figures"]["greedy"][EXACT]) - set(busy["figures"]["greedy"][EXACT]) == {"speed_up", "gain"}
-    assert "speed_up" not in busy["definitions"] and "seconds" not in busy["answers"]["greedy"][PLAIN][0]
-    columns = [column.header for column in tables_of(Quality({}, {}, answers, timed=False))[1].columns]
-    assert "tau" in columns and "gain" not in columns
-
-
 @pytest.mark.slow
 def test_systems_answer_the_same_questions(target, tokenizer):
     drafter = make_drafter(target)
@@ -340,62 +321,6 @@ def test_systems_answer_the_same_questions(target, tokenizer):
     assert drafter.generation_config.verification == "walk"
     with pytest.raises(ValueError, match="train-verifier"):
         systems_of(drafter, [Rule("pivot")])
-
-
-PLAN = Plan(places=50, roll_outs=3, max_new_tokens=16)
-
-
-def test_mismatches_are_those_of_the_greedy_answer(target, tokenizer):
-    item = Item("words", "w3 w5 w8", "w1", "contains")
-    drafter = make_drafter(target)
-    found = collect(target, tokenizer, drafter, item, PLAN)
-    prompt = encode_prompt(tokenizer, item.prompt)["input_ids"]
-    answer = target.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :].tolist()
-    assert len(found) > 3
-    for place in found:
-        before = len(place.before)
-        assert list(place.before) == answer[:before] and place.own == answer[before] != place.drafted
-        text = torch.cat([prompt, torch.tensor([[*place.before, place.drafted]])], dim=1)
-        output = target(text, output_hidden_states=True)
-        torch.testing.assert_close(place.state, output.hidden_states[tap_of(3)][0, -1], atol=1e-4, rtol=1e-4)
-        p = output.logits[0, -2].softmax(-1)
-        entropy = float(torch.special.entr(p).sum()) / math.log(len(p))
-        assert place.figures == pytest.approx((entropy, float(p[place.drafted])), abs=1e-4)
-
-
-def test_a_place_is_a_pivot_if_answers_after_it_are_right_less_often(target, tokenizer, monkeypatch):
-    place = Place(Item("a", "w3", "w7", "contains"), torch.tensor([[5, 6]]), (9, 9), 10, 11, torch.zeros(2), (0.5, 0.5))
-    shares = {10: 0.8, 11: 0.71}
-    monkeypatch.setattr(pivots, "utility", lambda target, tokenizer, place, token, plan: shares[token])
-    assert label(target, tokenizer, place, PLAN) == 1
-    shares[11] = 0.73  # more than nine tenths of 0.8
-    assert label(target, tokenizer, place, PLAN) == 0
-
-
-def test_answers_are_rolled_out_from_the_token(target, tokenizer):
-    word = tokenizer.convert_ids_to_tokens(10)
-    place = Place(Item("a", "", word, "contains"), torch.tensor([[5, 6]]), (9,), 10, 11, torch.zeros(2), (0.5, 0.5))
-    assert utility(target, tokenizer, place, 10, PLAN) == 1.0  # the token itself is in each of the answers
-    short = Plan(roll_outs=3, max_new_tokens=2)
-    assert utility(target, tokenizer, place, 11, short) == 0.0  # and nothing follows here
-
-
-def places(count: int) -> tuple[list[Place], list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(count, 8, generator=generator)
-    items = [Item("sums", f"question {index}", "1", "number") for index in range(count)]
-    made = [Place(item, torch.zeros(1, 1), (), 0, 1, state, (0.5, 0.1))
-            for item, state in zip(items, states, strict=True)]  # fmt: skip
-    return made, (states[:, 0] > 0.5).long().tolist()
-
-
-def test_a_classifier_learns_what_can_be_told():
-    classifier, told = fit(*places(400), Plan())
-    assert told["pivots found"] > 0.8 and told["others passed"] > 0.8
-    assert classifier.recipe["tasks"] == "sums" and classifier.recipe["mismatches"] == 400
-    made, _ = places(40)
-    with pytest.raises(ValueError, match="0 of 40 mismatches are pivots"):
-        fit(made, [0] * 40, Plan())
 
 
 @pytest.fixture(scope="module")

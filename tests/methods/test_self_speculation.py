@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 import training_helpers
-from conftest import VOCAB
+from conftest import VOCAB, as_plain
 from lm_helpers import tiny
 from oracles.format_parity import randomise
 from oracles.tiny import VOCABULARY
-from session_helpers import padded
+from session_helpers import borrow, padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.self_speculation.first_layers import FirstLayers
-from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.runtime.tree_reading import read_trees
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
@@ -98,21 +96,13 @@ def early(target, layers: int = 2):
     return target
 
 
-def both(target, drafter, inputs, **call):
-    call = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **call}
-    plain = target.generate(**inputs, **call)
-    return plain, target.generate(**inputs, **call, assistant_model=drafter)
-
-
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_texts_are_the_targets_own(kind, rows, right):
     target = early(target_of(kind))
     drafter = make_self(target, right=right)
-    plain, drafted = both(target, drafter, padded(rows))
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    statistics = drafted.statistics
+    statistics = as_plain(target, drafter, padded(rows), max_new_tokens=NEW).statistics
     assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1
     assert statistics.reused_share > 0.1
     assert not right or sum(statistics.accepted_lengths) > statistics.rounds * 0.5
@@ -122,68 +112,36 @@ def test_texts_are_the_targets_own(kind, rows, right):
 def test_layers_that_return_tuples_draft_too(kind):
     target = tiny(kind)
     drafter = make_self(target, right=False, draft_vocab_size=VOCABULARY)
-    plain, drafted = both(target, drafter, padded(2))
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    statistics = drafted.statistics
+    statistics = as_plain(target, drafter, padded(2), max_new_tokens=NEW).statistics
     assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1 and statistics.reused_share > 0.1
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_rows_are_drafted_up_to_the_last_position(reuse):
+@pytest.mark.parametrize(
+    "options", [{}, {"layer_reuse": False}, {"beam_width": 1}, {"ngram_length": 4, "tree_sizing": "cost"}], ids=str
+)
+def test_rows_are_drafted_up_to_the_last_position(options):
     """The longest row has no positions for the depths that others are drafted to."""
     inputs = padded(3)
     length = inputs["input_ids"].shape[1]
     target = early(target_of("gpt2", n_positions=length + NEW))
     drafter = make_self(target)
-    drafter.generation_config.layer_reuse = reuse
-    plain, drafted = both(target, drafter, inputs)
+    drafter.generation_config.update(**options)
+    drafted = as_plain(target, drafter, inputs, max_new_tokens=NEW)
     assert drafted.sequences.shape[1] == length + NEW
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
-
-
-@torch.no_grad()
-def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
-    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
-    target, noted, taken = early(target_of("llama")), [], FirstLayers._taken
-
-    def noting(self):
-        read = taken(self)
-        noted.append((self._depths.tolist(), [max(map(len, columns), default=0) for columns in read.columns]))
-        return read
-
-    monkeypatch.setattr(FirstLayers, "_taken", noting)
-    both(target, make_self(target, right=False), padded(3), max_new_tokens=12)
-    assert any(len(set(depths)) > 1 for depths, _ in noted), "rows are drafted to different depths near the end"
-    assert all(depths == longest for depths, longest in noted), "a path of n nodes ends at depth n - 1"
+    if "tree_sizing" not in options:
+        assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
+        assert (drafted.statistics.reused_share > 0) == options.get("layer_reuse", True)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pictures_in_the_prompt(rows):
     target = early(with_images())
     drafter = make_self(target)
-    plain, drafted = both(target, drafter, pictures(rows), suppress_tokens=[96])
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    drafted = as_plain(target, drafter, pictures(rows), suppress_tokens=[96], max_new_tokens=NEW)
     assert drafted.statistics.reused_share > 0.1
     assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
     other = pictures(rows) | {"pixel_values": torch.zeros(rows, 3, 28, 28)}
-    assert target.generate(**other, max_new_tokens=NEW, do_sample=False).tolist() != plain.sequences.tolist()
-
-
-@pytest.mark.parametrize("option", [{}, {"beam_width": 1}, {"ngram_length": 4, "tree_sizing": "cost"}])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_text_is_the_same_whether_layers_are_reused_or_not(rows, option):
-    target = early(target_of("llama"))
-    texts, shares = [], []
-    for reuse in (True, False):
-        drafter = make_self(target)
-        for name, value in {"layer_reuse": reuse, **option}.items():
-            setattr(drafter.generation_config, name, value)
-        _, drafted = both(target, drafter, padded(rows))
-        texts.append((drafted.sequences.tolist(), drafted.statistics.accepted_lengths))
-        shares.append(drafted.statistics.reused_share)
-    assert texts[0][0] == texts[1][0] and shares[0] > shares[1] == 0.0
-    assert option.get("tree_sizing") == "cost" or texts[0][1] == texts[1][1]
+    assert target.generate(**other, max_new_tokens=NEW, do_sample=False).tolist() != drafted.sequences.tolist()
 
 
 @torch.no_grad()
@@ -209,7 +167,7 @@ def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
         return found
 
     monkeypatch.setattr(FirstLayers, "verify", checked)
-    both(target, drafter, padded(3))
+    as_plain(target, drafter, padded(3), max_new_tokens=NEW)
     found, wanted = map(torch.stack, zip(*compared, strict=True))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert len(found) > 50
@@ -241,38 +199,25 @@ def test_an_interrupt_leaves_the_cache_as_it_was(where, monkeypatch):
 def test_hidden_states_that_are_asked_for_are_those_of_plain_decoding():
     """Then nothing is reused: the first layers would return none."""
     target = early(target_of("llama"))
-    plain, drafted = both(target, make_self(target), padded(1), output_hidden_states=True)
-    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share == 0.0
+    call = {"max_new_tokens": NEW, "output_hidden_states": True}
+    drafted = as_plain(target, make_self(target), padded(1), **call)
+    plain = target.generate(**padded(1), **call, do_sample=False, return_dict_in_generate=True)
+    assert drafted.statistics.reused_share == 0.0
     for one, other in zip(plain.hidden_states, drafted.hidden_states, strict=True):
         for left, right in zip(one, other, strict=True):
             torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
 
 
-def test_trials_of_the_target_do_not_take_what_was_read_ahead(monkeypatch):
-    """What drafts have read is for the next verification of the call, not for a forward of a trial."""
-    target, apart, original = early(target_of("llama")), [], TargetRuntime.read_ahead
-
-    def noting(self, made):
-        reader = original(self, made)
-        apart.extend([self.apart(), self.apart_of([0])])
-        return reader
-
-    monkeypatch.setattr(TargetRuntime, "read_ahead", noting)
-    both(target, make_self(target), padded(1))
-    assert apart and all(trial._ahead is None for trial in apart)
-
-
 def test_a_cache_that_does_not_grow_is_decoded_without_drafts(caplog):
     target = early(target_of("llama"))
-    plain, drafted = both(target, make_self(target), padded(1), cache_implementation="static")
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    drafted = as_plain(target, make_self(target), padded(1), cache_implementation="static", max_new_tokens=NEW)
     assert not sum(drafted.statistics.drafted_nodes) and "a cache that grows" in caplog.text
 
 
 def test_the_target_is_left_as_it_was():
     target = early(target_of("llama"))
     before = [(name, sorted(vars(module)), list(module._modules)) for name, module in target.named_modules()]
-    both(target, make_self(target), padded(1))
+    as_plain(target, make_self(target), padded(1), max_new_tokens=NEW)
     assert [(name, sorted(vars(module)), list(module._modules)) for name, module in target.named_modules()] == before
 
 
@@ -281,8 +226,8 @@ def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
     target = early(target_of("llama"))
     original = FirstLayers._last_slots
     monkeypatch.setattr(FirstLayers, "_last_slots", lambda self, count: [(k, -v) for k, v in original(self, count)])
-    plain, drafted = both(target, make_self(target), padded(1))
-    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share == 0.0
+    drafted = as_plain(target, make_self(target), padded(1), max_new_tokens=NEW)
+    assert drafted.statistics.reused_share == 0.0
     assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
 
 
@@ -296,8 +241,7 @@ def test_layers_are_tried_again_as_texts_grow(monkeypatch, tuned):
         return tried(self, *args)
 
     monkeypatch.setattr(FirstLayers, "_tried", noting)
-    plain, drafted = both(target, make_self(target), padded(1), max_new_tokens=90)
-    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share > 0
+    assert as_plain(target, make_self(target), padded(1), max_new_tokens=90).statistics.reused_share > 0
     assert len(noted) > 1 and all(later > 2 * sooner for sooner, later in itertools.pairwise(noted)), noted
 
 
@@ -332,28 +276,20 @@ def test_the_network_is_its_formula():
         torch.testing.assert_close(found[depth], x[[3 + depth]])
 
 
-@pytest.mark.parametrize("shift", [0, 1], ids=["right", "off by one"])
-def test_training_and_drafting_agree_at_every_depth(shift, monkeypatch):
-    from hf_hsdraft.training.evaluate import parity as module
-
-    target, as_trained = early(target_of("llama")), module._as_trained
-
-    def moved(*args):
-        pack, chains = as_trained(*args)
-        return replace(pack, taps=pack.taps.roll(shift, dims=0)), chains
-
-    monkeypatch.setattr(module, "_as_trained", moved)
-    prompts = [torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(n)) for n in range(3)]
-    report = module.parity(make_self(target, right=False), target, prompts, max_new_tokens=20)
-    assert len(report.depths) == 4 and report.passed == (shift == 0)
-    assert shift or max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4
-
-
 def packed(target) -> tuple[torch.Tensor, Pack]:
     """A text of 14 tokens, all of them an answer."""
     ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
     chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
     return ids, Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+
+
+def loss_by_hand(drafter, target, ids: torch.Tensor, place: int) -> tuple[float, float, float]:
+    """Divergence, cross-entropy and cosine distance of the prediction at a position."""
+    states, head = target(ids[None], output_hidden_states=True).hidden_states, target.get_output_embeddings().weight
+    state, final = drafter.norm(drafter.imitated(states[2][0][place])), states[LAYERS][0][place]
+    p, q = (final @ head.T).log_softmax(-1), (state @ head.T).log_softmax(-1)
+    cosine = state @ final / state.norm() / final.norm()
+    return float((p.exp() * (p - q)).sum()), -float(q[p.argmax()]), 1 - float(cosine)
 
 
 @torch.no_grad()
@@ -362,19 +298,13 @@ def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     drafter = make_self(target, right=False)
     ids, pack = packed(target)
     chains = Chains(torch.tensor([3, 6]), 2, torch.ones(2, dtype=torch.bool))
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    head = target.get_output_embeddings().weight
+    weights, head = borrow(drafter, target), target.get_output_embeddings().weight
     drafter.loss_function = ChainLoss(weights, head, objective_of("kl_ce", 0.25), [1.0] * 4, cosine_weight=2.0)
     labels = true_labels(pack, chains, 4)
     found = unroll(drafter, family_of(drafter).predictions(drafter, weights), pack, chains, labels.tokens, labels).loss
-    states = target(ids[None], output_hidden_states=True).hidden_states
-    early_states, final, total = states[2][0], states[LAYERS][0], 0.0
-    for place in (4, 5, 6, 7, 7, 8, 9, 10):  # positions i + 1 + d
-        state = drafter.norm(drafter.imitated(early_states[place]))
-        p, q = (final[place] @ head.T).log_softmax(-1), (state @ head.T).log_softmax(-1)
-        cosine = state @ final[place] / state.norm() / final[place].norm()
-        total += float(0.75 * (p.exp() * (p - q)).sum() - 0.25 * q[p.argmax()] + 2 * (1 - cosine)) / 8
-    assert float(found.loss) == pytest.approx(total, rel=1e-4)
+    parts = [loss_by_hand(drafter, target, ids, place) for place in (4, 5, 6, 7, 7, 8, 9, 10)]  # i + 1 + d
+    total = sum(0.75 * divergence + 0.25 * entropy + 2 * cosine for divergence, entropy, cosine in parts)
+    assert float(found.loss) == pytest.approx(total / 8, rel=1e-4)
 
 
 def test_rolled_chains_weigh_no_more_than_others(tmp_path):
@@ -392,16 +322,10 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
         labels = true_labels(pack, chains, 4)
         predictions = family_of(drafter).predictions(drafter, trainer.weights)
         found[kind] = float(unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss.loss.detach())
-    states = target(ids[None], output_hidden_states=True).hidden_states
-    head, total, by_depth = target.get_output_embeddings().weight, 0.0, [[], [], [], []]
-    for start, depth in [*((start, 0) for start in (6, 1, 3, 5, 8)), (6, 1), (6, 2), (6, 3)]:
-        place = start + 1 + depth
-        p = (states[LAYERS][0][place] @ head.T).log_softmax(-1)
-        q = (drafter.norm(drafter.imitated(states[2][0][place])) @ head.T).log_softmax(-1)
-        value = float(0.5 * (p.exp() * (p - q)).sum() - 0.5 * q[p.argmax()])
-        total += 0.8**depth * value / 8
-        by_depth[depth].append(value)
-    means = sum(0.8**depth * sum(each) / len(each) for depth, each in enumerate(by_depth))
+    by_depth = [[7, 2, 4, 6, 9], [8], [9], [10]]  # positions
+    values = [[sum(loss_by_hand(drafter, target, ids, place)[:2]) / 2 for place in places] for places in by_depth]
+    total = sum(0.8**depth * sum(each) for depth, each in enumerate(values)) / 8
+    means = sum(0.8**depth * sum(each) / len(each) for depth, each in enumerate(values))
     assert fields["depth_weighting"] == "by-prediction" and found["by-prediction"] == pytest.approx(total, rel=1e-4)
     assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
 
@@ -422,9 +346,7 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is SelfDrafter and loaded.config.draft_layers == 2 and loaded.config.draft_vocab_size == 40
     assert {"hub_entry.py", "travelling_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    inputs, call = padded(1), {"max_new_tokens": 12, "do_sample": False}
-    plain = chatty.generate(**inputs, **call)
-    assert chatty.generate(**inputs, **call, assistant_model=loaded.float()).tolist() == plain.tolist()
+    as_plain(chatty, loaded.float(), padded(1), max_new_tokens=12)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| family | self |" in card and "first 2 of 3 layers" in card
     assert "kl_ce (ce_share 0.5) + 1 x cosine distance of states on teacher data" in card
@@ -434,13 +356,12 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
 
 
 def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokenizer, tmp_path):
-    for policy in ("mixed", "student"):
-        for begin in (  # no target is needed to see it
-            lambda policy: prepared(planned(tmp_path), {"data_policy": policy}, "cpu"),
-            lambda policy: training_helpers.run(chatty, tokenizer, planned(tmp_path), data_policy=policy),
-        ):
-            with pytest.raises(ValueError, match=f"data_policy='{policy}' is invalid with family='self'"):
-                begin(policy)
+    for begin in (  # no target is needed to see it
+        lambda: prepared(planned(tmp_path), {"data_policy": "mixed"}, "cpu"),
+        lambda: training_helpers.run(chatty, tokenizer, planned(tmp_path), data_policy="mixed"),
+    ):
+        with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
+            begin()
     assert not (tmp_path / "out").exists()
 
 

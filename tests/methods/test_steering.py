@@ -56,14 +56,6 @@ def test_a_drafter_without_a_steering_says_how_to_get_one(target, tmp_path):
     assert not (tmp_path / "drafter").exists(), "nothing is written before"
 
 
-def test_a_new_steering_sums_the_hidden_states():
-    sizes = SteeringSizes((1, 2, 3), 8, (16, 16))
-    taps, steering = torch.randn(5, 24), Steering(sizes)
-    summed = sum(taps.split(8, dim=-1))
-    torch.testing.assert_close(steering.vectors(taps), torch.nn.functional.layer_norm(summed, (8,)))
-    assert not steering.deltas(steering.vectors(taps)).any()
-
-
 @torch.no_grad()
 def test_each_drafted_token_is_steered_by_the_last_verified_position(target):
     """The drafts' scores, by a forward written out here: gated blocks with deltas, tokens read one text at a time."""
@@ -141,17 +133,8 @@ def test_a_steering_for_other_models_is_refused(target):
         SteeredLMDrafter(with_layers(target, [0, 5]), steering=drafter.steering)
     with pytest.raises(ValueError, match="steering=1 is invalid: expected True or False"):
         with_fixed(drafter, steering=1).check_options()
-
-
-def test_the_model_that_is_steered_stays_as_it_was(target):
-    model = with_layers(target, [0, 5])
-    steering = Steering(SteeringSizes.of(model, target))
-    torch.nn.init.normal_(steering.up.weight)
-    drafter = SteeredLMDrafter(model, steering=steering)
-    ids = padded(1)["input_ids"]
-    with torch.no_grad(), steering.applied(torch.ones(1, 1, 128)):
-        assert not torch.equal(drafter.model(ids).logits, model(ids).logits)
-    assert not any(part._forward_hooks for part in model.modules())
+    hooked = [layer.mlp.up_proj._forward_hooks for layer in target.model.layers]
+    assert not any(hooked), "the layers that are shared stay as they were"
 
 
 def test_a_chat_goes_on_from_what_a_steered_drafter_had_read(target):

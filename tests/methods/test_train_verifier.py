@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -16,19 +17,63 @@ from hf_hsdraft.hub.drafter_files import CARD, WEIGHTS
 from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy.checked_tasks import Item
 from hf_hsdraft.methods.lossy.kept_answers import Labels, labels_run
-from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier
-from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, held_out
+from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier, tap_of
+from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, held_out, label, utility
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
+
+PLAN = Plan(places=50, roll_outs=3, max_new_tokens=16)
 
 
-def place_of(question: str, state: torch.Tensor, drafted: int = 1) -> Place:
-    return Place(Item("sums", question, "1", "number"), torch.zeros(1, 1), (7, 8), 0, drafted, state, (0.5, 0.1))
+def place_of(question, state=(0.0, 0.0), before=(7, 8), own=0, drafted=1, answer="1") -> Place:
+    item = Item("sums", question, answer, "contains")
+    return Place(item, torch.tensor([[5, 6]]), before, own, drafted, torch.as_tensor(state), (0.5, 0.1))
 
 
-def test_held_out_figures_are_of_questions_that_were_not_learned():
-    """Labels by the toss of a coin for each question: whoever knows the question knows them, and nobody else does."""
+@pytest.mark.parametrize("continuation", [0, 8])
+def test_mismatches_are_those_of_the_greedy_answer(target, tokenizer, continuation):
+    """Also of a drafter whose n-grams go on, which stays as it was."""
+    item, drafter = Item("words", "w3 w5 w8", "w1", "contains"), make_drafter(target)
+    drafter.generation_config.ngram_continuation = continuation
+    found = collect(target, tokenizer, drafter, item, PLAN)
+    assert drafter.generation_config.ngram_continuation == continuation
+    prompt = encode_prompt(tokenizer, item.prompt)["input_ids"]
+    answer = target.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :].tolist()
+    assert len(found) > 3
+    for place in found:
+        before = len(place.before)
+        assert list(place.before) == answer[:before] and place.own == answer[before] != place.drafted
+        text = torch.cat([prompt, torch.tensor([[*place.before, place.drafted]])], dim=1)
+        output = target(text, output_hidden_states=True)
+        torch.testing.assert_close(place.state, output.hidden_states[tap_of(3)][0, -1], atol=1e-4, rtol=1e-4)
+        p = output.logits[0, -2].softmax(-1)
+        entropy = float(torch.special.entr(p).sum()) / math.log(len(p))
+        assert place.figures == pytest.approx((entropy, float(p[place.drafted])), abs=1e-4)
+
+
+def test_a_place_is_a_pivot_if_answers_after_it_are_right_less_often(target, tokenizer, monkeypatch):
+    word = tokenizer.convert_ids_to_tokens(10)
+    place = place_of("w3", before=(9,), own=10, drafted=11, answer=word)
+    assert utility(target, tokenizer, place, 10, PLAN) == 1.0  # the token itself is in each of the answers
+    assert utility(target, tokenizer, place, 11, Plan(roll_outs=3, max_new_tokens=2)) == 0.0  # and nothing follows here
+    shares = {10: 0.8, 11: 0.71}
+    monkeypatch.setattr(pivots, "utility", lambda target, tokenizer, place, token, plan: shares[token])
+    assert label(target, tokenizer, place, PLAN) == 1
+    shares[11] = 0.73  # more than nine tenths of 0.8
+    assert label(target, tokenizer, place, PLAN) == 0
+
+
+def test_a_classifier_learns_what_can_be_told():
+    """Not what is known of a question only: figures are of questions that were not learned."""
     generator = torch.Generator().manual_seed(0)
+    states = torch.randn(400, 8, generator=generator)
+    places = [place_of(f"question {index}", state) for index, state in enumerate(states)]
+    classifier, told = fit(places, (states[:, 0] > 0.5).long().tolist(), Plan())
+    assert told["pivots found"] > 0.8 and told["others passed"] > 0.8
+    assert classifier.recipe["tasks"] == "sums" and classifier.recipe["mismatches"] == 400
+    with pytest.raises(ValueError, match="0 of 40 mismatches are pivots"):
+        fit(places[:40], [0] * 40, Plan())
     places, labels = [], []
-    for question in range(80):
+    for question in range(80):  # labels by the toss of a coin for each question
         state, coin = torch.randn(32, generator=generator), int(torch.randint(2, (1,), generator=generator))
         for _ in range(6):
             places.append(place_of(str(question), state + 0.01 * torch.randn(32, generator=generator)))
@@ -52,42 +97,35 @@ def test_questions_stay_together_and_each_kind_is_on_both_sides():
         held_out(["a", "a", "b", "c"], torch.tensor([1, 1, 0, 0]))
 
 
-def test_a_drafter_whose_ngrams_go_on_has_the_same_mismatches(target, tokenizer):
-    item, plan = Item("words", "w3 w5 w8", "w1", "contains"), Plan(places=50, max_new_tokens=12)
-    drafter = make_drafter(target)
-    expected = [(place.before, place.drafted) for place in collect(target, tokenizer, drafter, item, plan)]
-    drafter.generation_config.ngram_continuation = 8
-    found = collect(target, tokenizer, drafter, item, plan)
-    assert [(place.before, place.drafted) for place in found] == expected != []
-    assert drafter.generation_config.ngram_continuation == 8
-
-
 def test_labels_are_kept_as_they_come(target, tmp_path):
     path, run = tmp_path / "labels.jsonl", labels_run(target, Plan())
-    places = [place_of("a", torch.zeros(2), drafted) for drafted in (1, 2)] + [place_of("b", torch.zeros(2))]
-    labels = Labels.read(path, run)
-    for place, label in zip(places[:2], (1, 0), strict=True):
-        labels.add(place, label)
+    places = [place_of("a"), place_of("a", drafted=2), place_of("b")]
+    labels = Labels(path, run)
+    for place, kind in zip(places[:2], (1, 0), strict=True):
+        labels.add(place, kind)
     whole = path.read_text()
     path.write_text(whole + '{"mismatch": ["x", [7')  # killed while it wrote
-    again = Labels.read(path, run)
+    again = Labels(path, run)
     assert [again.of(place) for place in places] == [1, 0, None] and path.read_text() == whole
     again.add(places[2], 1)
-    assert Labels.read(path, run).of(places[2]) == 1
+    assert Labels(path, run).of(places[2]) == 1
+    before = path.read_text()
     for other, told in (
         (labels_run(target, Plan(temperature=0.5)), "temperature is 0.7 there and 0.5 here"),
         (labels_run(make_target(seed=5), Plan()), "target's digest is"),
     ):
-        before = path.read_text()
         with pytest.raises(ValueError, match=told):
-            Labels.read(path, other)
-        assert path.read_text() == before
-    for other in (b'{"turns": ["a"]}\n', b"a note", b"\n", b"\xff\n", b'{"labels of": 1}\n',
+            Labels(path, other)
+    assert path.read_text() == before
+    for other in (b'{"turns": ["a"]}\n', b"a note", b"\n", b"{", b"\xff\n", b'{"labels of": 1}\n',
                   b'{"labels of": {}}\n{"mismatch": [], "pivot": 7}\n', b'{"labels of": {}}\n[]\n'):  # fmt: skip
         path.write_bytes(other)
         with pytest.raises(ValueError, match=r"is no file of labels|holds something else|another run"):
-            Labels.read(path, run)
+            Labels(path, run)
         assert path.read_bytes() == other
+    for begun in ("", '{"labels of": {"seed'):  # killed while it wrote its first line
+        path.write_text(begun)
+        assert Labels(path, run).known == {} and json.loads(path.read_text()) == {"labels of": run}
 
 
 @pytest.fixture

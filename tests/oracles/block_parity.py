@@ -61,13 +61,10 @@ class BlockReference(Reference):
     Its `logits` returns those `[slots, V']` of all slots of a block after the tokens of the text, minus infinity where
     a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of the text, more of them than are
     accepted, and the anchor's position.
-
-    Attributes:
-        first_slot: the slot of the first draft.
     """
 
     taps: Sequence[int] = TAPS
-    first_slot: int = 0
+    first_slot: int = 0  # of the first draft
 
 
 def parity(case: Case) -> Parity:
@@ -241,11 +238,8 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
             "markov_w1": nn.Embedding(VOCABULARY, 8), "markov_w2": nn.Linear(8, VOCABULARY, bias=False)}),
     })  # fmt: skip
     randomise(model)
-    rotary, embedding, head = (
-        Gemma4TextRotaryEmbedding(config),
-        target.get_input_embeddings(),
-        target.get_output_embeddings(),
-    )
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    rotary = Gemma4TextRotaryEmbedding(config)
 
     def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> torch.Tensor:
         context = model["hidden_norm"](model["fc"](taps[:anchor]))
@@ -275,15 +269,9 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
 
 def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
     """Returns a DFlash drafter of transformers."""
-    known: dict[str, Any] = {
-        **SIZES,
-        "num_hidden_layers": 2,
-        "block_size": SLOTS,
-        **_LAYOUT,
-        "layer_types": ["full_attention"] * 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0},
-        "attn_implementation": "eager",
-    }
+    known: dict[str, Any] = {**SIZES, **_LAYOUT, "num_hidden_layers": 2, "block_size": SLOTS}
+    known |= {"layer_types": ["full_attention"] * 2, "attn_implementation": "eager"}
+    known["rope_parameters"] = {"rope_type": "default", "rope_theta": 7000.0}
     model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**known, **fields})).eval()
     randomise(model, seed=2)
     return model

@@ -146,20 +146,10 @@ def of_speculators(target: Any, kind: str = "eagle3", **fields: Any) -> Referenc
 
 def authors_config(**fields: Any) -> dict[str, Any]:
     """Returns config.json as the authors of EAGLE-3 write it. Its number of layers is the target's."""
-    known = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **SIZES,
-        "num_hidden_layers": LAYERS,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": TOKENS,
-        "draft_vocab_size": len(DRAFTED),
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "use_cache": True,
-        "tie_word_embeddings": False,
-    }
-    return {**known, **fields}
+    known = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"}
+    sizes = {"num_hidden_layers": LAYERS, "vocab_size": TOKENS, "draft_vocab_size": len(DRAFTED), "rms_norm_eps": 1e-6}
+    further = {"max_position_embeddings": 2048, "use_cache": True, "tie_word_embeddings": False}
+    return {**known, **SIZES, **sizes, **further, **fields}
 
 
 def renamed(
@@ -174,15 +164,9 @@ def renamed(
 ) -> Reference:
     """Returns a drafter of speculators in files of another project.
 
-    Args:
-        target: the target, whose embedding is borrowed unless the files have one.
-        taps: hidden states that such files mean.
-        config: fields that differ from those of the authors.
-        first_layer: name of the first layer.
-        own_embedding: whether the files hold an embedding.
-        prefix: of the names of all tensors but the head and the maps.
-        tied: whether the head is that embedding, and no tensor of its own.
-        fields: of `speculators_model`.
+    Such files mean the hidden states `taps`, and `config` are fields that differ from those of the authors. They may
+    hold an embedding (else the target's is borrowed), which may be the head too (`tied`). `prefix` is that of all names
+    but the head's and the maps'; `fields` are those of `speculators_model`.
     """
     model = speculators_model(taps=taps, **fields)
     with torch.no_grad():

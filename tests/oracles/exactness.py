@@ -48,19 +48,12 @@ _SIZES = {"gumbel": (9, 3), "stochastic_beam": (8, 4)}  # tree size and beam wid
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the texts of one setting were distributed.
+    """How the texts of one setting were distributed."""
 
-    Attributes:
-        setting: verifier, builder, processor and temperature.
-        samples: number of texts drawn.
-        p_value: p-value of the chi-square test that the texts follow the target.
-        accepted: mean number of drafted tokens accepted in a round.
-    """
-
-    setting: tuple[str, str, str, float]
-    samples: int
-    p_value: float
-    accepted: float
+    setting: tuple[str, str, str, float]  # verifier, builder, processor and temperature
+    samples: int  # texts drawn
+    p_value: float  # of the chi-square test that the texts follow the target
+    accepted: float  # mean number of drafted tokens accepted in a round
 
 
 class Table:
@@ -103,12 +96,7 @@ class Table:
 
 @dataclass(frozen=True)
 class FullExpansion(Expansion):
-    """An `Expansion` made of a function.
-
-    Attributes:
-        expand: see `Expansion.__call__`. Column i of the log-probabilities is that of token i.
-        depth: greatest depth of a child.
-    """
+    """An `Expansion` made of a function; column i of its log-probabilities is that of token i."""
 
     expand: Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
     depth: int
@@ -153,16 +141,7 @@ def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
 def check(
     verifier: str | Verifier, builder: str, processor: str, temperature: float, samples: int, seed: int = 0
 ) -> Outcome:
-    """Draws texts by rounds of one setting and tests them.
-
-    Args:
-        verifier: a name of `VERIFIERS`, or another rule.
-        builder: a name of `TREE_BUILDERS` or of `DRAWN_DRAFTS`.
-        processor: a name of `PROCESSORS`.
-        temperature: temperature of the target.
-        samples: number of texts.
-        seed: seed of the draws.
-    """
+    """Draws texts by rounds of one setting and tests them; names are those of the tables, and of `VERIFIERS`."""
     torch.manual_seed(seed)
     rule = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
     name = verifier if isinstance(verifier, str) else "other"

@@ -56,12 +56,8 @@ class ForcedDrafter(WrappedDrafter):
     """A drafter for targets that count, whose rounds have as many right tokens as given.
 
     The drafter does all its work. Then the nodes of its trees get other tokens: a path of the wanted length has the
-    right ones, and all other nodes have wrong ones. The target's own rule accepts that path.
-
-    Args:
-        drafter: drafter that makes the drafts. All its trees have one size, without n-grams.
-        accepted: number of drafted tokens to accept, round by round, over and over. Each row of a batch begins at
-            another place.
+    right ones, and all other nodes have wrong ones. The target's own rule accepts that path. `accepted` are the numbers
+    of drafted tokens to accept, round by round, over and over; each row of a batch begins at another place.
     """
 
     def __init__(self, drafter: Drafter, accepted: Sequence[int]) -> None:

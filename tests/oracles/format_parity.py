@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -24,46 +25,32 @@ VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
 PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))
 NEW_TOKENS = 24
 PADDING = 0
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far the drafts of a format are from those of its reference.
+    """How far the drafts of a format are from those of its reference."""
 
-    Attributes:
-        format: name of the format, with what is special in this case.
-        reference: class whose drafts are the right ones.
-        difference: greatest distance of a log-probability or logit, in float32.
-        rounds: number of drafts compared.
-        accepted: number of rounds that accepted a draft.
-        rejected: number of rounds that rejected some.
-    """
-
-    format: str
-    reference: str
-    difference: float
-    rounds: int
-    accepted: int
-    rejected: int
+    format: str  # its name, with what is special in this case
+    reference: str  # class whose drafts are the right ones
+    difference: float  # greatest distance of a log-probability or logit, in float32
+    rounds: int  # drafts compared
+    accepted: int  # rounds that accepted a draft
+    rejected: int  # rounds that rejected some
 
 
 @dataclass(frozen=True)
 class Round:
-    """A draft of a call.
+    """A draft of a call."""
 
-    Attributes:
-        row: index of the text.
-        length: number of tokens of the text when it was drafted, the anchor included.
-        place: index of the text among those drafted for together.
-        rows: number of these.
-        expansion: what their trees grew from.
-    """
-
-    row: int
-    length: int
-    place: int
-    rows: int
-    expansion: Expansion
+    row: int  # index of the text
+    length: int  # of the text when it was drafted, in tokens, the anchor included
+    place: int  # index of the text among those drafted for together
+    rows: int  # number of these
+    expansion: Expansion  # what their trees grew from
 
     def log_probs(self, path: Sequence[int]) -> torch.Tensor:
         """Returns log-probabilities `[n, V']` after the n first nodes of a path from the root, beside other nodes."""
@@ -79,21 +66,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Reference:
-    """A drafter of random weights by the implementation that a format comes from.
+    """A drafter of random weights by the implementation that a format comes from."""
 
-    Attributes:
-        name: name of its class.
-        save: writes it into a folder.
-        logits: what it drafts; the family's comparison says what it is given and what it returns.
-        taps: hidden states of the target that it reads.
-        settle: tells a loaded drafter what its files do not.
-    """
-
-    name: str
-    save: Callable[[Path], Any]
-    logits: Callable[..., Any]
-    taps: Sequence[int]
-    settle: Callable[[Any], Any] = lambda drafter: None
+    name: str  # of its class
+    save: Callable[[Path], Any]  # writes it into a folder
+    logits: Callable[..., Any]  # what it drafts; the family's comparison says what it is given and what it returns
+    taps: Sequence[int]  # hidden states of the target that it reads
+    settle: Callable[[Any], Any] = lambda drafter: None  # tells a loaded drafter what its files do not
 
     def loaded(self) -> Any:
         """Returns the drafter that its files are read as, in float32."""
@@ -106,17 +85,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Case:
-    """A format in a kind of its own.
+    """A format with what is special in this case."""
 
-    Attributes:
-        name: what is compared.
-        make: makes the reference for a target.
-        target: fields of the target's configuration.
-    """
-
-    name: str
-    make: Callable[[Any], Reference]
-    target: dict[str, Any] = field(default_factory=dict)
+    name: str  # what is compared
+    make: Callable[[Any], Reference]  # makes the reference for a target
+    target: dict[str, Any] = field(default_factory=dict)  # fields of the target's configuration
 
 
 class NotingDrafter(WrappedDrafter):
@@ -142,19 +115,9 @@ def tiny_target(**overrides: Any) -> Any:
     """Returns a small random target in float32 whose text varies; `kind` is the class of its configuration."""
     torch.manual_seed(3)
     kind = overrides.pop("kind", LlamaConfig)
-    fields: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "eos_token_id": None,
-        "pad_token_id": PADDING,
-        "initializer_range": 0.3,
-    }
-    return AutoModelForCausalLM.from_config(kind(**{**fields, **overrides})).eval()
+    sizes = {**SIZES, "intermediate_size": 64, "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
+    special = {"max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": PADDING, "initializer_range": 0.3}
+    return AutoModelForCausalLM.from_config(kind(**{**sizes, **special, **overrides})).eval()
 
 
 @torch.no_grad()
@@ -168,14 +131,7 @@ def randomise(model: torch.nn.Module, std: float = 0.3, seed: int = 1) -> None:
 
 @torch.no_grad()
 def texts_of(target: Any, drafter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[list[int]], Any]:
-    """Decodes padded prompts in one batch with a drafter.
-
-    Returns:
-        The texts without padding, and the statistics of the call.
-
-    Raises:
-        AssertionError: the texts are not those of plain decoding.
-    """
+    """Decodes padded prompts in one batch with a drafter, as plain decoding does; returns texts and statistics."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -200,9 +156,6 @@ def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Te
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
 OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _CLASSES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3", "peagle": "PEagle"}
 
@@ -212,13 +165,8 @@ def speculators_drafter(
 ) -> Any:
     """Returns a drafter of the package speculators with random weights.
 
-    Args:
-        kind: its type, such as `"eagle3"`.
-        layers: configuration of its layers.
-        ids: the tokens that it can draft; `None` for all.
-        proposed: number of tokens that it proposes.
-        std: of the weights.
-        fields: of its configuration.
+    `kind` is its type, such as `"eagle3"`, `layers` the configuration of its layers, `ids` the tokens that it can draft
+    (`None` for all), `proposed` the number that it proposes, `fields` those of its configuration.
     """
     import speculators as package
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -282,21 +230,11 @@ def compared(
     texts: Sequence[Sequence[int]],
     distance: Callable[[Round, Sequence[int]], float],
 ) -> Parity:
-    """Compares the rounds of a call with a reference.
-
-    Args:
-        name: of the format.
-        reference: name of the reference's class.
-        rounds: what was drafted.
-        texts: the texts of the call.
-        distance: distance of a round's drafts from the reference's, given the whole text of its row.
-    """
+    """Compares the rounds of a call with a reference, by the distance of a round's drafts from the reference's."""
     worst = max((distance(each, texts[each.row]) for each in rounds), default=math.inf)
     lengths: dict[int, list[int]] = {}
     for each in rounds:
         lengths.setdefault(each.row, []).append(each.length)
-    steps = [
-        later - earlier for row in lengths.values() for earlier, later in zip(row, [*row[1:], row[-1] + 1], strict=True)
-    ]
+    steps = [later - length for row in lengths.values() for length, later in itertools.pairwise([*row, row[-1] + 1])]
     accepted = sum(step > 1 for step in steps)
     return Parity(name, reference, worst, len(rounds), accepted, len(steps) - accepted)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from websockets.exceptions import ConnectionClosed
 
 from hf_hsdraft.bench.machine import resident_bytes
@@ -32,7 +30,6 @@ from hf_hsdraft.remote.messages import (
     packed_ints,
 )
 from hf_hsdraft.remote.wire import WireError, decode, encode
-from oracles.tiny import VOCABULARY
 
 _MOST_GROWTH = 64.0  # MiB
 
@@ -79,23 +76,8 @@ def _nested(rng: random.Random) -> bytes:
 def _mistyped(rng: random.Random) -> bytes:
     """A message whose fields are of other types, out of range, too few or too many."""
     values = msgpack.unpackb(encode(rng.choice(_VALID)(rng)))
-    odd: list[Any] = [
-        None,
-        -1,
-        2**63,
-        float("nan"),
-        float("inf"),
-        "",
-        "x" * 5000,
-        b"",
-        b"abc",
-        [],
-        [[]],
-        {},
-        {"a": {}},
-        True,
-        1e300,
-    ]
+    numbers, texts = (-1, 2**63, float("nan"), float("inf"), 1e300), ("", "x" * 5000, b"", b"abc")
+    odd: list[Any] = [None, True, *numbers, *texts, [], [[]], {}, {"a": {}}]
     for _ in range(rng.randint(1, 3)):
         values[rng.randrange(len(values))] = rng.choice(odd)
     return msgpack.packb(
@@ -110,16 +92,8 @@ def _other_way(rng: random.Random) -> bytes:
 
 def _wrong_content(rng: random.Random) -> bytes:
     """A message of the right form that asks for what cannot be."""
-    options: dict[str, Any] = rng.choice(
-        [
-            {"temperature": -1.0},
-            {"top_k": -5},
-            {"max_new_tokens": 2**62},
-            {"num_beams": 9},
-            {"eos_token_id": [2**40]},
-            {},
-        ]
-    )
+    wrong = {"temperature": -1.0, "top_k": -5, "max_new_tokens": 2**62, "num_beams": 9, "eos_token_id": [2**40]}
+    options: dict[str, Any] = rng.choice([{}, *({name: value} for name, value in wrong.items())])
     ids = packed_ints(rng.choice([[-1], [2**31 - 1], [5] * 4000, [5]]))
     taps = rng.choice([[], [60_000], list(range(60))])
     opening = Open(
@@ -129,21 +103,12 @@ def _wrong_content(rng: random.Random) -> bytes:
     return encode(rng.choice([opening, Draft(rng.randint(1, 3), packed_ints([5] * 200), packed_ints(parents, "h"))]))
 
 
-KINDS: tuple[Callable[[random.Random], bytes], ...] = (
-    _noise,
-    _flipped,
-    _cut,
-    _huge,
-    _nested,
-    _mistyped,
-    _other_way,
-    _wrong_content,
-)
+_KINDS = (_noise, _flipped, _cut, _huge, _nested, _mistyped, _other_way, _wrong_content)
 
 
 def malformed(rng: random.Random) -> bytes:
     """Returns the bytes of a message that no device would send."""
-    return rng.choice(KINDS)(rng)
+    return rng.choice(_KINDS)(rng)
 
 
 def _frame(rng: random.Random) -> bytes:
@@ -154,19 +119,12 @@ def _frame(rng: random.Random) -> bytes:
 
 @dataclass
 class FuzzReport:
-    """What became of malformed messages.
+    """What became of malformed messages."""
 
-    Attributes:
-        messages: number sent.
-        reactions: how often each reaction was seen: answers, reasons of refusals, and codes of connections that ended.
-        seconds: in all.
-        grown_mebibytes: by how much the memory of this process grew after the first tenth of the messages.
-    """
-
-    messages: int
-    reactions: Counter[str]
-    seconds: float
-    grown_mebibytes: float
+    messages: int  # sent
+    reactions: Counter[str]  # times of each: answers, reasons of refusals, codes of connections that ended
+    seconds: float  # in all
+    grown_mebibytes: float  # of this process's memory, after the first tenth of the messages
 
     @property
     def faults(self) -> list[str]:
@@ -176,13 +134,7 @@ class FuzzReport:
 
 
 def fuzz(address: Address, messages: int, seed: int = 0) -> FuzzReport:
-    """Sends malformed messages to a server, on new connections where it ends one.
-
-    Args:
-        address: of the server, on this machine.
-        messages: number to send.
-        seed: of what is sent.
-    """
+    """Sends so many malformed messages to a server on this machine, on new connections where it ends one."""
     rng, reactions, before = random.Random(seed), Counter[str](), 0.0
     began = time.monotonic()
     link: Link | None = None
@@ -235,12 +187,3 @@ def _has_no_answer(data: bytes) -> bool:
         return isinstance(decode(data, {Close.code: Close}), Close)
     except WireError:
         return False
-
-
-def word_tokenizer() -> Any:
-    """A tokenizer of a word for each token, with a chat template."""
-    words = {word: number for number, word in enumerate(["<unk>", *(f"w{number}" for number in range(VOCABULARY - 1))])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", chat_template=template)

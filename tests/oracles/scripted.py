@@ -56,15 +56,10 @@ def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
 
 
 class ScriptedDrafter(WrappedDrafter):
-    """Drafts along given texts, down to random depths.
+    """Drafts along given texts, the new tokens of each row, down to random depths.
 
-    Args:
-        drafter: a drafter. Its options, hidden states and checks are used, its own drafts are not.
-        texts: the new tokens of each row.
-        seed: seed of the random numbers.
-
-    Attributes:
-        last: session of the last call; `None` before the first one.
+    The options, hidden states and checks of `drafter` are used, its drafts are not. `last` is the session of the last
+    call.
     """
 
     def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -78,12 +73,7 @@ class ScriptedDrafter(WrappedDrafter):
 
 
 class ScriptedSession(Session):
-    """The scripted drafts of one call.
-
-    Attributes:
-        forwards: number of forwards so far.
-        chains: whether chains were asked for.
-    """
+    """The scripted drafts of one call; `forwards` counts these, `chains` says whether chains were asked for."""
 
     def __init__(self, call: Call, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng

@@ -5,9 +5,7 @@ The types come from transformers' own mappings, not from a list of ours.
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +27,7 @@ MAPPINGS = {
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-_NEW_TOKENS, _PROMPT = 24, 11
+NEW_TOKENS, _PROMPT = 24, 11
 _LONGEST_PROMPT = 220  # tiny models have 256 positions
 
 
@@ -37,29 +35,20 @@ _LONGEST_PROMPT = 220  # tiny models have 256 positions
 class Support:
     """One row of the table.
 
-    Attributes:
-        task: one of `MAPPINGS`.
-        model_type: transformers' name of the type.
-        drafts: `"tree"`, `"chain"` or `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not
-            built"` where no tiny model could be made, `"error"` where drafted decoding raised something else.
-        equal: whether the text of scripted drafts is plain decoding's; `None` if nothing was compared.
-        batch: the same for a left-padded batch: `"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain
-            decoding does not work.
-        ngrams: the same for drafts by n-grams.
-        long: the same for a prompt longer than every window that the configuration names, by both drafters.
-        tau: number of tokens per target forward of scripted drafts.
-        reason: why it is not a tree.
+    `drafts` is `"tree"`, `"chain"` or `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not
+    built"` where no tiny model could be made, `"error"` where drafted decoding raised something else. Comparisons are
+    `"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain decoding does not work.
     """
 
-    task: str
-    model_type: str
+    task: str  # one of `MAPPINGS`
+    model_type: str  # transformers' name of the type
     drafts: str
-    equal: bool | None = None
-    batch: str = "-"
-    ngrams: str = "-"
-    long: str = "-"
-    tau: float = 0.0
-    reason: str = ""
+    equal: bool | None = None  # whether the text of scripted drafts is plain decoding's; `None` if not compared
+    batch: str = "-"  # the same for a left-padded batch
+    ngrams: str = "-"  # the same for drafts by n-grams
+    long: str = "-"  # the same for a prompt longer than every window that the configuration names, by both drafters
+    tau: float = 0.0  # tokens per target forward of scripted drafts
+    reason: str = ""  # why it is not a tree
 
     @property
     def differs(self) -> bool:
@@ -95,6 +84,10 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
             problem = _brief(error)
     if plain is None:
         return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem or "")
+
+    def failed(kind: str, reason: str) -> Support:
+        return Support(task, model_type, kind, None, "-", ngrams, long, reason=reason)
+
     ngrams, beyond = _compared(model, 1, _ngrams), max(_PROMPT, *windows(text_config(model)), 0) + 4
     long = "-"
     assert model is not None
@@ -104,13 +97,9 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
     try:
         drafter = _scripted_drafter(model, _new(plain), seed=1)
         drafted = _decode(model, 1, drafter)
-    except ValueError as error:
-        if "cannot be drafted for" not in str(error):
-            return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
-        reason = str(error).partition(": ")[2]
-        return Support(task, model_type, "refused", None, "-", ngrams, long, reason=reason)
     except Exception as error:
-        return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
+        refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
+        return failed("refused", str(error).partition(": ")[2]) if refused else failed("error", _brief(error))
     session, statistics = drafter.last, drafted.statistics
     if statistics is None:  # Whisper's `generate` leaves out of its output what it does not know
         assert session is not None
@@ -141,21 +130,14 @@ def _ngrams(model: Any, texts: Sequence[Sequence[int]]) -> CachebackDrafter:
 
 
 def _new(output: Any) -> list[list[int]]:
-    return output.sequences[:, -_NEW_TOKENS:].tolist()
+    return output.sequences[:, -NEW_TOKENS:].tolist()
 
 
 def _decode(model: Any, rows: int, drafter: Any, prompt: int = _PROMPT) -> Any:
     options = {} if drafter is None else {"assistant_model": drafter}
-    return model.generate(
-        **_inputs(model, rows, prompt),
-        max_new_tokens=_NEW_TOKENS,
-        min_new_tokens=_NEW_TOKENS,
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-        return_dict_in_generate=True,
-        **options,
-    )
+    call = {"do_sample": False, "num_beams": 1, "use_cache": True, "return_dict_in_generate": True}
+    call |= dict.fromkeys(("max_new_tokens", "min_new_tokens"), NEW_TOKENS)
+    return model.generate(**_inputs(model, rows, prompt), **call, **options)
 
 
 def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
@@ -175,71 +157,13 @@ def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2)
     """Returns a drafter that fits a model and reads its hidden states, but drafts along given texts."""
     config = text_config(model)
     torch.manual_seed(1)
-    drafter = HSDrafter(
-        HSDraftConfig(
-            vocab_size=config.vocab_size,
-            target_hidden_size=config.hidden_size,
-            target_num_hidden_layers=decoder_layers(config),
-            target_tap_layers=[1, 2],
-            num_attention_heads=1,
-            head_dim=8,
-            intermediate_size=16,
-            num_draft_steps=4,
-            tree_size=16,
-            head="trained",
-            draft_vocab_size=config.vocab_size,
-            injector_rank=4,
-            injector_hidden_size=8,
-        )
-    ).eval()
-    return ScriptedDrafter(drafter, texts, seed)
+    sizes = {"num_attention_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_draft_steps": 4, "tree_size": 16}
+    sizes |= {"injector_rank": 4, "injector_hidden_size": 8, "draft_vocab_size": config.vocab_size}
+    fitting = {"target_hidden_size": config.hidden_size, "target_num_hidden_layers": decoder_layers(config)}
+    made = HSDraftConfig(vocab_size=config.vocab_size, head="trained", target_tap_layers=[1, 2], **sizes, **fitting)
+    return ScriptedDrafter(HSDrafter(made).eval(), texts, seed)
 
 
 def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
-
-
-def check_all(tasks: Sequence[str], only: Sequence[str] = ()) -> Iterator[Support]:
-    """Checks all types of some tasks, one by one."""
-    for task in tasks:
-        for model_type, config_class, model_class in model_types(task):
-            if only and model_type not in only:
-                continue
-            yield check_type(task, model_type, config_class, model_class)
-            gc.collect()
-
-
-def as_markdown(rows: Sequence[Support]) -> str:
-    """Returns the table with its counts."""
-    lines = [
-        "# Which targets can be drafted for",
-        "",
-        f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
-        f"{torch.__version__}: a tiny random model of every type, decoded in float32 with and without scripted drafts "
-        f"(right to a random depth, among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch "
-        "of three. N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every "
-        "window that the configuration names.",
-        "",
-    ]
-    for task in dict.fromkeys(row.task for row in rows):
-        mine = [row for row in rows if row.task == task]
-        counts = Counter(row.drafts for row in mine)
-        decodable = [row for row in mine if row.drafts not in ("not built", "plain fails")]
-        differ = sum(row.differs for row in mine)
-        lines += [
-            f"## {task}",
-            "",
-            f"{len(mine)} types; of {len(decodable)} that plain `generate()` decodes here: {counts['tree']} trees, "
-            f"{counts['chain']} chains, {counts['refused']} refused, {counts['error']} errors; {differ} differ.",
-            "",
-            "| type | drafts | text | batch | n-grams | long | tau | why |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in mine:
-            text = {True: "equal", False: "differs", None: "-"}[row.equal]
-            reason = row.reason.replace("|", "\\|")
-            trials = f"{text} | {row.batch} | {row.ngrams} | {row.long}"
-            lines.append(f"| {row.model_type} | {row.drafts} | {trials} | {row.tau or '-'} | {reason} |")
-        lines.append("")
-    return "\n".join(lines)

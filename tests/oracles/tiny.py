@@ -20,18 +20,12 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_nextn_predict_layers$|num_mtp", 0),
     (r"first_k_dense|moe_layer_start|num_dense_layers$|mlp_only", 1),
     (r"num_kv_shared_layers$", 0),
-    (
-        r"(num_hidden_layers|num_layers|n_layers?|decoder_layers|num_decoder_layers|encoder_layers|depth|layers)$",
-        _LAYERS,
-    ),
+    (r"(n_layer|layers|depth)$", _LAYERS),
     (r"encoder_layers$|num_encoder_layers$|transformer_layers$", 2),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|kv_heads)$", 2),
     (r"(num_attention_heads|num_heads|n_heads?|attention_heads|num_query_heads)$", 4),
     (r"mamba_d_head|mamba_head_dim|qk_head_dim", 16),
-    (
-        r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim|head_dim|d_kv|d_head$|kv_channels|attention_head_size|head_size",
-        8,
-    ),
+    (r"head_dim|d_kv|d_head$|kv_channels|head_size", 8),
     (r"lora_rank|lora_dim|lowrank|low_rank", 8),
     (r"rotary_dim$", 8),
     (r"attn_layer_period|expert_layer_period|full_attn_interval|full_attention_interval|layer_group_size", 2),
@@ -42,14 +36,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(index_topk|keep_window_size|log_scaling_n_floor)$", 24),  # reached within a few tokens
     (r"floor_scale$", 32),
     (r"(sliding_window|attention_window_size|attention_chunk_size|window_size)$", 8),
-    (
-        r"(max_position_embeddings|n_positions|max_target_positions|max_source_positions|n_ctx|max_seq_len|seq_length)$",
-        256,
-    ),
-    (
-        r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|ffn_embed_dim|inner_dim|expert_ffn_hidden_size)$",
-        64,
-    ),
+    (r"(max_position_embeddings|n_positions|(target|source)_positions|n_ctx|max_seq_len|seq_length)$", 256),
+    (r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|ffn_embed_dim|inner_dim)$", 64),
     (r"image_size$", 28),
     (r"patch_size$", 14),
     (r"(hidden_size|d_model|n_embd|embed_dim|hidden_dim|dim|embedding_size|word_embed_proj_dim|d_embed|width)$", 32),
@@ -64,10 +52,8 @@ _STD = re.compile(r"(initializer_range|init_std|initializer_factor|initializer_r
 def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any]:
     """Returns the fields of a configuration with small sizes.
 
-    Args:
-        config: a configuration with its usual sizes.
-        layer_lists: what becomes of lists with one entry per layer. `"anew"` leaves them to the configuration class,
-            `"cut"` keeps an entry of each kind, `"full"` makes all layers full attention.
+    Lists with one entry per layer are left to the configuration class (`"anew"`), keep an entry of each kind (`"cut"`),
+    or make all layers full attention (`"full"`).
     """
     fields: dict[str, Any] = {}
     latent = _field(config, "kv_lora_rank") is not None  # then every head has its own keys
@@ -121,11 +107,7 @@ def tiny_config(config_class: type[PreTrainedConfig], layer_lists: str = "anew")
 
 
 def tiny_model(model_class: Any, config: PreTrainedConfig, seed: int = 0) -> Any:
-    """Returns a random model in float32, in evaluation mode.
-
-    Raises:
-        ValueError: the configuration was not made small.
-    """
+    """Returns a random model in float32, in evaluation mode; a ValueError if the configuration was not made small."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
     if size > _PARAMETERS:

@@ -13,7 +13,7 @@ from conftest import VOCAB
 from oracles.remote_server import in_background
 
 from hf_hsdraft.remote.connecting import connect
-from hf_hsdraft.remote.link import Address, Link
+from hf_hsdraft.remote.link import Address, Link, LinkLost
 from hf_hsdraft.remote.messages import Open, Opened, packed_ints
 from hf_hsdraft.remote.remote_model import RemoteModel
 from hf_hsdraft.remote.sessions import ServerLimits
@@ -54,6 +54,37 @@ def serving(
     )
     with in_background(server, port, tls) as port:
         yield Serving(server, port)
+
+
+class Streamer:
+    """Notes what is put; calls `then` with the number of each round."""
+
+    def __init__(self, then: Callable[[int], Any] = lambda rounds: None) -> None:
+        self.tokens: list[int] = []
+        self.rounds, self.ended, self._then = 0, False, then
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        self.rounds += 1
+        self._then(self.rounds)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def fail_once(monkeypatch: Any, number: int, error: BaseException) -> None:
+    """Lets a device fail at a message of the server, counted from now on; a lost connection is closed."""
+    receive, told = Link.receive, []
+
+    def failing(self: Link, *kinds: Any) -> Any:
+        told.append(kinds)
+        if len(told) != number:
+            return receive(self, *kinds)
+        if isinstance(error, LinkLost):
+            self.close()
+        raise error
+
+    monkeypatch.setattr(Link, "receive", failing)
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:

@@ -15,7 +15,7 @@ pytest.importorskip("websockets")
 
 from oracles.scripted import ScriptedDrafter
 from oracles.tiny import tiny_config, tiny_model
-from remote_helpers import at_once, plain, prompts, serving
+from remote_helpers import Streamer, at_once, fail_once, plain, prompts, serving
 from safetensors.torch import save_file
 from transformers import (
     MambaConfig,
@@ -28,8 +28,7 @@ from transformers import (
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
+from hf_hsdraft.remote.link import LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     Accepted,
     Open,
@@ -40,9 +39,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_ints,
     unpacked_states,
 )
-from hf_hsdraft.remote.remote_target import RemoteCall, RemoteTarget
 from hf_hsdraft.remote.tree_reader import TreeReader
-from hf_hsdraft.remote.verified_text import seeded
 
 ENDS = list(range(0, VOCAB, 9))
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -229,23 +226,6 @@ def test_text_goes_there_and_back_by_the_servers_tokenizer(chatty, own_tokenizer
                 call()
 
 
-class Streamer:
-    """Notes what is put; calls `then` after each round."""
-
-    def __init__(self, then: Any = None) -> None:
-        self.tokens: list[int] = []
-        self.rounds, self.ended, self._then = 0, False, then
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-        self.rounds += 1
-        if self._then is not None:
-            self._then(self.rounds)
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def losing(server: Any, rounds: int = 4) -> Streamer:
     """A streamer that lets a server forget its texts after some rounds."""
     return Streamer(lambda done: [server.sessions.remove(each) for each in server.sessions] if done == rounds else None)
@@ -304,20 +284,12 @@ def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, options, s
 def test_a_drafter_of_hidden_states_goes_on_when_its_text_is_resumed_or_opened_again(
     target, monkeypatch, sample: bool
 ) -> None:
-    ids, drafter, receive, told = prompts(1, seed=21)[0], make_drafter(target), Link.receive, []
+    ids, drafter = prompts(1, seed=21)[0], make_drafter(target)
     options = {"max_new_tokens": 40, "do_sample": sample}
     expected = plain(target, ids, 4, **options)
-
-    def broken(self, *kinds):
-        told.append(kinds)
-        if len(told) == 8:  # in the middle of the text
-            self.close()
-            raise LinkLost("broken")
-        return receive(self, *kinds)
-
     with serving(target, piece=8) as served, served.connect() as model:
         lost = model.generate(ids, drafter, seed=4, streamer=losing(served), return_dict_in_generate=True, **options)
-        monkeypatch.setattr(Link, "receive", broken)
+        fail_once(monkeypatch, 8, LinkLost("broken"))  # in the middle of the text
         cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
     assert (lost.link.reopened, lost.link.resumed) == (1, 0)
     assert (cut.link.reopened, cut.link.resumed) == (0, 1)
@@ -341,13 +313,13 @@ def test_sampled_texts_of_other_seeds_options_and_drafters_share_forwards(target
 
 
 def test_a_batch_waits_for_texts_that_come_back_soon(target, monkeypatch) -> None:
-    """Drafts that come 20 ms after others come to share their forwards of 200 ms, unless the server does not wait."""
+    """Drafts that come 10 ms after others come to share their forwards of 100 ms, unless the server does not wait."""
     read, ids, shared = TreeReader.read, prompts(2, seed=33), {}
     options = {"max_new_tokens": 14, "do_sample": False}
-    late = Streamer(lambda _: time.sleep(0.02))
+    late = Streamer(lambda _: time.sleep(0.01))
 
     def slow(self: TreeReader, *args: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return read(self, *args)
 
     for wait in (None, 0.0):
@@ -376,41 +348,14 @@ def sliding(mixed: bool):
     return MistralForCausalLM(MistralConfig(**sizes, **heads, eos_token_id=None)).eval()
 
 
-@pytest.mark.parametrize("kind", ["eager", "sdpa", "sliding", "sliding and full"])
-def test_texts_of_other_lengths_share_forwards_of_any_attention(kind: str) -> None:
-    target = make_target(kind, seed=8) if kind in ("eager", "sdpa") else sliding("full" in kind)
+@pytest.mark.parametrize("kind", ["eager", "sdpa", "sliding", "sliding and full", "packed"])
+def test_texts_of_other_lengths_share_forwards_of_any_attention_and_of_packed_weights(kind: str) -> None:
+    target = sliding("full" in kind) if "sliding" in kind else make_target(kind.replace("packed", "sdpa"), seed=8)
     ids, options = prompts(3, seed=12), {"max_new_tokens": 24, "do_sample": False}
     expected = [plain(target, one, **options) for one in ids]
     drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
-    with serving(target, wait_seconds=0.2) as served, served.connect() as model:
+    with serving(target, wait_seconds=0.2, packed=kind == "packed") as served, served.connect() as model:
         found = at_once(lambda place: model.generate(ids[place], assistant_model=drafter, **options), 3)
         assert all(map(torch.equal, found, expected))
         assert max(served.status()["batches"]["sizes"]) > 1
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 2, 7])
-@pytest.mark.parametrize("vocab_size", [97, 5000])
-def test_random_numbers_are_passed_over_as_draws_take_them(drawn: int, vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(11)
-    probabilities = torch.rand(1, vocab_size, generator=torch.Generator().manual_seed(1))
-    for _ in range(drawn):
-        torch.multinomial(probabilities, num_samples=1, generator=generator)
-    found = seeded(11, torch.device("cpu"), vocab_size, drawn)
-    assert torch.equal(found.get_state(), generator.get_state())
-
-
-def test_no_draft_is_asked_for_that_is_deeper_than_the_server_has_room_for():
-    """Without any room for nodes nothing is drafted: sessions are never asked for trees of no nodes."""
-    draft = DraftOptions.of(CachebackDrafter())
-    target = RemoteTarget(RemoteCall(lambda: None, [5, 6], 0, {}), draft, 32)
-    for nodes in (0, 1, 2, 500):
-        target._reach, target._most_nodes = 8, nodes
-        [ask] = target.asks()
-        assert ask.size == min(nodes, draft.tree_size) and ask.depth == ask.reach == min(nodes, 8)
-
-
-def test_packed_weights_change_no_text(target) -> None:
-    ids = prompts(1)[0]
-    with serving(target, packed=True) as served, served.connect() as model:
-        assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
-        assert served.server._reader.packed
+        assert served.server._reader._acceleration.packed == (kind == "packed")

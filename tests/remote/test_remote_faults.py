@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import random
 import shutil
@@ -10,6 +11,8 @@ import socket
 import ssl
 import subprocess
 import threading
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from conftest import VOCAB, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from remote_helpers import plain, prompts, serving, until
+from remote_helpers import Streamer, fail_once, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
 from hf_hsdraft.remote.connecting import connect
@@ -84,21 +87,14 @@ def test_a_restart_of_the_server_changes_no_text(target, sample: bool, drafter) 
         stack = contextlib.ExitStack()
         served = stack.enter_context(serving(target))
 
-        class Restarting:
-            rounds = 0
-
-            def put(self, value: torch.Tensor) -> None:
-                self.rounds += 1
-                if self.rounds == 6:
-                    stack.close()
-                    running.enter_context(serving(target, port=served.port))
-
-            def end(self) -> None: ...
+        def restart(rounds: int) -> None:
+            if rounds == 6:
+                stack.close()
+                running.enter_context(serving(target, port=served.port))
 
         with served.connect() as model:
-            output = model.generate(
-                ids, drafter, seed=3, streamer=Restarting(), return_dict_in_generate=True, **options
-            )
+            call = {**options, "streamer": Streamer(restart), "return_dict_in_generate": True}
+            output = model.generate(ids, drafter, seed=3, **call)
         assert torch.equal(output.sequences, plain(target, ids, 3, **options))
         if drafter:
             assert output.link.reopened == 1
@@ -135,15 +131,7 @@ def test_connections_that_break_at_any_moment_change_no_text(target, monkeypatch
 
 
 def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -> None:
-    ids, receive, told = prompts(1)[0], Link.receive, []
-
-    def broken(self, *kinds):
-        told.append(kinds)
-        if len(told) == 6:
-            self.close()
-            raise LinkLost("broken")
-        return receive(self, *kinds)
-
+    ids = prompts(1)[0]
     with serving(target) as served, served.connect() as model:
         take, asked = model._links.take, []
 
@@ -154,28 +142,19 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
             return take()
 
         monkeypatch.setattr(model._links, "take", full)
-        monkeypatch.setattr(Link, "receive", broken)
+        fail_once(monkeypatch, 6, LinkLost("broken"))
         output = model.generate(ids, CachebackDrafter(), return_dict_in_generate=True, **GREEDY)
     assert torch.equal(output.sequences, plain(target, ids, **GREEDY))
     assert (output.link.resumed, output.link.reopened) == (1, 0) and len(asked) == 3
 
 
 def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monkeypatch) -> None:
-    ids, receive = prompts(1)[0], Link.receive
+    ids = prompts(1)[0]
     with serving(target, keep_seconds=0.4) as served, served.connect() as model:
         for drafter in (CachebackDrafter(), None):
-            seen = []
-
-            def interrupted(self, *kinds, seen=seen):
-                seen.append(kinds)
-                if len(seen) == 4:
-                    raise KeyboardInterrupt
-                return receive(self, *kinds)
-
-            monkeypatch.setattr(Link, "receive", interrupted)
+            fail_once(monkeypatch, 4, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 model.generate(ids, drafter, **GREEDY)
-            monkeypatch.setattr(Link, "receive", receive)
             assert torch.equal(model.generate(ids, drafter, **GREEDY), plain(target, ids, **GREEDY))
         assert until(lambda: len(served.sessions) == 0)
         options = {"return_dict_in_generate": True, **GREEDY}
@@ -205,7 +184,7 @@ def test_a_place_for_a_connection_is_waited_for(target) -> None:
         threading.Timer(0.5, link.close).start()
         with served.connect() as model:
             assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32
-            model._links._idle[0].close()
+            model._links._idle.queue[0].close()
             assert until(lambda: served.status()["connections"] == 0)
             other = served.link()
             threading.Timer(0.5, other.close).start()
@@ -257,27 +236,36 @@ def test_silent_connections_are_closed_and_fail_no_call(target) -> None:
     with serving(target, idle_seconds=0.3, keep_seconds=0.2) as served, served.connect(patience=0) as model:
         served.opened(ids)
         assert until(lambda: served.status()["connections"] == 0 and len(served.sessions) == 0)
-        assert until(lambda: not model._links._idle[0].is_open)
+        assert until(lambda: not model._links._idle.queue[0].is_open)
         assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32  # asked over the connection that was closed
-        assert until(lambda: served.status()["connections"] == 0 and not model._links._idle[0].is_open)
+        assert until(lambda: served.status()["connections"] == 0 and not model._links._idle.queue[0].is_open)
         assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
 
 
 def test_tokens_are_wanted_and_in_no_log(target, caplog, monkeypatch) -> None:
-    """And this machine is reached without a proxy."""
+    """Also for the state; and this machine is reached without a proxy."""
     secret, ids = "a-very-secret-token", prompts(1)[0]
     for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     caplog.set_level(logging.DEBUG)
     logging.getLogger("websockets").setLevel(logging.DEBUG)
+
+    def status(token: str) -> dict:
+        asked = Request(f"{served.url}/status", headers={"Authorization": f"Bearer {token}"})
+        with build_opener(ProxyHandler({})).open(asked, timeout=10) as answer:
+            return json.load(answer)
+
     with serving(target, token=secret) as served:
         for wrong in ("", "another-secret", secret + "x"):
             with pytest.raises(ServerRefused, match="token") as refused:
                 served.connect(wrong)
             assert "secret" not in str(refused.value)
+            with pytest.raises(HTTPError, match="401"):
+                status(wrong)
         with served.connect(secret) as model:
             model.generate(ids, max_new_tokens=3)
             assert secret not in repr(model._links._address)
+        assert status(secret)["batches"]["failures"] == 0
         with socket.create_connection(("127.0.0.1", served.port)) as raw:
             raw.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {secret}\r\nbro ken\r\n\r\n".encode())
             raw.recv(1000)

@@ -22,7 +22,6 @@ from oracles.scripted import ScriptedDrafter
 from remote_helpers import at_once, opening, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
-from hf_hsdraft.remote.batch_timing import Arrivals, BatchStatistics
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
@@ -39,6 +38,7 @@ from hf_hsdraft.remote.messages import (
     unpacked_ints,
     unpacked_states,
 )
+from hf_hsdraft.remote.micro_batches import Arrivals, BatchStatistics
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
 from hf_hsdraft.remote.verify_server import VerifyServer
 
@@ -349,47 +349,27 @@ class Away:
     """Stands for a text; only its identity is used."""
 
 
-def with_habit(arrivals: Arrivals, away: float) -> Away:
-    """A text that was answered at 0 and came back after some seconds."""
-    text = Away()
-    arrivals.answered(text, 0.0)
-    arrivals.asked(text, away)
-    return text
-
-
 def test_a_text_is_waited_for_that_comes_back_in_time() -> None:
-    arrivals = Arrivals()
-    soon, late = with_habit(arrivals, 0.02), with_habit(arrivals, 0.5)
-    assert arrivals.next(1.0, 2.0) is None and arrivals.away == 0  # both have asked
-    arrivals.answered(late, 1.0)
-    assert arrivals.next(1.0, 1.1) is None and arrivals.away == 1  # it comes after that
-    arrivals.answered(soon, 1.0)
-    known = arrivals.next(1.0, 1.1)
-    assert known is not None and 1.02 < known < 1.04
-    assert arrivals.next(1.05, 1.1) is None  # it is late: nobody waits for it any more
-    assert arrivals.next(1.0, 1.021) == 1.021  # no longer than asked for
+    arrivals, soon, late, new = Arrivals(), Away(), Away(), Away()
 
+    def away(text: Away, begin: float, seconds: float) -> None:
+        arrivals.answered(text, begin)
+        arrivals.asked(text, begin + seconds)
 
-def test_nothing_is_expected_of_new_texts_and_of_ended_ones() -> None:
-    arrivals, new = Arrivals(), Away()
-    arrivals.answered(new, 0.0)
-    assert arrivals.next(0.0, 9.0) is None and arrivals.away == 1
-    old = with_habit(arrivals, 0.1)
-    arrivals.answered(old, 1.0)
-    assert arrivals.next(1.0, 2.0) is not None
-    arrivals.ended(old)
-    assert arrivals.next(1.0, 2.0) is None
+    for start in range(12):
+        away(soon, start, 0.02 if start else 0.5)  # habits follow the last rounds
+    away(late, 0.0, 0.5)
+    assert arrivals.next(20.0, 21.0) is None and arrivals.away == 0  # both have asked
+    arrivals.answered(late, 20.0)
+    arrivals.answered(new, 20.0)
+    assert arrivals.next(20.0, 20.1) is None and arrivals.away == 2  # later, or nothing is known of it
+    arrivals.answered(soon, 20.0)
+    known = arrivals.next(20.0, 20.1)
+    assert known is not None and 20.02 < known < 20.06
+    assert arrivals.next(20.07, 20.1) is None  # it is late: nobody waits for it any more
+    assert arrivals.next(20.0, 20.035) == 20.035  # no longer than asked for
+    arrivals.ended(soon)
+    assert arrivals.next(20.0, 20.1) is None
     del new
     gc.collect()
-    assert arrivals.away == 0  # a text that is forgotten is not waited for
-
-
-def test_habits_follow_the_last_rounds() -> None:
-    arrivals = Arrivals()
-    text = with_habit(arrivals, 0.5)
-    for start in range(1, 12):
-        arrivals.answered(text, float(start))
-        arrivals.asked(text, start + 0.01)
-    arrivals.answered(text, 20.0)
-    known = arrivals.next(20.0, 20.1)
-    assert known is not None and known < 20.06
+    assert arrivals.away == 1  # a text that is forgotten is not waited for

@@ -18,7 +18,7 @@ from oracles.remote_fuzz import fuzz, malformed
 from remote_helpers import serving
 
 from hf_hsdraft import DraftTree
-from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
+from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fleet_point, most_sessions, saturates_at
 from hf_hsdraft.remote.link import Address, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     TO_CLIENT,
@@ -80,9 +80,9 @@ def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int]) -> No
         unpacked_tree(Draft(1, packed_ints(tokens), packed_ints(parents, "h")), 97)
 
 
-def test_twenty_thousand_malformed_messages_allocate_nothing_large() -> None:
+def test_thousands_of_malformed_messages_allocate_nothing_large() -> None:
     rng = random.Random(0)
-    for _ in range(20_000):
+    for _ in range(5_000):
         try:
             decode(malformed(rng), TO_SERVER)
         except WireError:
@@ -165,16 +165,3 @@ def test_a_plan_knows_its_limits() -> None:
     assert fleet_point(server, load, count).each_tokens_per_second >= 20.0
     assert fleet_point(server, load, count + 1).each_tokens_per_second < 20.0
     assert most_sessions(server, load, 0.0) == 1000 and not fleet_point(server, load, 1001).fits
-
-
-def test_the_costs_of_forwards_are_fitted() -> None:
-    columns = [1, 5, 9, 30]
-    seconds = [0.02 + 0.003 * each for each in columns]
-    sums = (
-        4,
-        sum(columns),
-        sum(c * c for c in columns),
-        sum(seconds),
-        sum(map(float.__mul__, seconds, map(float, columns))),
-    )
-    assert fitted_line(sums) == (pytest.approx(0.02), pytest.approx(0.003))

@@ -1,16 +1,14 @@
 """A drafted call reads hidden states by hooks of transformers, which must not stay on the model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
-from transformers import StoppingCriteria, StoppingCriteriaList
+from conftest import VOCAB, Meanwhile, failing, make_drafter, make_target
 
 NEW = 12
 STATES = {"return_dict_in_generate": True, "output_hidden_states": True}
@@ -51,29 +49,6 @@ def unpickled(target):
     return pickle.loads(pickle.dumps(target))
 
 
-class _Stop(StoppingCriteria):
-    """Calls a function after the third token."""
-
-    def __init__(self, then) -> None:
-        self.then, self.asked = then, 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.asked += 1
-        if self.asked == 3:
-            self.then()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def fail() -> None:
-    raise RuntimeError("on purpose")
-
-
-def run_in_thread(function) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
 def assert_same_states(output, plain) -> None:
     """Up to rounding: one forward reads several tokens of a drafted text."""
     for states, expected in zip(all_states(output), all_states(plain), strict=True):
@@ -98,7 +73,7 @@ def test_a_model_can_be_copied_after_a_drafted_call(target, kind, copied):
     drafter, attributes, ids = make_drafter(target), attributes_of(target), prompts(3 if kind == "batch" else 1)
     if kind == "raises":
         with pytest.raises(RuntimeError, match="on purpose"):
-            decode(target, ids, drafter, stopping_criteria=StoppingCriteriaList([_Stop(fail)]))
+            decode(target, ids, drafter, stopping_criteria=[Meanwhile(failing(RuntimeError("on purpose")), 3)])
     else:
         decode(target, ids, drafter, **(STATES if kind == "hidden states" else {}))
     assert hooks_of(target) == [] and attributes_of(target) == attributes
@@ -127,10 +102,11 @@ def test_the_last_of_several_calls_removes_the_hooks(target):
     plain, within = decode(target, ids), []
 
     def call_beside() -> None:
-        run_in_thread(lambda: within.append(decode(target, ids, drafter)))
+        with ThreadPoolExecutor(1) as pool:
+            within.append(pool.submit(decode, target, ids, drafter).result())
         within.append(hooks_of(target))
 
-    output = decode(target, ids, drafter, stopping_criteria=StoppingCriteriaList([_Stop(call_beside)]))
+    output = decode(target, ids, drafter, stopping_criteria=[Meanwhile(call_beside, 3)])
     assert output.equal(plain) and within[0].equal(plain)
     assert within[1] and not hooks_of(target)
 
@@ -151,7 +127,7 @@ def test_a_forward_that_captures_keeps_its_hooks(target):
         reached.wait(60)
 
     handle = target.model.layers[1].register_forward_pre_hook(wait_for_the_end)
-    text = decode(target, ids, drafter, stopping_criteria=StoppingCriteriaList([_Stop(start_plain)]))
+    text = decode(target, ids, drafter, stopping_criteria=[Meanwhile(start_plain, 3)])
     left = hooks_of(target)
     ended.set()
     plain.join()

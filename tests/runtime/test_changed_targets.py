@@ -113,10 +113,10 @@ def hooked_everywhere(target):
     handle.remove()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "change", [hooked, replaced, replaced_twice, replaced_in_its_class, hooked_everywhere, other_attention]
-)
+CHANGES = (hooked, replaced, replaced_twice, replaced_in_its_class, hooked_everywhere, other_attention)
+
+
+@pytest.mark.parametrize(("change", "rows"), [*((change, 1) for change in CHANGES), (hooked, 3)])
 def test_a_target_that_changes_is_tried_again(change, rows):
     target, inputs = make_target(), prompts(rows)
     plain = target.generate(**inputs, **GREEDY)
@@ -152,14 +152,15 @@ def test_the_fingerprint_tells_hooks_adapters_and_dtypes_apart():
     assert fingerprint(target) == seen[-1]  # hooks by which outputs are captured are transformers' own
 
 
-def test_findings_about_many_forms_of_a_target_are_not_all_kept():
+def test_findings_about_many_forms_of_a_target_are_not_all_kept(monkeypatch):
+    monkeypatch.setattr(target_ability, "_MOST_KINDS", 4)
     target, inputs = make_target(), prompts()
     plain = target.generate(**inputs, **GREEDY)
-    for _ in range(70):
+    for _ in range(8):
         handle = target.register_forward_hook(lambda *_: None)
         drafted(target, inputs, plain)
         handle.remove()
-    assert len(target_ability.known[target]) <= 65
+    assert len(target_ability.known[target]) <= 5
 
 
 def test_adapters_by_row_are_tried_once():

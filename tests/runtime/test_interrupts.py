@@ -1,7 +1,5 @@
 """An exception anywhere inside a forward leaves the caller's cache as it was before that forward."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -1,7 +1,5 @@
 """What drafters take beside a large target, on a tiny one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from large_target import TINY, at_full_depth, measure_drafter, random_target

@@ -1,7 +1,5 @@
 """Targets that accelerate offloads, whole or in part: every family drafts for them, with plain decoding's text."""
 
-from __future__ import annotations
-
 import copy
 
 import accelerate
@@ -58,13 +56,11 @@ def test_the_text_is_that_of_plain_decoding(family, how, tmp_path):
     expected = [target.generate(**padded(rows), **CALL).tolist() for rows in (1, 3)]
     target = offloaded(target, how, tmp_path)
     assert target.device.type == "meta" and device_of(target) == CPU
-    for rows, text in zip((1, 3), expected, strict=True):
-        drafted = target.generate(**padded(rows), **CALL, assistant_model=drafter, return_dict_in_generate=True)
-        assert drafted.sequences.tolist() == text
-        assert drafted.statistics.drafted_nodes
-        with attach(target, drafter) as attachment:
-            assert target.generate(**padded(rows), **CALL).tolist() == text
-        assert attachment.statistics.calls == 1
+    drafted = target.generate(**padded(1), **CALL, assistant_model=drafter, return_dict_in_generate=True)
+    assert drafted.sequences.tolist() == expected[0] and drafted.statistics.drafted_nodes
+    with attach(target, drafter) as attachment:
+        assert target.generate(**padded(3), **CALL).tolist() == expected[1]
+    assert attachment.statistics.calls == 1
 
 
 def test_layers_that_accelerate_has_hooked_cannot_be_taken_apart(tmp_path):

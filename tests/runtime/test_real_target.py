@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct with its committed drafter: the product itself, on a few prompts."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -81,7 +79,7 @@ def test_the_committed_drafter_is_small(pair):
     assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
 
 
-FIRST_PROMPTS = ("Name three colours.", "Tell me a joke.", "List the planets.", "How are you?", "Hi", PROMPTS[2])
+FIRST_PROMPTS = ("Name three colours.", "Hi", PROMPTS[2])
 
 
 def kinds_of_drafts(target, tokenizer, drafter):

@@ -1,17 +1,12 @@
 """Static caches: drafts in slots of a fixed size, one shape of forward, and what is compiled of it."""
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from oracles.device_reads import host_reads
 from oracles.forced_drafter import ForcedDrafter, let_count, pattern
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
 from hf_hsdraft.core.cache_name import CACHE
@@ -82,8 +77,7 @@ def test_the_text_is_that_of_plain_decoding(drafter, prompt, settings, attention
     target = make_target(attention)
     plain = decode(target, prompt, **settings)
     assert decode(target, prompt, drafter, cache_implementation="static", **settings).sequences.equal(plain)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), cache_implementation="static", **settings)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), cache_implementation="static", **settings)
     assert output.sequences.equal(plain)
     assert output.statistics.tau > 1.8 and output.statistics.draft_kind == "tree"
     assert int(output.past_key_values.get_seq_length()) == plain.shape[1] - 1
@@ -92,8 +86,7 @@ def test_the_text_is_that_of_plain_decoding(drafter, prompt, settings, attention
 def test_batches_with_padding(target, drafter, prompts):
     plain = decode(target, prompts)
     drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
-    with scripted(plain[:, 9:].tolist()) as along:
-        output = decode(target, prompts, along(drafter), cache_implementation="static")
+    output = decode(target, prompts, scripted(drafter, plain[:, 9:]), cache_implementation="static")
     assert output.sequences.equal(plain) and output.statistics.tau > 1.5
     short = StaticCache(target.config, max_cache_len=plain.shape[1])
     with pytest.raises(ValueError, match="max_cache_len=49; with a drafter this batch needs 75"):
@@ -105,8 +98,7 @@ def test_a_cache_of_the_callers_own_is_used_as_far_as_it_reaches(target, drafter
     """The prompt's probe and each draft need room behind the text; without it, the text goes on token by token."""
     plain = decode(target, prompt)
     cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1 + spare)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), past_key_values=cache)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), past_key_values=cache)
     assert output.past_key_values is cache and output.sequences.equal(plain)
     assert (output.statistics.tau > 1.8) == (spare == 60)
 
@@ -122,8 +114,7 @@ def test_a_cache_goes_on_to_the_next_call(target, drafter, prompt):
     first = decode(target, prompt, drafter, past_key_values=cache).sequences
     longer = torch.cat([first, prompt], dim=1)
     plain = decode(target, longer)
-    with scripted(plain[:, longer.shape[1] :].tolist()) as along:
-        second = decode(target, longer, along(drafter), past_key_values=cache).sequences
+    second = decode(target, longer, scripted(drafter, plain[:, longer.shape[1] :]), past_key_values=cache).sequences
     assert second.equal(plain)
     assert decode(target, torch.cat([plain, prompt], dim=1), past_key_values=cache).equal(
         decode(target, torch.cat([plain, prompt], dim=1))
@@ -156,8 +147,7 @@ def test_hidden_states_and_attentions_are_those_of_plain_decoding(drafter, promp
     target = make_target("eager")
     wanted = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
     plain = decode(target, prompt, **wanted)
-    with scripted(plain.sequences[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), cache_implementation="static", **wanted)
+    output = decode(target, prompt, scripted(drafter, plain.sequences[:, 11:]), cache_implementation="static", **wanted)
     for expected, seen in zip(plain.hidden_states, output.hidden_states, strict=True):
         torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=1e-3, atol=1e-4)
     for expected, seen in zip(plain.attentions, output.attentions, strict=True):
@@ -199,8 +189,7 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
     plain = decode(target, prompt, new_tokens=60, **settings)
     call = {"cache_implementation": "static", "compile_config": graphs.config(), **settings}
     for seed in range(2):  # the second call compiles nothing
-        with scripted(plain[:, prompt.shape[1] :].tolist(), seed) as along:
-            output = decode(target, prompt, along(drafter), 60, **call)
+        output = decode(target, prompt, scripted(drafter, plain[:, 11:], seed), 60, **call)
         assert output.sequences.equal(plain) and output.statistics.tau > 1.8
         # The forward, the move, and a plain step once there was one.
         assert graphs.count(TREE_SIZE + 1) == 1 and graphs.count(1) <= 1 and len(graphs.shapes) == 2 + graphs.count(1)
@@ -222,8 +211,7 @@ def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
     config = graphs.config()
     assert decode(target, prompt, cache_implementation="static", compile_config=config).equal(plain)
     cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1)
-    with scripted(plain[:, prompt.shape[1] :].tolist()) as along:
-        output = decode(target, prompt, along(drafter), past_key_values=cache, compile_config=config)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), past_key_values=cache, compile_config=config)
     assert output.sequences.equal(plain)
     assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) <= 4
 
@@ -239,63 +227,6 @@ def test_plain_compiled_decoding_keeps_one_graph(target, prompt, graphs):
     """Our hook into sdpa reads a context variable, which a traced forward must not see."""
     decode(target, prompt, cache_implementation="static", compile_config=graphs.config())
     assert len(graphs.shapes) == 1
-
-
-READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__int__", "__bool__", "__float__", "__index__"}
-
-
-class HostReads(TorchFunctionMode):
-    """Counts what makes the host wait for a device: values read by Python, and tensors made there out of Python's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        if name in READS:
-            self.seen[name] += 1
-        made_here = name in ("tensor", "new_tensor", "as_tensor") and (kwargs.get("device") or name == "new_tensor")
-        if made_here or (name == "to" and kwargs.get("device") == "cpu"):
-            self.seen[f"{name}, copied at once"] += 1
-        if name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(each, list) for each in index):
-                self.seen["index by a list"] += 1
-        return func(*args, **kwargs)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators whose result has a size or a value that the host has to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if by_mask or name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique_consecutive"):
-            self.seen[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def host_reads() -> Iterator[Counter[str]]:
-    total: Counter[str] = Counter()
-    with Operators() as operators, HostReads() as reads:
-        yield total
-    total.update(operators.seen)
-    total.update(reads.seen)
-
-
-def test_a_counted_read_is_seen():
-    ones = torch.ones(3)
-    with host_reads() as seen:
-        ones.tolist(), bool(ones[0]), ones[ones > 0], int(ones.sum()), torch.tensor([1], device="cpu")
-    assert {"tolist", "__bool__", "__int__", "index", "tensor, copied at once"} <= set(seen)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -366,14 +297,6 @@ def test_a_pattern_of_acceptance_is_forced(prompt, graphs, form):
     assert text.equal((text[0] + torch.arange(len(text))) % VOCAB)
     assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
     assert statistics.drafted_nodes[3] == TREE_SIZE
-
-
-def test_rows_of_a_batch_begin_at_different_places_of_the_pattern(prompts):
-    target = let_count(make_target(hidden_size=128))
-    drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
-    output = decode(target, prompts, ForcedDrafter(drafter, [0, 3, 1]), 31)
-    assert output.sequences.equal(decode(target, prompts, new_tokens=31))
-    assert output.statistics.accepted_lengths[:6] == [0, 3, 1, 3, 1, 0]
 
 
 def test_a_pattern_has_the_rate_that_was_asked_for():

@@ -1,25 +1,20 @@
 """Targets by what they can do: trees, chains, or a clear error; the text is always the target's own."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from unittest.mock import ANY
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, scripted
+from conftest import LLAMA, SIZES, VOCAB, make_drafter, make_target, model_of, scripted
 from oracles.support import check_type, model_types
 from rounded_target import rounded_target
-from test_contract import NEW, batch_of, compare, make_windowed
+from test_contract import NEW, Steps, batch_of, compare, make_windowed
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     DynamicCache,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.cache_name import given_cache
@@ -28,15 +23,6 @@ from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.runtime import target_ability, target_limits, target_probe
 from hf_hsdraft.runtime.misreading import rounds_inputs
-
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
-LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"initializer_range": 0.3, "max_position_embeddings": 256}
-
-
-def model_of(model_type: str, auto=AutoModelForCausalLM, **fields):
-    torch.manual_seed(0)
-    return auto.from_config(AutoConfig.for_model(model_type, **{**SIZES, **fields})).eval()
 
 
 def text(target, rows: int = 1, drafter=None, inputs=None, **call):
@@ -75,6 +61,12 @@ TREES = {
         | {"qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
         | {"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
+    "chunked attention by position": (
+        "llama4_text",
+        {**LLAMA, "attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+        | {"num_experts_per_tok": 1, "no_rope_layers": [1, 1, 0], "moe_layers": [1]}
+        | {"layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
+    ),
 }
 CHAINS = {
     "ALiBi": ("bloom", {"n_layer": 3, "n_head": 4, "initializer_range": 0.3}, "no position_ids"),
@@ -108,14 +100,6 @@ def test_chains_where_a_tree_cannot_be(name, rows):
     assert reason in check(model_of(model_type, **fields), "chain", rows).reason
 
 
-def test_chunked_attention_by_position():
-    fields = {**LLAMA, "attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
-    target = model_of("llama4_text", **fields, num_experts_per_tok=1, no_rope_layers=[1, 1, 0], moe_layers=[1])
-    assert "chunked_attention" in target.config.layer_types
-    for rows in (1, 3):
-        check(target, "tree", rows)
-
-
 def test_a_bare_cache_of_the_caller():
     """It does not know which layers have windows; the masks do."""
     check(make_windowed(), "tree", past_key_values=None)
@@ -133,7 +117,6 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "initializer_factor"
 @pytest.mark.parametrize(
     ("model_type", "fields", "layers"),
     [
-        ("bart", {**BART, "encoder_layers": 3, "decoder_layers": 3}, 3),
         ("bart", {**BART, "encoder_layers": 1, "decoder_layers": 4}, 4),
         ("bart", {**BART, "encoder_layers": 4, "decoder_layers": 2}, 2),
         ("t5", {**T5, "num_layers": 3}, 3),
@@ -142,15 +125,11 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "initializer_factor"
 )
 def test_encoder_decoders(model_type, fields, layers, rows):
     """transformers counts the encoder's layers where it selects hidden states, and in the configuration of T5."""
-    ids = {"decoder_start_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, vocab_size=VOCAB, **ids, **fields)
-    target = AutoModelForSeq2SeqLM.from_config(config).eval()
+    target = model_of(model_type, AutoModelForSeq2SeqLM, decoder_start_token_id=1, **fields)
     drafter, states = make_drafter(target), {"return_dict_in_generate": True, "output_hidden_states": True}
     assert drafter.config.target_num_hidden_layers == layers
     plain = text(target, rows, **states)
-    with scripted(plain.sequences[:, 1:].tolist()) as along:
-        drafted = text(target, rows, along(drafter), **states)
+    drafted = text(target, rows, scripted(drafter, plain.sequences[:, 1:]), **states)
     assert drafted.sequences.tolist() == plain.sequences.tolist() == text(target, rows, drafter).tolist()
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
@@ -176,9 +155,8 @@ def test_an_image_in_the_prompt():
     vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
     language = {"model_type": "llama", **SIZES, **LLAMA}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llava", vision_config=vision, text_config=language, image_token_id=96)
-    target = AutoModelForImageTextToText.from_config(config).eval()
+    parts = {"vision_config": vision, "text_config": language, "image_token_id": 96}
+    target = model_of("llava", AutoModelForImageTextToText, **parts)
     inputs = batch_of(1)
     inputs["input_ids"][0, 3:7] = 96
     inputs["input_ids"][0, 7:].clamp_(max=90)
@@ -196,9 +174,7 @@ def test_an_image_with_positions_of_several_axes(rows):
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     text = {**SIZES, **LLAMA, "rope_parameters": rope}
     tokens = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2_vl", vision_config=vision, text_config=text, **tokens)
-    target = AutoModelForImageTextToText.from_config(config).eval()
+    target = model_of("qwen2_vl", AutoModelForImageTextToText, vision_config=vision, text_config=text, **tokens)
     inputs = batch_of(rows)
     inputs["input_ids"].clamp_(max=90)
     inputs["input_ids"][:, 5] = 94
@@ -253,26 +229,6 @@ def test_an_attention_without_masks_gets_chains_and_one_warning(caplog):
     ALL_MASK_ATTENTION_FUNCTIONS.register("causal_only", sdpa_mask)
     statistics = check(make_target("causal_only"), "chain")
     assert "'causal_only'" in statistics.reason
-
-
-def test_peft_wrapped_targets():
-    peft = pytest.importorskip("peft")
-    target = make_target()
-    wrapped = peft.get_peft_model(target, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    plain, drafted = compare(wrapped, make_drafter(target), batch_of(2))
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert drafted.statistics.draft_kind == "tree"
-
-
-def test_dispatched_and_offloaded_targets(tmp_path):
-    from accelerate import dispatch_model
-
-    target = make_target()
-    drafter, plain = make_drafter(target), text(target, 2)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
-    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    spread = dispatch_model(target, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
-    assert text(spread, 2, drafter).tolist() == plain.tolist()
 
 
 class PackedLinear(torch.nn.Module):
@@ -384,14 +340,6 @@ def test_a_layer_of_another_library_that_is_no_product_is_not_taken_for_one_that
     assert not rounds_inputs(torch.nn.Sequential(kind()))
 
 
-@pytest.mark.slow
-def test_compiled_targets():
-    target = make_target()
-    plain = text(target)
-    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    assert text(target, drafter=make_drafter(target)).tolist() == plain.tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_target_that_misreads_trees_is_found_out(monkeypatch, dtype):
     """Chains are read rightly, so chains it is."""
@@ -411,16 +359,10 @@ def test_a_refusal_is_not_remembered():
     check(target.eval(), "tree")
 
 
-def test_half_precision_reads_trees_too():
-    target = make_target().to(torch.bfloat16)
-    drafter = make_drafter(target).to(torch.bfloat16)
-    for rows in (1, 3):
-        statistics = text(target, rows, drafter, max_new_tokens=12, return_dict_in_generate=True).statistics
-        assert statistics.draft_kind == "tree", statistics.reason
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("reuse", "builder"), [("resample", "beam"), ("ensemble", "beam"), ("none", "gumbel")])
+@pytest.mark.parametrize(
+    ("reuse", "builder", "rows"),
+    [("resample", "beam", 1), ("resample", "beam", 3), ("ensemble", "beam", 3), ("none", "gumbel", 1)],
+)
 def test_every_way_of_drafting_gives_chains_where_only_they_are_read(reuse, builder, rows):
     model_type, fields, _ = CHAINS["ALiBi"]
     target = model_of(model_type, **fields)
@@ -456,11 +398,12 @@ def test_what_a_target_can_is_tried_once():
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "most"), [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6)]
+    ("rows", "dtype", "most"),
+    [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6), (3, torch.bfloat16, 12)],
 )
 def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tuned):
     """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults."""
-    tuned(trial_rounds=0)  # a batch is tried at once
+    tuned(trial_rounds=0, trial_rounds_half=0)  # a batch is tried at once
     target, calls = make_target().to(dtype), []
     drafter = make_drafter(target).to(dtype)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
@@ -474,31 +417,20 @@ def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tun
     assert "in so short a call" not in output.statistics.reason
 
 
-class Arrivals(BaseStreamer):
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def put(self, value):
-        self.got += value.flatten().tolist()
-
-    def end(self):
-        self.got.append(-1)
-
-
 @pytest.mark.parametrize("new", [3, 5, 8, NEW])
 def test_the_first_call_streams_all_of_its_text_in_order(new):
-    target, streamer = make_target(), Arrivals()
+    target, streamer = make_target(), Steps()
     expected = text(target, max_new_tokens=new)[0].tolist()
     text(target, drafter=make_drafter(target), max_new_tokens=new, streamer=streamer)
-    assert streamer.got == [*expected, -1]
+    assert streamer.tokens == expected and streamer.ended == 1
 
 
 def test_nothing_is_streamed_by_a_target_that_turns_out_to_be_refused(monkeypatch):
-    target, streamer = make_target(), Arrivals()
+    target, streamer = make_target(), Steps()
     misread_beyond(monkeypatch, target, 0, "drafts")
     with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
         text(target, drafter=make_drafter(target), streamer=streamer)
-    assert streamer.got == batch_of(1)["input_ids"].flatten().tolist()
+    assert streamer.tokens == batch_of(1)["input_ids"].flatten().tolist() and not streamer.ended
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -553,11 +485,11 @@ def test_queries_scaled_by_cache_slot(rows):
     fields = {**LLAMA, "attention_chunk_size": 64, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
     fields |= {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 0], "moe_layers": [1], "attn_scale": 2.0}
     target = model_of("llama4_text", **fields, floor_scale=24)
-    for prompt in (12, 19, 20, 23, 24):  # a trial would lie over the step, or just before it
+    for prompt in (12, 20, 23):  # a trial would lie over the step, or just before it
         plain, drafted = repeating(target, rows, prompt)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         ids = plain.sequences[:, :prompt]
-        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 48}
+        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 24}
         agree(target, **settings)  # trees with many branches
     assert drafted.statistics.tau > 1.5
     assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")

@@ -1,11 +1,9 @@
 """Targets with a `generate` of their own, as Whisper has: it calls transformers' once for each segment."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import make_drafter
-from transformers import StoppingCriteria, WhisperConfig, WhisperForConditionalGeneration
+from conftest import failing, make_drafter
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.engine.call_output import DraftStatistics
@@ -110,14 +108,10 @@ def test_statistics_stand_for_each_row_and_are_no_sequence():
 
 def test_a_call_that_fails_changes_no_option_either(whisper, assistant, target, prompt):
     """And a drafter of n-grams serves another target afterwards."""
-
-    class Failing(StoppingCriteria):
-        def __call__(self, *_, **__):
-            raise RuntimeError("on purpose")
-
+    criteria = [failing(RuntimeError("on purpose"))]
     options = assistant.generation_config.to_dict()
     with pytest.raises(RuntimeError, match="on purpose"):
-        whisper.generate(input_features=sound(), assistant_model=assistant, stopping_criteria=[Failing()])
+        whisper.generate(input_features=sound(), assistant_model=assistant, stopping_criteria=criteria)
     assert assistant.generation_config.to_dict() == options
     if isinstance(assistant, CachebackDrafter):
         plain = target.generate(prompt, max_new_tokens=8, do_sample=False)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.serve.chat import HELP, TerminalChat, figures
+from hf_hsdraft.serve.chat import HELP, TerminalChat
 from hf_hsdraft.serve.conversation import Conversation
 
 NEW = 12
@@ -47,10 +47,6 @@ def anew(conversation: Conversation, question: str) -> str:
     return conversation.tokenizer.decode(new, skip_special_tokens=True)
 
 
-def length_of(conversation: Conversation) -> int:
-    return len(conversation._text)
-
-
 @pytest.mark.parametrize("template", [None, LAST_TWO, SHOUTING])
 @pytest.mark.parametrize("make", [make_target, make_windowed])
 def test_a_kept_cache_changes_no_answer(make, template, tokenizer, monkeypatch):
@@ -63,7 +59,7 @@ def test_a_kept_cache_changes_no_answer(make, template, tokenizer, monkeypatch):
     kept = []
     for turn, question in enumerate(QUESTIONS):
         conversation.drafter = None if turn == 2 else drafter
-        expected, before = anew(conversation, question), length_of(conversation)
+        expected, before = anew(conversation, question), len(conversation._text)
         answer = conversation.ask(question)
         assert answer.text == expected and answer.tokens == NEW and answer.cut
         assert (answer.statistics is None) == (turn == 2)
@@ -162,13 +158,8 @@ def test_commands(tokenizer, monkeypatch):
     assert printed.count(HELP.splitlines()[0]) == 3 and "no such command: /nope" in printed
     assert "context window is 256" in printed and "never" not in printed
     assert printed.count("tau ") == 3 and printed.count("from the cache") == 1
+    assert printed.count(f"tokens/s, {NEW} tokens, cut at the limit of new tokens") == 2
     assert len(conversation.messages) == 2
-
-
-def test_the_line_below_an_answer(tokenizer):
-    conversation = Conversation(make_target(), tokenizer, None, **GREEDY)
-    line = figures(conversation.ask(QUESTIONS[0]))
-    assert line.startswith("plain, ") and line.endswith(f"tokens/s, {NEW} tokens, cut at the limit of new tokens")
 
 
 def test_the_command_chats_with_lines_from_a_pipe(tmp_path, tokenizer):

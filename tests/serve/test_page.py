@@ -189,12 +189,10 @@ def test_texts_are_escaped():
 def test_the_figures_of_two_answers():
     turn = Turn("w1", reply=Reply(None), plain=Reply(None))
     assert figures_html(turn) == ""
-    turn.reply.ids, turn.plain.ids = [1, 2, 3, 4], [1, 2, 3, 5]
-    assert turn.difference == 3
-    turn.plain.ids = [1, 2]
-    assert turn.difference == 2
-    turn.plain.ids = [1, 2, 3, 4]
-    assert turn.difference is None
+    turn.reply.ids = [1, 2, 3, 4]
+    for other, place in (([1, 2, 3, 5], 3), ([1, 2], 2), ([1, 2, 3, 4], None)):
+        turn.plain.ids = other
+        assert turn.difference == place
 
 
 def test_a_round_is_drawn_with_its_path():

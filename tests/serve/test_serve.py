@@ -196,15 +196,11 @@ def test_streams_at_once_are_each_their_own(endless):
             lambda index: endless.streamed(words(index), max_tokens=24, seed=index, **fields[index % 2]), range(8)
         )
         answers = list(answers)
-    for (text, asked, new), (said, reason, usage) in zip(expected, answers, strict=True):
+    for index, ((text, asked, new), (said, reason, usage)) in enumerate(zip(expected, answers, strict=True)):
         assert said.strip() == text.strip() and reason == "length"
         assert (usage.prompt_tokens, usage.completion_tokens) == (asked, new)
-
-
-def test_a_temperature_samples_and_a_seed_repeats(endless):
-    greedy = endless.streamed(words(2), max_tokens=24)[0]
-    drawn = [endless.streamed(words(2), max_tokens=24, temperature=1.0, seed=seed)[0] for seed in (5, 5, 6)]
-    assert drawn[0] == drawn[1] and len({greedy, drawn[0], drawn[2]}) == 3
+        if index % 2:  # something is drawn at all
+            assert text != endless.plain(words(index), max_new_tokens=24)[0]
 
 
 def test_clients_killed_in_the_middle_leave_nothing_behind(endless):

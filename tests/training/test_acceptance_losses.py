@@ -8,24 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_target
-from test_trainable import IDS, KINDS, borrow, packed, random_drafter
+from test_trainable import borrow, fresh, loss_of, packed
 
 from hf_hsdraft.methods.on_policy.draft_opd import RejectedDrafts, rejected_draft
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.depth_weights import d_pace
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, true_labels, unroll
-from hf_hsdraft.training.loss.objectives import (
-    forward_kl,
-    nla,
-    objective_of,
-    total_variation,
-)
+from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
+from hf_hsdraft.training.loss.objectives import CE_SHARES, OBJECTIVES, nla, objective_of, total_variation
 
-HIDDEN = {"num_draft_steps": 3, "draft_vocab_ids": IDS, "injector_rank": 8}
-HIDDEN |= {"draft_vocab_size": 40, "injector_hidden_size": 16, "head": "trained"}
-ALL = {**KINDS, "hidden-state": ("hidden-state", HIDDEN)}
 # One of each way in which predictions depend on slots, states and paths.
 kinds = pytest.mark.parametrize(
     "kind", ["hidden-state", "block", "block, rnn", "eagle3", "peagle", "specformer", "lm", "steered-lm"]
@@ -54,27 +46,31 @@ def by_hand(name: str, logits: list[float], teacher: list[float], share: float, 
     ce = -math.log(q[p.index(max(p))])
     tv = sum(abs(a - b) for a, b in pairs) / 2
     kl = sum(a * math.log(a / b) for a, b in pairs)
+    reverse = sum(b * math.log(b / a) for a, b in pairs)
+    mixed = sum(a * math.log(2 * a / (a + b)) + b * math.log(2 * b / (a + b)) for a, b in pairs) / 2
     r = math.log(p[drafted]) - math.log(q[drafted])
     values = {
-        "nla": -math.log(alpha), "lk_hybrid": share * kl + (1 - share) * (1 - alpha),
-        "ce_tv": share * ce + (1 - share) * tv, "rejected": math.exp(r) - r - 1, "forward_kl": kl,
+        "nla": -math.log(alpha), "lk_hybrid": share * kl + (1 - share) * (1 - alpha), "forward_kl": kl,
+        "reverse_kl": reverse, "jensen_shannon": mixed, "total_variation": tv, "hard_labels": ce,
+        "ce_tv": share * ce + (1 - share) * tv, "kl_ce": share * ce + (1 - share) * kl, "rejected": math.exp(r) - r - 1,
     }  # fmt: skip
     return values[name]
 
 
-@pytest.mark.parametrize("name", ["ce_tv", "ce_tv, 0.7", "nla", "lk_hybrid", "rejected"])
+@pytest.mark.parametrize("name", [*OBJECTIVES, "ce_tv, 0.7", "rejected"])
 def test_objectives_and_gradients_are_those_of_the_formulas(name):
+    """Logits may be shifted, since only probabilities count."""
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (2 * torch.randn(6, 7, dtype=torch.float64, generator=generator) for _ in range(2))
     drafted = torch.tensor([0, 3, 6, 1, 1, 5])
     name, _, share = name.partition(", ")
     objective = None if name == "rejected" else objective_of(name, float(share) if share else None)
-    logits.requires_grad_()
+    logits = (logits + 3.0).requires_grad_()
     value = rejected_draft(logits, teacher, drafted) if objective is None else objective(logits, teacher)
     (gradient,) = torch.autograd.grad(value.sum(), logits)
     for row in range(6):
         x, y, token = logits[row].tolist(), teacher[row].tolist(), int(drafted[row])
-        fixed = math.exp(-3 * alpha_of(x, y)) if name == "lk_hybrid" else float(share or 0.1)
+        fixed = math.exp(-3 * alpha_of(x, y)) if name == "lk_hybrid" else float(share or CE_SHARES.get(name, 0))
         assert value[row].item() == pytest.approx(by_hand(name, x, y, fixed, token), rel=1e-12)
         for column in range(7):
             ends = [[*x[:column], x[column] + step, *x[column + 1 :]] for step in (1e-5, -1e-5)]
@@ -123,18 +119,10 @@ def test_d_pace_gives_the_gradient_of_the_expected_length():
 
 def some_chains(target, kind: str):
     """A drafter, a pack and four chains: the last is not followed, the one before it reaches the end of its text."""
-    drafter = random_drafter(target, *ALL[kind])
+    drafter = fresh(target, kind)
     pack = packed(target, drafter, 20, 26)
     chains = Chains(torch.tensor([7, 30, 16, 12]), 3, torch.ones(4, dtype=torch.bool))
     return drafter, pack, chains, true_labels(pack, chains, 3)
-
-
-def loss_of(drafter, target, pack, chains, labels, **fields):
-    weights = borrow(drafter, target)
-    rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
-    drafter.loss_function = ChainLoss(weights, rows, fields.pop("objective", forward_kl), [1.0, 0.5, 0.25], **fields)
-    predictions = family_of(drafter).predictions(drafter, weights)
-    return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
 
 
 def logits_of(drafter, target, pack, chains, labels) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
@@ -160,28 +148,34 @@ def gradients(loss: torch.Tensor, drafter) -> dict[str, torch.Tensor]:
 
 
 @kinds
-@pytest.mark.parametrize("streams", ["d-pace", "rejected", "both"])
+@pytest.mark.parametrize("streams", ["fixed", "d-pace", "rejected", "both", "valid prefix"])
 def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams):
-    """Each prediction by itself, in float64: D-PACE's weights, and rejected drafts at some places; with gradients."""
+    """Each prediction by itself, in float64: weights of depths, and rejected drafts at some places; with gradients."""
     drafter, pack, chains, labels = some_chains(target, kind)
     every, rejected = logits_of(drafter, target, pack, chains, labels), None
-    if streams != "d-pace":
+    if streams in ("rejected", "both"):
         costs = torch.tensor([[0.0, 0.9, 0.0], [1.0, 0.9, 0.81], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
         columns = torch.zeros(4, 3, dtype=torch.int64)
         for place, (logits, _) in every.items():
             columns[place] = logits.argmax()  # drafts are first choices
         rejected = RejectedDrafts(columns, costs)
         labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
-    pace = streams != "rejected"
-    parts = loss_of(drafter, target, pack, chains, labels, d_pace=pace, chunk_logits=2 * 40, scored_logits=40)
+    pace, prefix = streams in ("d-pace", "both"), streams == "valid prefix"
+    terms = {"d_pace": pace, "valid_prefix": prefix}
+    parts = loss_of(drafter, target, pack, chains, labels, **terms, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
 
-    total, count = torch.zeros((), dtype=torch.float64), labels.valid.sum().item()
+    total, count = torch.zeros((), dtype=torch.float64), 1.0 if streams == "fixed" else labels.valid.sum().item()
     for chain in range(4):
         valid = labels.valid[chain].tolist()
         reached = [every[chain, depth] for depth in range(3) if (chain, depth) in every]
         right = [float(logits.detach().softmax(-1)[teacher.argmax()]) for logits, teacher in reached]
         weights = weights_by_hand([*right, 0.0, 0.0], valid, 0.5) if pace else [1.0] * 3
+        if prefix:
+            first = [float(logits.argmax() == teacher.argmax()) for logits, teacher in reached]
+            weights = [math.prod(first[:depth]) for depth in range(3)]
+        if streams == "fixed":  # the mean over depths of the mean of each
+            weights = (1 / labels.count / 1.75).tolist()
         for depth, (logits, teacher) in enumerate(reached):
             log_p, log_q = teacher.log_softmax(-1), logits.log_softmax(-1)
             if valid[depth]:
@@ -204,9 +198,9 @@ def test_d_pace_takes_one_more_product_by_each_head(target, kind, monkeypatch):
     predictions = type(family_of(drafter).predictions(drafter, borrow(drafter, target)))
     logits, linear, products = predictions.logits, torch.nn.functional.linear, {"drafter": [], "target": []}
 
-    def counted(self, hidden, states):
+    def counted(self, hidden, states, columns):
         products["drafter"].append(len(hidden))
-        return logits(self, hidden, states)
+        return logits(self, hidden, states, columns)
 
     def teacher(rows, head, *bias):
         if head is drafter.loss_function.teacher_head:
@@ -224,6 +218,22 @@ def test_d_pace_takes_one_more_product_by_each_head(target, kind, monkeypatch):
         assert max(map(max, products.values())) == drafter.loss_function.rows_per_chunk <= 2
     assert rows[False] == {"drafter": 10, "target": 10}  # four chains, of which three are followed
     assert rows[True] == {"drafter": 20, "target": 20}
+
+
+def test_the_target_says_once_what_follows_a_token(target, monkeypatch):
+    """Chains that start side by side predict the same tokens at different depths."""
+    drafter = fresh(target, "hidden-state")
+    pack, chains = packed(target, drafter, 20), Chains(torch.tensor([8, 9, 10]), 3, torch.ones(3, dtype=torch.bool))
+    linear, rows = torch.nn.functional.linear, []
+
+    def counted(states, weight, *bias):
+        rows.extend([len(states)] if weight is drafter.loss_function.teacher_head else [])
+        return linear(states, weight, *bias)
+
+    monkeypatch.setattr(loss_module.F, "linear", counted)
+    loss_of(drafter, target, pack, chains)
+    # The first depth predicts the tokens 10, 11 and 12. The others, which know their paths, predict 11 to 14.
+    assert rows == [3, 4]
 
 
 @kinds

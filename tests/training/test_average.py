@@ -33,6 +33,13 @@ def test_every_weight_is_the_weighted_mean(target):
         torch.testing.assert_close(mean[name], torch.lerp(tensor, two.state_dict()[name], 0.75))
 
 
+def test_the_parts_stay_as_they_were(target):
+    one, two = make_drafter(target, seed=1), make_drafter(target, seed=2)
+    mean = average([one, two], [1.0, 1.0])
+    mean.config.target_name, mean.generation_config.tree_size = "another", 99
+    assert one.config.target_name != "another" and one.generation_config.tree_size != 99
+
+
 def test_the_stored_average_loads_and_drafts_and_says_what_it_is(target, tokenizer, prompt, pair, tmp_path):
     out = tmp_path / "mean"
     average_folders(pair, [0.35, 0.65], out, target, tokenizer)
@@ -84,14 +91,6 @@ def test_the_card_tells_of_all_parts_and_nothing_that_holds_for_one_only(target,
     assert "license" not in again and again["training"]["mean: averaged"].startswith("0.5 of one, 0.5 of two")
 
 
-def test_the_parts_stay_as_they_were(target, tokenizer):
-    one, two = make_drafter(target, seed=1), make_drafter(target, seed=2)
-    mean = average([one, two], [1.0, 1.0])
-    mean.config.target_name = "another"
-    mean.generation_config.tree_size = 99
-    assert one.config.target_name != "another" and one.generation_config.tree_size != 99
-
-
 def test_folders_of_one_name_are_told_apart(target, tokenizer, tmp_path):
     for seed in (1, 2):
         make_drafter(target, seed=seed).save_pretrained(tmp_path / f"run{seed}" / "drafter")
@@ -101,13 +100,15 @@ def test_folders_of_one_name_are_told_apart(target, tokenizer, tmp_path):
     assert recipe["training"]["averaged"].startswith("0.5 of drafter (1), 0.5 of drafter (2)")
 
 
-def test_a_kill_leaves_nothing_behind(target, tokenizer, pair, tmp_path, monkeypatch):
+def test_a_kill_leaves_nothing_behind_and_nothing_is_overwritten(target, tokenizer, pair, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_hsdraft.training.loop.average.write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
+    with pytest.raises(FileExistsError, match="not empty"):
+        average_folders(pair, [1.0, 1.0], tmp_path / "one", target, tokenizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
@@ -130,11 +131,6 @@ def test_drafters_that_do_not_compare_are_refused(target, difference, told):
 def test_shares_that_make_no_average_are_refused(target, shares):
     with pytest.raises(ValueError, match="positive share"):
         average([make_drafter(target), make_drafter(target)], shares)
-
-
-def test_nothing_is_overwritten(target, tokenizer, pair):
-    with pytest.raises(FileExistsError, match="not empty"):
-        average_folders(pair, [1.0, 1.0], Path(pair[0]), target, tokenizer)
 
 
 def test_another_target_is_refused(target, tokenizer, pair, tmp_path):

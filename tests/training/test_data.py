@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import VOCAB, write_prompts
 from datasets import Dataset, load_dataset
-from typer.testing import CliRunner
+from training_helpers import planned, run
 
-from hf_hsdraft.cli.main import app
 from hf_hsdraft.training import files
 from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
 from hf_hsdraft.training.data.conversations import (
@@ -56,10 +54,10 @@ def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
 def test_folders_of_one_name_are_not_confused(tmp_path):
     """By the cache of `datasets`, which would give one run's rows for another's."""
     keys = {}
-    for run in "ab":
-        folder = tmp_path / run / "data"
-        RowFolder(folder, "Some rows.", {"seed": 1}).append([{"key": run}])
-        keys[run] = load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))["train"]["key"][:]
+    for name in "ab":
+        folder = tmp_path / name / "data"
+        RowFolder(folder, "Some rows.", {"seed": 1}).append([{"key": name}])
+        keys[name] = load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))["train"]["key"][:]
     assert keys == {"a": ["a"], "b": ["b"]}
     RowFolder(tmp_path / "a" / "data").append([{"key": "c"}])
     grown = load_dataset(str(tmp_path / "a" / "data"), cache_dir=str(tmp_path / "cache"))["train"]["key"][:]
@@ -204,27 +202,23 @@ def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("{oops", "line 2: not valid JSON"), ("[1]", "a JSON object"), ('{"turns": []}', "non-empty"), ("{}", "`turns`")],
+    [
+        ("{oops", "line 2: not valid JSON"),
+        ("[1]", "a JSON object"),
+        ('{"turns": []}', "non-empty"),
+        ("{}", "`turns`"),
+        ('{"messages": [{"role": "user"}]}', "`role` and `content`"),
+        ('{"messages": [{"role": "user", "content": "w1"}]}', "nothing to learn from"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "`content`, a text"),
+        ('{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}', "`content`, a text"),
+    ],
 )
-def test_bad_prompt_files_name_file_and_line(tmp_path, line, expected):
+def test_bad_files_name_file_and_line(tmp_path, line, expected):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"turns": ["w1"]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2") as error:
-        read_prompts(path)
+        read_jsonl(path)
     assert expected in str(error.value)
-
-
-def test_bad_conversations_are_refused(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    for row, expected in (
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
-        ({"messages": [{"role": "user", "content": "w1"}]}, "nothing to learn from"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "`content`, a text"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "`content`, a text"),
-    ):
-        path.write_text(json.dumps(row))
-        with pytest.raises(ValueError, match=expected):
-            read_jsonl(path)
 
 
 def test_bad_lines_can_be_passed_over(tmp_path):
@@ -245,35 +239,12 @@ def test_bad_lines_can_be_passed_over(tmp_path):
     assert "found keys ['prompt']" in bad[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--prompts", "{empty}"], "holds no prompts"),
-        (["--prompts", "{bad}"], "line 2: not valid JSON"),
-        (["--prompts", "{few}"], "2 conversations and prompts are too few"),
-        (["--prompts", "{few}", "--no-such-option", "3"], "--no-such-option"),
-        (["--prompts", "{few}", "--learning-rate", "high"], "learning"),
-        (["--prompts", "{few}", "--learning-rate=-1"], "expected 0 or more"),
-        (["--prompts", "{few}", "--gradient-accumulation-steps", "0"], "expected 1 or more"),
-        (["--prompts", "{few}", "--report-to", "wandb"], "wandb"),
-        (["--lora", "4"], "--init-from"),
-        (["--family", "block", "--init-from", "any", "--lora", "4"], "load no adapters"),
-        (["--family", "eagle3", "--markov-rank", "8"], "whose drafters have no such field"),
-    ],
-)
-def test_bad_input_is_said_before_work_is_done(chatty, tokenizer, tmp_path, arguments, said):
-    chatty.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    names = {name: tmp_path / f"{name}.jsonl" for name in ("empty", "bad", "few")}
-    names["empty"].write_text("\n")
-    names["bad"].write_text('{"turns": ["w1"]}\n{oops\n' + '{"turns": ["w1"]}\n' * 60)
-    names["few"].write_text('{"turns": ["w1"]}\n{"turns": ["w2"]}\n')
-    arguments = [argument.format(**names) for argument in arguments]
-    out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["train", "--target", str(tmp_path / "target"), "--out", str(out), *arguments])
-    assert result.exit_code != 0
-    assert said in result.output + str(result.exception)
-    assert not out.exists()
+def test_bad_lines_are_said_before_work_is_done(chatty, tokenizer, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"turns": ["w1"]}\n{oops\n' + '{"turns": ["w1"]}\n' * 60)
+    with pytest.raises(ValueError, match="line 2: not valid JSON"):
+        run(chatty, tokenizer, planned(tmp_path, "hidden-state", prompts=[str(path)]))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, monkeypatch):
@@ -287,20 +258,6 @@ def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, m
     with pytest.raises(OSError, match="without --cache-taps"):
         features.cache_features(chatty, [1, 2], [chat], tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer):
-    from hf_hsdraft.training.data.features import read_features
-
-    chats = [
-        tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2 " * length))), 100)
-        for length in (1, 9, 4)
-    ]
-    for chat, features in zip(chats, read_features(chatty, [1, 2], chats), strict=True):
-        alone = read_features(chatty, [1, 2], [chat])[0]
-        assert torch.equal(features.input_ids, chat.input_ids)
-        torch.testing.assert_close(features.taps, alone.taps, atol=0.05, rtol=0.05)
-        torch.testing.assert_close(features.final, alone.final, atol=0.05, rtol=0.05)
 
 
 def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatty, tokenizer, tmp_path, monkeypatch):

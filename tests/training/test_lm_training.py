@@ -45,8 +45,13 @@ def tied():
     return made
 
 
-@pytest.mark.parametrize(("family", "kind"), [("lm", CausalLMDrafter), ("steered-lm", SteeredLMDrafter)])
-@pytest.mark.parametrize("arguments", [{}, {"bf16": True, "data_policy": "mixed", "activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    ("family", "kind", "arguments"),
+    [
+        ("lm", CausalLMDrafter, {"bf16": True, "data_policy": "mixed", "activation_checkpointing": True}),
+        ("steered-lm", SteeredLMDrafter, {}),
+    ],
+)
 def test_training_lowers_the_loss_and_saves_an_ordinary_model(tied, tokenizer, tmp_path, family, kind, arguments):
     start = pruned_folder(tied, tokenizer, tmp_path / "small")
     plan = planned(tmp_path, family, init_from=start)
@@ -72,12 +77,13 @@ def test_training_lowers_the_loss_and_saves_an_ordinary_model(tied, tokenizer, t
 
 
 def test_a_steering_is_trained_further_and_a_language_model_made_on_the_way(tied, tokenizer, tmp_path):
-    plain = run(tied, tokenizer, planned(tmp_path, "lm", drafter={"num_hidden_layers": 2}))  # nothing to start from
+    brief = {"max_steps": 2, "eval_steps": 2, "eval_new_tokens": 4}
+    plain = run(tied, tokenizer, planned(tmp_path, "lm", drafter={"num_hidden_layers": 2}), **brief)
     assert len(layers_of(plain.model)[1]) == 2 and plain.tokenizer is not None
     fields = {"target_tap_layers": [1, 3]}
     first = planned(tmp_path, "steered-lm", init_from=str(tmp_path / "out"), out=str(tmp_path / "a"), drafter=fields)
     second = replace(first, init_from=str(tmp_path / "a"), out=str(tmp_path / "b"), drafter={})
-    made, again = (run(tied, tokenizer, plan) for plan in (first, second))
+    made, again = (run(tied, tokenizer, plan, **brief) for plan in (first, second))
     assert list(made.taps) == list(again.taps) == [1, 3]
     assert not torch.equal(made.steering.up.weight, again.steering.up.weight)
     with pytest.raises(ValueError, match=r"target_tap_layers=\[2\] is invalid: the drafter to start from reads"):

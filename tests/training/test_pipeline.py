@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import shutil
@@ -15,16 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, needs_peft, write_prompts
-from hub_server import HubServer
-from huggingface_hub import DatasetCard, HfApi, ModelCard, constants
-from training_helpers import interrupted, kill_at_step_three, planned, run
-from transformers import AutoModelForCausalLM, MambaConfig
-from typer.testing import CliRunner
+from huggingface_hub import DatasetCard, ModelCard
+from training_helpers import decodes_as_plain, interrupted, own_hub, planned, run
+from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.cli import train as train_command
-from hf_hsdraft.cli.main import app
-from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -66,12 +60,6 @@ def keys_of(folder: Path) -> list[str]:
     return load_dataset(str(folder), cache_dir=str(folder.parent.parent / "cache"))["train"]["key"]
 
 
-def decodes_as_plain(target, drafter) -> bool:
-    ids = torch.tensor([[5, 6, 7, 8]])
-    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
-    return target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
-
-
 def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, trained):
     drafter = HSDrafter.from_pretrained(trained.out)
     assert drafter.dtype == torch.bfloat16 and len(drafter.config.draft_vocab_ids) == 40
@@ -90,25 +78,6 @@ def test_cached_and_online_taps_train_the_same_drafter(chatty, tokenizer, traine
     assert any("cover" in line for line in said) and not any("GB on disk" in line for line in said)
 
 
-def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
-    """The second run answers nothing anew, computes no features and goes on at the checkpoint."""
-    from hf_hsdraft.training.data import features
-
-    steps = kill_at_step_three(monkeypatch)
-    resumed = plan(tmp_path, cache_taps=True)
-    with pytest.raises(KeyboardInterrupt):
-        run(chatty, tokenizer, resumed)
-    data = tmp_path / "out" / "data"
-    answers = {path.name: path.read_bytes() for path in (data / "data").iterdir()}
-    keys = keys_of(data)
-    assert len(set(keys)) == len(keys) == 12
-    monkeypatch.setattr(features, "_write_shard", lambda *_: pytest.fail("features were computed again"))
-    for _ in range(2):  # a finished run is finished
-        run(chatty, tokenizer, resumed)
-        assert steps[4:] == [2, 3]
-    assert {path.name: path.read_bytes() for path in (data / "data").iterdir()} == answers
-
-
 def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path, finished):
     """Other data would give the checkpoint's rows another draft vocabulary."""
     with pytest.raises(ValueError, match=r"learning_rate: '0\.0006' -> '0\.5'"):
@@ -119,20 +88,6 @@ def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path, f
     write_prompts(tmp_path / "prompts.jsonl", 13)
     with pytest.raises(ValueError, match="prompt_digests"):
         run(chatty, tokenizer, changed)
-
-
-def test_a_drafter_to_start_from_keeps_its_sizes_but_the_vocabulary(chatty, tokenizer, tmp_path):
-    sizes = {"target_tap_layers": [1, 3], "num_draft_steps": 2, "tree_size": 4, "draft_vocab_size": 20}
-    make_drafter(chatty, **sizes, draft_vocab_ids=range(20)).save_pretrained(tmp_path / "first")
-    start = str(tmp_path / "first")
-    with pytest.raises(ValueError, match="num_draft_steps=2"):
-        run(chatty, tokenizer, plan(tmp_path, init_from=start))
-    continued = plan(tmp_path, init_from=start, drafter={"tree_size": 9, "draft_vocab_size": 40})
-    drafter = run(chatty, tokenizer, continued)
-    assert drafter.config.target_tap_layers == [1, 3] and drafter.config.num_draft_steps == 2
-    assert drafter.config.tree_size == drafter.generation_config.tree_size == 9  # decides no weights
-    assert drafter.config.draft_vocab_size == len(drafter.config.draft_vocab_ids) == 40
-    assert HSDrafter.from_pretrained(tmp_path / "out").draft_vocab_ids().tolist() == drafter.config.draft_vocab_ids
 
 
 @pytest.mark.parametrize("head", ["target", "trained"])
@@ -222,23 +177,45 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
     assert said == ["already finished: max_steps 6"]
 
 
-def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
-    """Before a single answer is generated."""
-    mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, state_size=4, eos_token_id=4)
-    with pytest.raises(
-        ValueError, match=r"cannot be drafted for: (there is no cache|its cache has linear-attention layers only)"
-    ):
-        run(AutoModelForCausalLM.from_config(mamba).eval(), tokenizer, plan(tmp_path))
-    with pytest.raises(ValueError, match="tree_size=6"):
-        run(chatty, tokenizer, plan(tmp_path, drafter={"num_draft_steps": 30, "tree_size": 6}))
-    with pytest.raises(ValueError, match="objective='forward'"):
-        run(chatty, tokenizer, plan(tmp_path), objective="forward")
-    with pytest.raises(ValueError, match=r"'eval_speed' will not be measured: expected one of eval_tau, "):
-        run(chatty, tokenizer, plan(tmp_path), metric_for_best_model="eval_speed")
-    with pytest.raises(ValueError, match=r"'eval_tau' will not be measured without prompts"):
-        run(chatty, tokenizer, plan(tmp_path, eval_prompts=0))
-    with pytest.raises(ValueError, match="depth_weights has 2 entries"):
-        run(chatty, tokenizer, plan(tmp_path), depth_weights=[1.0, 0.5])
+NARROW = {**SIZES, "head": "trained", "hidden_size": 16, "num_attention_heads": 2}
+WIDTHS = "=1.0 is invalid: drafted states have a width of 16, those .* 32"
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({"drafter": {"num_draft_steps": 30, "tree_size": 6}}, {}, "tree_size=6"),
+        ({}, {"objective": "forward"}, "objective='forward'"),
+        ({}, {"metric_for_best_model": "eval_speed"}, r"'eval_speed' will not be measured: expected one of eval_tau, "),
+        ({"eval_prompts": 0}, {}, r"'eval_tau' will not be measured without prompts"),
+        ({}, {"depth_weights": [1.0, 0.5]}, "depth_weights has 2 entries"),
+        ({"drafter": NARROW}, {"regression_weight": 1.0}, f"regression_weight{WIDTHS}"),
+        ({"drafter": NARROW}, {"cosine_weight": 1.0}, f"cosine_weight{WIDTHS}"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_an_answer_is_made(
+    chatty, tokenizer, tmp_path, fields, arguments, message
+):
+    with pytest.raises(ValueError, match=message):
+        run(chatty, tokenizer, plan(tmp_path, **fields), **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (MambaConfig, {"state_size": 4}, "cannot be drafted for: (there is no cache|its cache has linear-attention)"),
+        (GraniteConfig, {"logits_scaling": 8.0, "num_attention_heads": 4}, "scale, cap or bias"),
+    ],
+)
+def test_targets_that_cannot_teach_are_refused_before_an_answer_is_made(tokenizer, tmp_path, kind, fields, message):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    target = AutoModelForCausalLM.from_config(
+        kind(**sizes, **fields, initializer_range=0.3, pad_token_id=0, eos_token_id=4)
+    )
+    with pytest.raises(ValueError, match=message):
+        run(target.eval(), tokenizer, plan(tmp_path))
     assert not (tmp_path / "out").exists()
 
 
@@ -276,29 +253,11 @@ def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
                 checks.check_device(target)
 
 
-def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_path, finished, monkeypatch):
-    with HubServer(tokens={"hf_secret": "user"}) as hub:
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
-        run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
-        files = hub.files("user/out")
-    pictures = {"acceptance.png", "calibration.png", "learning_curves.png"}
-    documents = {"README.md", "config.json", "figures.json", "generation_config.json", "training_recipe.json"}
-    code = {name for name in files if name.endswith(".py")} | {"custom_generate/requirements.txt", ".gitattributes"}
-    assert set(files) - code == pictures | documents | {"model.safetensors"}
-    config = json.loads(files["config.json"])
-    reference = config["target_reference"]
-    assert reference["agreed"] == len(reference["input_ids"]) - reference["start"]  # its own greedy text
-    assert not any(b"hf_secret" in content or str(tmp_path).encode() in content for content in files.values())
-
-
 def test_chats_are_published_as_a_data_set_that_the_card_names(chatty, tokenizer, tmp_path, finished, monkeypatch):
     from datasets import load_dataset
 
     hub_options = {"hub_token": "hf_secret", "hub_private_repo": True}
-    with HubServer(tokens={"hf_secret": "user"}) as hub:
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+    with own_hub(monkeypatch) as hub:
         said: list[str] = []
         assert "datasets" not in (tmp_path / "out" / "README.md").read_text()
         hub.fail("POST", "/commit/main", 500, times=None)
@@ -345,17 +304,15 @@ def test_chats_that_were_given_with_their_answers_are_not_published(chatty, toke
 
 
 def test_the_hub_is_asked_before_hours_are_spent(chatty, tokenizer, tmp_path, monkeypatch):
-    with HubServer(tokens={}) as hub:
-        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
-        with pytest.raises(OSError, match="401"):
-            run(chatty, tokenizer, plan(tmp_path), push_to_hub=True, hub_token="hf_secret")
+    with own_hub(monkeypatch), pytest.raises(OSError, match="401"):
+        run(chatty, tokenizer, plan(tmp_path), push_to_hub=True, hub_token="hf_wrong")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
     from hf_hsdraft.training.loss import objectives
 
-    def diverges(logits, teacher):
+    def diverges(logits, teacher, best):
         scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
         calls.append(None)
         return objectives.forward_kl(logits, teacher) * scale
@@ -443,13 +400,6 @@ def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, 
     from hf_hsdraft.training.data import answers, inventing
 
     asked = plan(tmp_path, prompts=[], num_prompts=12, kinds={"mathematics": 1.0, "writing": 2.0}, max_length=200)
-    with pytest.raises(ValueError, match="--kinds and --opening are two ways"):
-        run(chatty, tokenizer, replace(asked, openings=["w1 "]))
-    with pytest.raises(ValueError, match="--kinds is for invented prompts"):
-        run(chatty, tokenizer, plan(tmp_path, kinds={"code": 1.0}))
-    with pytest.raises(ValueError, match="kinds='poetry' is unknown"):
-        run(chatty, tokenizer, replace(asked, kinds={"poetry": 1.0}))
-    assert not (tmp_path / "out").exists()
     run(chatty, tokenizer, asked)
     rows = list(RowFolder(tmp_path / "out" / "data").rows())
     assert Counter(row["category"] for row in rows) == {"mathematics": 4, "writing": 8}
@@ -482,7 +432,8 @@ def test_every_stage_of_a_run_says_how_far_it_is(trained):
 def test_epochs_and_their_end(chatty, tokenizer, tmp_path):
     """Nine conversations to learn from, two a step."""
     for epochs, steps in ((1.0, 5), (1.0, 5), (2.0, 10)):
-        train(chatty, tokenizer, plan(tmp_path), {"num_train_epochs": epochs, "eval_steps": 5}, report=lambda _: None)
+        arguments = {"num_train_epochs": epochs, "eval_steps": 5, "eval_new_tokens": 4}
+        train(chatty, tokenizer, plan(tmp_path), arguments, report=lambda _: None)
         assert steps_done(tmp_path / "out") == steps
 
 
@@ -508,14 +459,6 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
     monkeypatch.setattr(trainer, "true_labels", shifted)
     with pytest.raises(parity.ParityError, match="off by one"):
         run(chatty, tokenizer, plan(tmp_path), eval_new_tokens=12, learning_rate=0.05)
-
-
-@pytest.mark.parametrize("name", ["regression_weight", "cosine_weight"])
-def test_states_of_another_width_are_refused_before_anything_is_written(chatty, tokenizer, tmp_path, name):
-    narrow = plan(tmp_path, drafter={**SIZES, "head": "trained", "hidden_size": 16, "num_attention_heads": 2})
-    with pytest.raises(ValueError, match=f"{name}=1.0 is invalid: drafted states have a width of 16, those .* 32"):
-        run(chatty, tokenizer, narrow, **{name: 1.0})
-    assert not (tmp_path / "out").exists()
 
 
 @needs_peft
@@ -548,26 +491,6 @@ def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_pa
     assert not torch.allclose(drafted(adapted), plain)
 
 
-def test_trained_heads(chatty, tokenizer, tmp_path):
-    sizes = {"head": "trained", "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    drafter = run(chatty, tokenizer, plan(tmp_path, drafter={**SIZES, **sizes}))
-    loaded = HSDrafter.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.lm_head.weight, drafter.lm_head.weight)
-    assert decodes_as_plain(chatty, loaded)
-
-
-def test_targets_with_scaled_logits_are_not_taught_wrongly(tokenizer, tmp_path):
-    from transformers import AutoModelForCausalLM, GraniteConfig
-
-    torch.manual_seed(0)
-    config = GraniteConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.3, pad_token_id=0, eos_token_id=4,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="scale, cap or bias"):
-        run(AutoModelForCausalLM.from_config(config).eval(), tokenizer, plan(tmp_path))
-
-
 def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path, finished):
     def told(line: str) -> None:
         if line.startswith("drafter of"):  # in the middle of it
@@ -578,77 +501,3 @@ def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path, finished)
     seen: list[str] = []
     run(chatty, tokenizer, plan(tmp_path), told, max_steps=6)
     assert seen
-
-
-@pytest.fixture
-def saved(chatty, tokenizer, tmp_path) -> Path:
-    chatty.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    return tmp_path
-
-
-def test_commands_train_bench_and_demo(saved):
-    runner = CliRunner()
-    prompts = str(write_prompts(saved / "prompts.jsonl", 10))
-    target, drafter = str(saved / "target"), str(saved / "drafter")
-    arguments = ["--target", target, "--prompts", prompts, "--out", drafter, "--max-steps", "2", "--eval-steps", "2"]
-    arguments += ["--eval-conversations", "2", "--eval-prompts", "1", "--max-new-tokens", "10"]
-    arguments += ["--num-draft-steps", "3"]
-    result = runner.invoke(app, ["train", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report = saved / "bench.json"
-    common = ["--target", target, "--drafter", drafter, "--max-new-tokens", "12"]
-    arguments = ["--prompts", prompts, "--limit", "4", "--json", str(report)]
-    arguments += ["--variants", "tree8x2,chain+resample,lookup"]
-    result = runner.invoke(app, ["bench", *common, *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    figures = json.loads(report.read_text())
-    assert figures["summary"]["plain"]["tau"] == 1.0
-    assert figures["summary"]["tree8x2"]["identical"] == 4 == figures["settings"]["questions"]
-    assert set(figures["summary"]) == {"plain", "tree8x2", "chain+resample", "prompt lookup (transformers)"}
-    assert sorted(figures["categories"]) == ["a", "a", "b", "b"]
-    result = runner.invoke(app, ["demo", "w1 w2 w3", *common], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "same text      yes" in result.output and "tau" in result.output
-
-
-def test_bench_refuses_unknown_variants(saved, chatty):
-    make_drafter(chatty).save_pretrained(saved / "drafter")
-    prompts = str(write_prompts(saved / "prompts.jsonl", 2))
-    arguments = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter"), "--prompts", prompts]
-    result = CliRunner().invoke(app, ["bench", *arguments, "--variants", "forest"])
-    assert result.exit_code != 0
-    assert "forest" in str(result.exception) + result.output
-    for wrong, expected in ((["--variants", "tree,tree"], "twice"), (["--json", "missing/x.json"], "no such folder")):
-        result = CliRunner().invoke(app, ["bench", *arguments, *wrong])
-        assert result.exit_code != 0
-        assert expected in str(result.exception) + result.output
-
-
-def test_the_family_is_part_of_a_run(chatty, tokenizer, tmp_path, trained, monkeypatch):
-    """A name that is unknown, a field of another family, and another family in a run that was begun."""
-    from hf_hsdraft.training.families import trainable
-    from hf_hsdraft.training.families.hidden_state import HiddenStateFamily
-
-    class Narrow(HiddenStateFamily):
-        name = "narrow"
-
-        @property
-        def fields(self) -> set[str]:
-            return super().fields - {"injector"}
-
-    monkeypatch.setitem(trainable.TRAINABLE, "narrow", Narrow())
-    expected = "family='tall' is unknown: expected one of block, eagle3, hidden-state, lm, narrow"
-    with pytest.raises(ValueError, match=expected):
-        run(chatty, tokenizer, plan(tmp_path, family="tall"))
-    with pytest.raises(ValueError, match=r"injector='path' is invalid with family='narrow'.*of family hidden-state"):
-        run(chatty, tokenizer, plan(tmp_path, family="narrow", drafter=SIZES | {"injector": "path"}))
-    assert not (tmp_path / "out").exists()
-    shutil.copytree(trained.out, tmp_path / "out")
-    with pytest.raises(ValueError, match="family: 'hidden-state' -> 'narrow'"):
-        run(chatty, tokenizer, plan(tmp_path, family="narrow"), max_steps=6)
-    assert json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]["family"] == "hidden-state"
-    assert "| family | hidden-state |" in (tmp_path / "out" / "README.md").read_text()
-    assert [family.value for family in train_command.Family] == [
-        name for name in trainable.TRAINABLE if name != "narrow"
-    ]

@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -23,7 +22,7 @@ from packaging.version import Version
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data import server as server_module
 from hf_hsdraft.training.data.conversations import Prompt
-from hf_hsdraft.training.data.gather import answer_all, read_sources
+from hf_hsdraft.training.data.gather import Answering
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.server import Answered, answer_by_server
 from hf_hsdraft.training.loop.progress import Reporter
@@ -145,17 +144,16 @@ def test_a_run_learns_from_what_the_server_answered(served, chatty, tokenizer, t
 def test_sampled_answers_are_sampled_and_reproducible(served):
     """`transformers serve` is greedy at any temperature when asked like other servers."""
     url, model = served
-    texts = [
-        {
-            answered.prompt.key: answered.messages[1]["content"]
-            for answered in answer_by_server(
-                url, make_prompts(4), model=model, temperatures=(temperature,), max_new_tokens=8, concurrency=1
-            )
+
+    def texts(temperature: float) -> dict[str, str]:
+        options = {"model": model, "temperatures": (temperature,), "max_new_tokens": 8, "concurrency": 1}
+        return {
+            each.prompt.key: each.messages[1]["content"] for each in answer_by_server(url, make_prompts(4), **options)
         }
-        for temperature in (0.0, 1.0, 1.0)
-    ]
-    assert texts[1] == texts[2]
-    assert all(texts[0][key] != texts[1][key] for key in texts[0])
+
+    greedy, sampled = texts(0.0), texts(1.0)
+    assert sampled == texts(1.0)
+    assert all(greedy[key] != sampled[key] for key in greedy)
 
 
 def test_transformers_serve_wants_its_model_named(served):
@@ -186,11 +184,7 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, status: int, payload: dict) -> None:
         data = json.dumps(payload).encode()
         self.send_response(status)
-        for name, value in {
-            "Content-Type": "application/json",
-            "Content-Length": len(data),
-            "retry-after-ms": 1,
-        }.items():
+        for name, value in (("Content-Type", "application/json"), ("Content-Length", len(data)), ("retry-after-ms", 1)):
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(data)
@@ -255,19 +249,20 @@ def as_target(target, tokenizer, otherwise: Callable[[dict], Reply]) -> Callable
     return reply
 
 
-def answered_by(server: Stub, target, tokenizer, folder, prompts: list[Prompt], lines: list[str], **fields):
+def answered_by(server: Stub, target, tokenizer, folder, asked: list[Prompt], lines: list[str], **fields):
     """The chats of a run that asks a server."""
-    plan = TrainingPlan(
-        out=str(folder), prompts=["x"], answers_from=server.url, temperatures=(0.0,), max_new_tokens=9, **fields
-    )
-    return answer_all(target, tokenizer, plan, 0, "target", prompts, folder, Reporter.of(lines.append))
+    fields = {"prompts": ["x"], "temperatures": (0.0,), "max_new_tokens": 9, **fields}
+    plan = TrainingPlan(out=str(folder), answers_from=server.url, **fields)
+    return Answering(target, tokenizer, plan, 0, "target", Reporter.of(lines.append)).all(asked)
 
 
-def test_a_server_with_another_model_is_refused_before_it_is_asked(chatty, tokenizer, tmp_path):
-    other = make_target(seed=7, eos_token_id=4)
-    with stub(as_target(other, tokenizer, echoes)) as server:
-        with pytest.raises(ValueError, match=r"does not answer as the target does.*Serve the target itself"):
-            answered_by(server, chatty, tokenizer, tmp_path, make_prompts(3), [])
+def test_a_server_with_another_model_is_refused_before_any_work(chatty, tokenizer, tmp_path, monkeypatch):
+    """Before it is asked for answers, and before the target invents prompts."""
+    monkeypatch.setattr(gather, "invent_prompts", lambda *_, **__: pytest.fail("prompts were invented"))
+    with stub(as_target(make_target(seed=7, eos_token_id=4), tokenizer, echoes)) as server:
+        for given, fields in ((make_prompts(3), {}), ([], {"prompts": (), "openings": ["w1"], "num_prompts": 3})):
+            with pytest.raises(ValueError, match=r"does not answer as the target does.*Serve the target itself"):
+                answered_by(server, chatty, tokenizer, tmp_path, given, [], **fields)
         assert server.asked() == []
 
 
@@ -278,15 +273,6 @@ def test_one_answer_may_differ_by_rounding(chatty, tokenizer, tmp_path):
     own = as_target(chatty, tokenizer, echoes)
     with stub(reply) as server:
         assert len(answered_by(server, chatty, tokenizer, tmp_path, make_prompts(3), [])) == 3
-
-
-def test_another_model_is_refused_before_the_target_invents_prompts(chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(gather, "invent_prompts", lambda *_, **__: pytest.fail("prompts were invented"))
-    plan = TrainingPlan(out=str(tmp_path), answers_from="", openings=["w1"], num_prompts=3)
-    with stub(as_target(make_target(seed=7, eos_token_id=4), tokenizer, echoes)) as server:
-        plan = replace(plan, answers_from=server.url)
-        with pytest.raises(ValueError, match="does not answer as the target does"):
-            answer_all(chatty, tokenizer, plan, 0, "target", [], tmp_path, Reporter.of(lambda line: None))
 
 
 def test_a_server_is_not_asked_what_is_too_long(chatty, tokenizer, tmp_path):
@@ -360,17 +346,7 @@ def test_a_plan_says_how_many_prompts_are_asked_at_once(chatty, tokenizer, tmp_p
         return echoes(body)
 
     with stub(as_target(chatty, tokenizer, reply)) as server:
-        prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
-        plan = TrainingPlan(
-            out=str(tmp_path),
-            prompts=prompts,
-            answers_from=server.url,
-            answer_batch_size=3,
-            temperatures=(0.0,),
-            max_new_tokens=9,
-        )
-        asked = read_sources(plan, 0, None, lambda line: None)[1]
-        chats = answer_all(chatty, tokenizer, plan, 0, "target", asked, tmp_path, Reporter.of(lambda line: None))
+        chats = answered_by(server, chatty, tokenizer, tmp_path, make_prompts(6), [], answer_batch_size=3)
     assert len(chats) == 6 and max(most) == 3
 
 
@@ -418,12 +394,12 @@ def test_errors_come_before_work_and_keep_the_key(monkeypatch, status, kind, exp
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-@pytest.mark.parametrize("key", ["a\nsecret", "sécret"])
-def test_keys_that_no_header_can_hold(monkeypatch, key):
-    monkeypatch.setenv("HSDRAFT_API_KEY", key)
-    with pytest.raises(ValueError, match="printable ASCII") as error:
-        answer_by_server("http://127.0.0.1:9", make_prompts(1))
-    assert "cret" not in str(error.value)
+def test_keys_that_no_header_can_hold(monkeypatch):
+    for key in ("a\nsecret", "sécret"):
+        monkeypatch.setenv("HSDRAFT_API_KEY", key)
+        with pytest.raises(ValueError, match="printable ASCII") as error:
+            answer_by_server("http://127.0.0.1:9", make_prompts(1))
+        assert "cret" not in str(error.value)
 
 
 def test_a_server_of_something_else():
@@ -490,13 +466,6 @@ def test_no_more_is_asked_once_the_caller_stops(monkeypatch):
         asked = len(server.asked())
         time.sleep(0.4)
         assert len(server.asked()) <= asked + 2  # those on their way
-
-
-def test_no_more_is_asked_once_the_server_fails():
-    with stub(lambda body: fails(500, "broken") if "w3 " in body["messages"][0]["content"] else echoes(body)) as server:
-        with pytest.raises(ConnectionError, match="broken"):
-            list(answer_by_server(server.url, make_prompts(100), concurrency=2, max_retries=0))
-        assert len(server.asked()) < 20
 
 
 @pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"temperatures": ()}, {"temperatures": (0.0, -1.0)}])

@@ -81,10 +81,17 @@ def rewards(trainer) -> list[float]:
     [
         {},
         {"lora": True},
-        {"gradient_checkpointing": False, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-        {"optim": "adafactor", "beta": 0.0, "temperature": 0.7, "top_k": 20},  # it writes to `.data`
+        {
+            "optim": "adafactor",  # it writes to `.data`
+            "beta": 0.0,
+            "temperature": 0.7,
+            "top_k": 20,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+        },
     ],
-    ids=["full", "lora", "accumulated", "adafactor"],
+    ids=["full", "lora", "adafactor, accumulated"],
 )
 def test_training_with_a_drafter_is_training_without(tokenizer, tmp_path, options):
     """Every roll-out, every log-probability and every update: the trained weights are the same to the last bit."""
@@ -155,29 +162,6 @@ def test_drafts_follow_the_weights(tokenizer, tmp_path):
     seen = Watching(target, torch.no_grad()(ask)).answers
     trainer.train()
     assert len(seen) == STEPS and seen[0][0] != seen[-1][0] and sum(accepted for _, accepted in seen)
-
-
-@needs_trl
-@pytest.mark.parametrize("lora", [False, True])
-def test_training_learns_from_the_targets_own_log_probabilities(tokenizer, tmp_path, lora):
-    target = policy()
-    trainer = trainer_of(target, tokenizer, tmp_path, lora=lora, temperature=0.7)
-    attachment = attach(trainer.model, make_drafter(target))
-    compute, differences = trainer._get_per_token_logps_and_entropies, []
-
-    def compared(model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        result = compute(model, input_ids, attention_mask, logits_to_keep, **kwargs)
-        with torch.no_grad():
-            states = type(target).forward(target, input_ids=input_ids, attention_mask=attention_mask).logits
-        scores = (states[:, -logits_to_keep - 1 : -1] / 0.7).log_softmax(-1)
-        expected = scores.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
-        written = attention_mask[:, -logits_to_keep:].bool()
-        differences.append((result[0] - expected)[written].abs().max().item())
-        return result
-
-    trainer._get_per_token_logps_and_entropies = compared
-    trainer.train()
-    assert len(differences) == STEPS and max(differences) < 1e-5 and attachment.statistics.calls == STEPS
 
 
 class Reporter(TrainerCallback):
@@ -274,15 +258,6 @@ def test_a_drafter_learns_from_what_the_target_is_now():
         assert torch.equal(torch.get_rng_state(), numbers)
     assert changed.training and all(weight.grad is None for weight in changed.parameters())
     assert not learner.drafter.training and learner.losses[0] != learner.losses[1]
-
-
-def test_learning_helps():
-    learner = co_training_of(policy(), passes=8)
-    for _ in range(4):
-        for prompt, answer in texts():
-            learner.add(prompt, answer)
-        learner.update()
-    assert learner.losses[-1] < 0.8 * learner.losses[0]
 
 
 def test_what_cannot_be_learned_from_is_refused():

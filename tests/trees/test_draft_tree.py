@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from oracles.exactness import FullExpansion
 
 from hf_hsdraft.core.draft_tree import DraftTree, merge_trees
-from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
-from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits, beam_trees
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:
@@ -156,78 +155,3 @@ def test_equal_scores_keep_parents_before_children():
     [tree] = beams(certain, [0], 4, [4], width=3, size=3)
     assert tree.tokens == (0, 1, 2, 3)
     assert tree.parents == (-1, 0, 1, 2)
-
-
-def test_sequences_of_a_batch_grow_their_own_trees():
-    """A batch gives what each sequence gives alone, cut where its own greatest depth is."""
-    table = tables(3, 4, 9)
-
-    def expand(level, tokens, states):
-        return table[level - 1][tokens], torch.zeros(*tokens.shape, 1)
-
-    together = beams(expand, [0, 5, 7], 9, [4, 2, 1], width=3, size=12)
-    for root, depth, tree in zip((0, 5, 7), (4, 2, 1), together, strict=True):
-        [alone] = beams(expand, [root], 9, [depth], width=3, size=12)
-        assert max(tree.depths) <= depth
-        assert (tree.tokens, tree.parents) == (alone.tokens, alone.parents)
-        assert tree.scores == pytest.approx(alone.scores)
-
-
-class BlockExpansion(Expansion):
-    """What a drafter says that drafts all depths in one forward: logits by depth, and a bias of low rank by token."""
-
-    def __init__(self, logits, down=None, up=None):
-        self.logits, self.down, self.up, self.depth = logits, down, up, logits.shape[1]
-
-    def __call__(self, level, tokens, states):
-        assert states is None
-        logits = self.logits[:, level - 1 : level]
-        if self.down is not None:
-            logits = logits + self.down[tokens] @ self.up
-        return logits.log_softmax(-1), None
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("width", [1, 3, 9])
-def test_block_drafts_without_states_grow_the_most_probable_paths(rank, width):
-    """The vocabulary of the drafter is a part of the target's, and a beam of all its tokens finds all best paths."""
-    torch.manual_seed(7)
-    logits, ids = 2 * torch.randn(2, 3, 9), torch.arange(3, 30, 3)
-    down, up = (torch.randn(40, rank), torch.randn(rank, 9)) if rank else (None, None)
-    roots, limits = torch.tensor([1, 2]), TreeLimits(12, width, 0.0, [3, 2])
-    trees = beam_trees(BlockExpansion(logits, down, up), roots, ids, limits)
-    for row, tree in enumerate(trees):
-        paths, beam = {(): 0.0}, [()]
-        for depth in range(limits.max_depths[row]):
-            grown = {}
-            for path in beam:
-                bias = down[ids[path[-1]] if path else roots[row]] @ up if rank else 0.0
-                steps = (logits[row, depth] + bias).log_softmax(-1)
-                grown |= {(*path, column): paths[path] + float(steps[column]) for column in range(9)}
-            paths |= grown
-            beam = sorted(grown, key=grown.get, reverse=True)[:width]
-        best = sorted((path for path in paths if path), key=paths.get, reverse=True)
-        best = beam_of_one(best, paths) if width == 1 else best[:12]
-        tokens = {tuple(tree.tokens[node] for node in tree.path(node)): node for node in range(1, len(tree))}
-        assert set(tokens) == {tuple(ids[list(path)].tolist()) for path in best}
-        for path in best:
-            assert tree.scores[tokens[tuple(ids[list(path)].tolist())]] == pytest.approx(paths[path], abs=1e-5)
-
-
-def beam_of_one(best, paths):
-    """The best path of each depth."""
-    return [max((path for path in best if len(path) == depth), key=paths.get) for depth in {len(path) for path in best}]
-
-
-@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_nodes_of_block_drafts_can_be_drawn_too(builder):
-    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(1))
-    limits = TreeLimits(12, 3, 0.0, [3, 3])
-    trees = TREE_BUILDERS[builder].grow(BlockExpansion(logits), torch.tensor([1, 2]), torch.arange(9), limits)
-    for row, tree in enumerate(trees):
-        assert_well_formed(tree)
-        steps = logits[row].log_softmax(-1)
-        for node in range(1, len(tree)):
-            path = [tree.tokens[each] for each in tree.path(node)]
-            expected = sum(float(steps[depth, token]) for depth, token in enumerate(path))
-            assert tree.scores[node] == pytest.approx(expected, abs=1e-5)

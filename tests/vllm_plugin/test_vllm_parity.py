@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 import torch
 import vllm_parity
 from conftest import make_target
-from runner import counts
-from vllm_parity import all_columns, by_generate, same
+from vllm_parity import all_columns, by_generate
 
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
@@ -54,20 +51,6 @@ def test_chains_of_generate_are_counted():
     assert found.chains == sum(chains for chains, _ in each) > 0
     assert found.accepted == [sum(column) for column in zip(*(accepted for _, accepted in each), strict=True)]
     assert found.accepted[0] > 0
-
-
-def test_texts_are_compared_one_by_one():
-    assert same([[1, 2], [3]], [(1, 2), (3,)]) == "2 of 2"
-    assert same([[1, 2], [3], []], [[1, 2, 3], [4], []]) == "1 of 3"
-    with pytest.raises(ValueError):
-        same([[1]], [])
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,x", "1,,8", "1.5", "-1"])
-def test_numbers_at_once_are_checked(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected whole numbers from 1 on"):
-        counts(text)
-    assert counts("1, 8") == [1, 8]
 
 
 @pytest.mark.parametrize(

@@ -45,25 +45,21 @@ class AutoDrafter:
             TypeError: an argument is unknown; the message names it.
             ValueError: the family or format is unknown, or the files contradict each other.
         """
-        return _loaded(pretrained_model_name_or_path, args, kwargs)
-
-
-def _loaded(name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    load_families()
-    hub = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if kwargs.get(argument) is not None}
-    subfolder = kwargs.get("subfolder") or ""
-    with loading(name, offline=bool(hub.get("local_files_only"))):
-        config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
-        model_type = config.get("model_type")
-        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-        if family is None:
-            checkpoint = Checkpoint.open(name, subfolder, **hub)
-            of_hub = {*HUB_ARGUMENTS, "subfolder"}
-            others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
-            return _format_of(checkpoint).load(checkpoint, **others)
-    if not issubclass(family.drafter, PretrainedDrafter):
-        return family.drafter.from_pretrained(name, *args, **kwargs)
-    return _load_of_transformers(family, name, args, kwargs)
+        load_families()
+        name, subfolder = pretrained_model_name_or_path, kwargs.get("subfolder") or ""
+        hub = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if kwargs.get(argument) is not None}
+        with loading(name, offline=bool(hub.get("local_files_only"))):
+            config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
+            model_type = config.get("model_type")
+            family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+            if family is None:
+                checkpoint = Checkpoint.open(name, subfolder, **hub)
+                of_hub = {*HUB_ARGUMENTS, "subfolder"}
+                others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
+                return _format_of(checkpoint).load(checkpoint, **others)
+        if not issubclass(family.drafter, PretrainedDrafter):
+            return family.drafter.from_pretrained(name, *args, **kwargs)
+        return _load_of_transformers(family, name, args, kwargs)
 
 
 def _load_of_transformers(

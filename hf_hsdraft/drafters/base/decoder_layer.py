@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...core.checks import check_fields, demand, integer, setting
 from ...core.tensors import RMSNorm
 from .plain_config import described
-from .travelling_config import own_integer
+from .travelling_config import heads_of, own_integer
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
@@ -60,14 +60,10 @@ class LayerSizes:
     @classmethod
     def like(cls, config: Any, **fields: Any) -> LayerSizes:
         """Returns sizes like the target's; `fields` override them."""
-        heads = own_integer(config, "num_attention_heads") or 1
-        groups = own_integer(config, "num_key_value_heads") or heads
         sizes = {
             "hidden_size": config.hidden_size,
             "intermediate_size": own_integer(config, "intermediate_size") or 4 * config.hidden_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups if heads % groups == 0 else heads,
-            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            **heads_of(config),
         }
         return cls(**{**sizes, **fields})
 

@@ -29,7 +29,7 @@ _ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio
 
 MOST_LEADING = 16  # longest n-gram leader, in tokens
 TREE_SIZINGS = ("cost", "fixed")
-_COMMON = {
+COMMON_OPTIONS = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
     "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
     "compiled_layers",
@@ -38,46 +38,30 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Drafting options of one call, read from `drafter.generation_config`.
+    """Drafting options of one call, read from `drafter.generation_config`."""
 
-    Attributes:
-        depth: `num_assistant_tokens`, greatest depth of the drafter's nodes; n-grams may reach further.
-        tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
-        threshold: `assistant_confidence_threshold`, least probability of a drafted path.
-        tree_builder: a name in `TREE_BUILDERS`.
-        verification: a name in `VERIFIERS`.
-        drawn: whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires.
-        temperature: for drawing nodes; 1 if they are not drawn.
-        ngram_length: longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams.
-        ngram_continuation: most n-gram nodes appended to the most probable drafted path.
-        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes.
-        costs: used by `"cost"`; None to measure them.
-        packed_weights: pack the target's weights on CPUs; None once drafting has saved the time that packing takes.
-        compiled_layers: compile the target's decoder layers on CPUs; None after many forwards, True at once.
-        own: options of the drafter's family and of verification rules, by name.
-    """
-
-    depth: int
-    tree_size: int
-    beam_width: int
-    threshold: float
-    tree_builder: str = "beam"
-    verification: str = "walk"
-    drawn: bool = False
-    temperature: float = 1.0
-    ngram_length: int = 0
-    ngram_continuation: int = 0
+    depth: int  # `num_assistant_tokens`, greatest depth of the drafter's nodes; n-grams may reach further
+    tree_size: int  # see `TreeLimits`; shared by the rows of a batch
+    beam_width: int  # see `TreeLimits`
+    threshold: float  # `assistant_confidence_threshold`, least probability of a drafted path
+    tree_builder: str = "beam"  # a name in `TREE_BUILDERS`
+    verification: str = "walk"  # a name in `VERIFIERS`
+    drawn: bool = False  # whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires
+    temperature: float = 1.0  # for drawing nodes; 1 if they are not drawn
+    ngram_length: int = 0  # longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams
+    ngram_continuation: int = 0  # most n-gram nodes appended to the most probable drafted path
+    # `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes
     tree_sizing: str = "fixed"
-    costs: Costs | None = None
+    costs: Costs | None = None  # used by `"cost"`; None to measure them
+    # Pack the target's weights on CPUs; None once drafting has saved the time that packing takes
     packed_weights: bool | None = None
+    # Compile the target's decoder layers on CPUs; None after many forwards, True at once
     compiled_layers: bool | None = None
+    # Options of the drafter's family and of verification rules, by name
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_by(self, rows: int) -> DraftOptions:
-        """Options of each row of a batch: rows share two thirds of `tree_size`, with at least two nodes each.
-
-        Nodes cost more in a batch, which already fills the machine; small trees need no depth either.
-        """
+        """Options of each row of a batch, where nodes cost more: trees are smaller and less deep."""
         if rows == 1:
             return self
         size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
@@ -160,13 +144,15 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         ),
         "tree_sizing": choice(*TREE_SIZINGS),
         "tree_builder": choice(*TREE_BUILDERS),
-        "packed_weights": Limit(
-            lambda value: value is None or isinstance(value, bool), "True, False, or None for packing where it pays"
-        ),
-        "compiled_layers": Limit(
-            lambda value: value is None or isinstance(value, bool), "True, False, or None for compiling where it pays"
-        ),
+        "packed_weights": _if_it_pays("packing"),
+        "compiled_layers": _if_it_pays("compiling"),
     }
+
+
+def _if_it_pays(work: str) -> Limit:
+    return Limit(
+        lambda value: value is None or isinstance(value, bool), f"True, False, or None for {work} where it pays"
+    )
 
 
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
@@ -224,7 +210,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
     """Returns options of the drafter's family and of verification rules by name; see `rule_options`."""
     options = [*rule_options(*given), *drafter.own_options]
     own = {option.name: option for option in options}
-    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
@@ -234,7 +220,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
 def option_names(drafter: Any = None) -> set[str]:
     """Returns the names of a drafter's options; without a drafter, the names common to all."""
     if drafter is None:
-        return _COMMON | OPTION_NAMES | {option.name for option in rule_options()}
+        return COMMON_OPTIONS | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
     return option_names() | _own_options(drafter).keys() | given
 
@@ -250,11 +236,7 @@ def is_misspelt(name: str, option: str) -> bool:
 
 
 def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:
-    """Raises a ValueError for misspelt options.
-
-    Unknown names only warn, since libraries add their own fields, and transformers copies all fields of a model's
-    generation configuration.
-    """
+    """Raises a ValueError for misspelt options. Other unknown names only warn: libraries add such fields."""
     known = options | vars(GenerationConfig()).keys() | {"transformers_version"}
     unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
     told = []

@@ -40,29 +40,20 @@ def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Format:
-    """A drafter format.
+    """A drafter format."""
 
-    Attributes:
-        name: shown in messages.
-        rank: order of matching.
-        matches: whether a checkpoint has this format, by its configuration and tensor names.
-        load: builds the drafter; takes the keyword arguments of `from_pretrained`.
-        describe: lines by title that `hsdraft info` shows, without loading weights.
-        drafter: class of the drafters; None if unknown before loading.
-        possible: quick check of a config.json before looking at the weights.
-        listed: whether `hsdraft list` shows a checkpoint of this format.
-        loads: False if `load` only raises an explanation.
-    """
-
-    name: str
-    rank: int
-    matches: Callable[[Checkpoint], bool]
-    load: Callable[..., Any]
+    name: str  # shown in messages
+    rank: int  # order of matching
+    matches: Callable[[Checkpoint], bool]  # whether a checkpoint has this format, by its configuration and tensor names
+    load: Callable[..., Any]  # builds the drafter; takes the keyword arguments of `from_pretrained`
+    # Lines by title that `hsdraft info` shows, without loading weights
     describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
-    drafter: Any = None
+    drafter: Any = None  # class of the drafters; None if unknown before loading
+    # Quick check of a config.json before looking at the weights
     possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    # Whether `hsdraft list` shows a checkpoint of this format
     listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
-    loads: bool = True
+    loads: bool = True  # False if `load` only raises an explanation
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:

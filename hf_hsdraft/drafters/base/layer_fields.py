@@ -95,15 +95,11 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
 
 def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
     """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`."""
-    if not _are_kinds(kinds, count):
+    if not (isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)):
         wanted = f"{count} of {' and '.join(_KINDS)}"
         raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")
     window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _are_kinds(kinds: Any, count: int) -> bool:
-    return isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)
 
 
 def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:

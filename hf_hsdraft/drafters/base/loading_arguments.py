@@ -20,15 +20,10 @@ PLACEMENT = ("dtype", "device_map", "attn_implementation")  # accepted by every 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a drafter's weights go.
+    """Where a drafter's weights go."""
 
-    Attributes:
-        dtype: None for the dtype of the files.
-        device: None for the CPU. `generate()` moves a drafter to its target anyway.
-    """
-
-    dtype: torch.dtype | None
-    device: torch.device | None
+    dtype: torch.dtype | None  # None for the dtype of the files
+    device: torch.device | None  # None for the CPU. `generate()` moves a drafter to its target anyway.
 
     @classmethod
     def taken_from(cls, given: MutableMapping[str, Any]) -> Placement:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...core.attention import attention_of_chains
 from ...core.tensors import Attend, shared_attention
 from ...core.tuning import TUNING
 
@@ -22,24 +21,14 @@ class Sight:
     """What each row sees: earlier positions of its sequence and its own, within a window.
 
     Columns are the cached positions, followed by the pairs of this forward.
-
-    Attributes:
-        rows: `[R]`, int64, column of each row's pair, the last one that it sees.
-        own, texts: `[R]` and `[P]`, sequence of each row and column.
-        at, places: `[R]` and `[P]`, position of each row and column.
-        window: visible positions including the row's; None for all.
     """
 
-    rows: torch.Tensor
-    own: torch.Tensor
-    texts: torch.Tensor
-    at: torch.Tensor
-    places: torch.Tensor
-    window: int | None
-
-    @property
-    def is_large(self) -> bool:
-        return len(self.rows) * len(self.texts) > TUNING.large_mask
+    rows: torch.Tensor  # `[R]`, int64, column of each row's pair, the last one that it sees
+    own: torch.Tensor  # `[R]`, sequence of each row
+    texts: torch.Tensor  # `[P]`, sequence of each column
+    at: torch.Tensor  # `[R]`, position of each row
+    places: torch.Tensor  # `[P]`, position of each column
+    window: int | None  # visible positions including the row's; None for all
 
     def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
         """`[R, P]`, True where a row may look; with `columns` `[C]`, `[R, C]`."""
@@ -85,10 +74,7 @@ class DraftContext:
         return self.layers[0][0].shape[1] if self.layers else 0
 
     def within(self, window: int | None) -> DraftContext:
-        """Drops positions that no later position of their sequence can see through `window`.
-
-        The window counts the querying position, so the next position sees one fewer of the earlier ones.
-        """
+        """Drops positions that no later position of their sequence sees; `window` counts the querying position too."""
         if window is None:
             return self
         documents = self.document_ids
@@ -102,27 +88,42 @@ class DraftContext:
         return DraftContext(layers, documents[kept], self.position_ids[kept])
 
 
+def _attention_of_chains(
+    queries: torch.Tensor,  # `[S, heads, head_dim]`
+    keys: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    values: torch.Tensor,  # `[kv_heads, P, head_dim]`
+    mask: torch.Tensor,  # `[S, P]`, True where a chain may look
+    own_keys: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
+    own_values: torch.Tensor,  # `[kv_heads, S, steps, head_dim]`
+) -> torch.Tensor:
+    """Attention of chains over a shared context and their own positions: `[S, heads * head_dim]`."""
+    kv_heads, length, head_dim = keys.shape
+    rows = len(queries)
+    queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5
+    flat = queries.reshape(kv_heads, -1, head_dim)
+    scores = (flat @ keys.transpose(1, 2)).view(kv_heads, rows, -1, length)
+    scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+    scores = torch.cat([scores, queries @ own_keys.transpose(2, 3)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(values.dtype)
+    shared = weights[..., :length].reshape(kv_heads, -1, length) @ values
+    mixed = shared.view(queries.shape) + weights[..., length:] @ own_values
+    return mixed.permute(1, 0, 2, 3).reshape(rows, -1)
+
+
 class PackedTexts:
     """Packed sequences and chains rolled from them, for one forward.
 
     Attention can be recomputed, so gradient checkpointing gives the same result.
-
-    Args:
-        past: earlier positions of these sequences.
-        position_ids, document_ids: `[T]`, of the pairs; `document_ids` is None for a single sequence without a past.
-        starts: `[S]`, the pairs at which chains start; None for the last one only.
-        window: attended positions, including the position itself; None for all.
-        steps: K.
     """
 
     def __init__(
         self,
-        past: DraftContext,
-        position_ids: torch.Tensor,
-        document_ids: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        window: int | None,
-        steps: int,
+        past: DraftContext,  # earlier positions of these sequences
+        position_ids: torch.Tensor,  # `[T]`, of the pairs
+        document_ids: torch.Tensor | None,  # `[T]`, of the pairs; None for a single sequence without a past
+        starts: torch.Tensor | None,  # `[S]`, the pairs at which chains start; None for the last one only
+        window: int | None,  # attended positions, including the position itself; None for all
+        steps: int,  # K
     ) -> None:
         own = torch.zeros_like(position_ids) if document_ids is None else document_ids
         texts, places = own, position_ids
@@ -153,7 +154,7 @@ class PackedTexts:
             keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        if not sight.is_large:
+        if len(sight.rows) * len(sight.texts) <= TUNING.large_mask:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []
         for block, columns, mask in sight.blocks():  # computes no scores between sequences
@@ -184,4 +185,4 @@ class PackedTexts:
         self._own[layer, step] = keys, values
         own = [self._own[layer, each] for each in range(1, step + 1)]
         own_keys, own_values = (torch.stack(side, dim=2) for side in zip(*own, strict=True))
-        return attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)
+        return _attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)

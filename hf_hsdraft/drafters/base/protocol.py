@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ...core.checks import misfit_of
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
-from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
@@ -30,21 +30,13 @@ from .draft_options import MOST_NODES, DraftOptions
 
 @dataclass(frozen=True)
 class Read:
-    """Weights that a draft multiplies by.
-
-    Attributes:
-        part: name.
-        weights: number of weights.
-        times: reads per draft.
-        rows: rows multiplied per read.
-        borrowed: whether the weights are the target's and take no extra memory.
-    """
+    """Weights that a draft multiplies by."""
 
     part: str
     weights: int
-    times: int
-    rows: int
-    borrowed: bool = False
+    times: int  # reads per draft
+    rows: int  # rows multiplied per read
+    borrowed: bool = False  # whether the weights are the target's and take no extra memory
 
 
 def weights_of(*modules: nn.Module | None) -> int:
@@ -53,21 +45,13 @@ def weights_of(*modules: nn.Module | None) -> int:
 
 @dataclass(frozen=True)
 class Ask:
-    """Request for a draft of one row. Its sizes are final; sessions ignore those in the options.
+    """Request for a draft of one row. Its sizes are final; sessions ignore those in the options."""
 
-    Attributes:
-        row: index in the batch.
-        root: the last accepted token, not yet read by the target.
-        depth: greatest useful depth of a node; 0 to draft nothing.
-        size: most nodes besides the root.
-        width: nodes expanded per depth by sessions that grow beams; 1 for a chain.
-    """
-
-    row: int
-    root: int
-    depth: int
-    size: int
-    width: int = MOST_NODES
+    row: int  # index in the batch
+    root: int  # the last accepted token, not yet read by the target
+    depth: int  # greatest useful depth of a node; 0 to draft nothing
+    size: int  # most nodes besides the root
+    width: int = MOST_NODES  # nodes expanded per depth by sessions that grow beams; 1 for a chain
 
     @property
     def chain(self) -> bool:
@@ -80,27 +64,17 @@ class Accepted:
     """What the target accepted of one row since the last news; n positions were read.
 
     x_i are the tokens. h_i is the tapped hidden state at position i, from reading x_i; its logits are for x_{i+1}.
-
-    Attributes:
-        row: index in the batch.
-        tokens: emitted tokens; the last is the bonus token, the next root.
-        taps: `[n, taps * D]`, h_i of the positions read.
-        positions: `[n]`, int64, the positions i, not counting padding.
-        following: `[n]`, int64, the tokens x_{i+1}; with `embeds`, the last one only.
-        earlier: in a prompt's news, the tokens before `tokens`, as far as known.
-        num_drafted: emitted tokens that the draft held.
-        num_relaxed: of these, tokens that a lossy rule accepted instead of the target's.
-        embeds: `[n - 1, D]`, embeddings of the x_{i+1} except the last, for prompts given as embeddings.
     """
 
-    row: int
-    tokens: list[int]
-    taps: torch.Tensor
-    positions: torch.Tensor
-    following: torch.Tensor
-    earlier: Sequence[int] = ()
-    num_drafted: int = 0
-    num_relaxed: int = 0
+    row: int  # index in the batch
+    tokens: list[int]  # emitted tokens; the last is the bonus token, the next root
+    taps: torch.Tensor  # `[n, taps * D]`, h_i of the positions read
+    positions: torch.Tensor  # `[n]`, int64, the positions i, not counting padding
+    following: torch.Tensor  # `[n]`, int64, the tokens x_{i+1}; with `embeds`, the last one only
+    earlier: Sequence[int] = ()  # in a prompt's news, the tokens before `tokens`, as far as known
+    num_drafted: int = 0  # emitted tokens that the draft held
+    num_relaxed: int = 0  # of these, tokens that a lossy rule accepted instead of the target's
+    # `[n - 1, D]`, embeddings of the x_{i+1} except the last, for prompts given as embeddings
     embeds: torch.Tensor | None = None
 
     def next_embeds(self, embed: Transform) -> torch.Tensor:
@@ -119,44 +93,22 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `generate()`, as seen by the engine and the drafter's session.
+    """One call of `generate()`, as seen by the engine and the drafter's session."""
 
-    Attributes:
-        target: the model that verifies.
-        rows: batch size.
-        options: drafting options, as reduced for this target.
-        texts: the growing sequences, `engine.decoded_texts.DecodedTexts`; None if they grow elsewhere.
-        runtime: the target's forwards and cache, `runtime.target_runtime.TargetRuntime`; None likewise.
-        synced_gpus: whether all processes must run the same forwards.
-        outlives: whether the target's cache outlives the call.
-        observers: additional observers of rounds; see `engine.loop.Observer`.
-        stack: closes when the call ends.
-    """
-
-    target: Any
+    target: Any  # the model that verifies
     rows: int
-    options: DraftOptions
-    texts: Any = None
-    runtime: Any = None
-    synced_gpus: bool = False
-    outlives: bool = False
-    observers: Sequence[Any] = ()
-    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    options: DraftOptions  # drafting options, as reduced for this target
+    texts: Any = None  # the growing sequences, `engine.decoded_texts.DecodedTexts`; None if they grow elsewhere
+    runtime: Any = None  # the target's forwards and cache, `runtime.target_runtime.TargetRuntime`; None likewise
+    synced_gpus: bool = False  # whether all processes must run the same forwards
+    outlives: bool = False  # whether the target's cache outlives the call
+    observers: Sequence[Any] = ()  # additional observers of rounds; see `engine.loop.Observer`
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closes when the call ends
 
     @property
     def foresight(self) -> Foresight | None:
         """The foreseen draws of the target; None if nothing is drawn."""
         return None if self.texts is None else self.texts.foresight
-
-    @property
-    def slots(self) -> int | None:
-        """Slots of the target's cache if it has a fixed size."""
-        return None if self.runtime is None else self.runtime.slots.size
-
-    @property
-    def compile_config(self) -> Any:
-        """Compile configuration of tree forwards; None if they are not compiled."""
-        return None if self.runtime is None else self.runtime.acceleration.compile_config
 
     def read_ahead(self, made: Callable[..., Any]) -> Any:
         """See `TargetRuntime.read_ahead`."""
@@ -165,22 +117,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Verified:
-    """A greedy text's forward over a tree, root first and padded, on the device: nothing of it has been read back.
+    """A greedy text's forward over a tree, root first and padded, on the device: nothing of it has been read back."""
 
-    Attributes:
-        tokens, depths: `[N]`, int64, of the nodes.
-        ancestors: `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself.
-        choices: `[N]`, int64, the target's choices.
-        taps: `[N, taps * D]`, the hidden states that the drafter reads.
-        position: the root's.
-    """
-
-    tokens: torch.Tensor
-    depths: torch.Tensor
-    ancestors: torch.Tensor
-    choices: torch.Tensor
-    taps: torch.Tensor
-    position: int
+    tokens: torch.Tensor  # `[N]`, int64, of the nodes
+    depths: torch.Tensor  # `[N]`, int64, of the nodes
+    ancestors: torch.Tensor  # `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself
+    choices: torch.Tensor  # `[N]`, int64, the target's choices
+    taps: torch.Tensor  # `[N, taps * D]`, the hidden states that the drafter reads
+    position: int  # the root's
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Verified:
         """Moves all to a device, and casts the taps."""
@@ -189,25 +133,20 @@ class Verified:
 
 
 class Session:
-    """Drafting state of one call.
+    """Drafting state of one call."""
 
-    Attributes:
-        follow: takes the forward that verifies the last draft, launches the next draft behind it, and reads both back
-            at once; returns the target's choice at each node, or None if it does nothing. None if the session cannot.
-            What it drafts is used if the choices are accepted along the tree.
-        followed: time that the last draft by `follow` took of the device, in seconds.
-        free: drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
-        takes_ngrams: whether n-grams may be put in front, as `ngram_length` asks.
-        kind: hashable; what the time of a draft depends on besides the session's class, target, options and depth.
-        on_expansion: called with rows and the expansion of their trees; see `engine.loop.Observer.on_expansion`.
-    """
-
+    # Drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
     free = False
-    takes_ngrams = True
+    takes_ngrams = True  # whether n-grams may be put in front, as `ngram_length` asks
+    # Hashable; what the time of a draft depends on besides the session's class, target, options and depth
     kind: tuple[Any, ...] = ()
+    # Called with rows and the expansion of their trees; see `engine.loop.Observer.on_expansion`
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
+    # Takes the forward that verifies the last draft, launches the next draft behind it, and reads both back at once;
+    # returns the target's choice at each node, or None if it does nothing. None if the session cannot. What it drafts
+    # is used if the choices are accepted along the tree.
     follow: Callable[[Verified], list[int] | None] | None = None
-    followed: float = 0.0
+    followed: float = 0.0  # time that the last draft by `follow` took of the device, in seconds
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, in order; a lone root if there is nothing to propose."""
@@ -224,10 +163,7 @@ class Session:
         return None
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Continues from a memory, if it belongs to the sequence whose first `cached` tokens are in the target's cache.
-
-        Another drafter may have left it.
-        """
+        """Continues from a memory, if it is this drafter's, of the text whose `cached` tokens the target has read."""
 
     def end(self) -> None:
         """Called when the call ends without an error."""
@@ -237,26 +173,17 @@ class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
 
     Measurements are kept per object, so drafters must hash by identity, dataclasses included.
-
-    Attributes:
-        taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
-        num_draft_steps: greatest `num_assistant_tokens`.
-        takes_tree_builders: whether sessions accept any `tree_builder`, including those that draw nodes.
-        least_ngram_length: least `ngram_length`; 0 if n-grams are optional.
-        own_options: options of this family; their values are in `call.options.own`.
-        saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
-        why_not_exported: why there are no others.
-        generation_config: the drafting options.
     """
 
-    taps: Sequence[int] = ()
-    num_draft_steps: int
-    takes_tree_builders: bool = False
-    least_ngram_length: int = 0
-    own_options: Sequence[Option] = ()
+    taps: Sequence[int] = ()  # indices of the target's hidden states that the drafter reads, ascending; () for none
+    num_draft_steps: int  # greatest `num_assistant_tokens`
+    takes_tree_builders: bool = False  # whether sessions accept any `tree_builder`, including those that draw nodes
+    least_ngram_length: int = 0  # least `ngram_length`; 0 if n-grams are optional
+    own_options: Sequence[Option] = ()  # options of this family; their values are in `call.options.own`
+    # Formats of other projects that `save_pretrained` writes; it then takes `target_name` too
     saved_as: Sequence[str] = ()
-    why_not_exported: str = "no other program is known to read it"
-    generation_config: GenerationConfig
+    why_not_exported: str = "no other program is known to read it"  # why there are no others
+    generation_config: GenerationConfig  # the drafting options
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -282,10 +209,7 @@ class Drafter:
         """Raises DraftingRefused, naming the field, if this drafter was made for another target."""
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """May warn before a call that the drafter suits the target badly; `tokenizer` is the target's, if known.
-
-        `all_processes`: whether all processes must run the same forwards.
-        """
+        """May warn of a bad fit; `tokenizer` is the target's or None, `all_processes` whether all must run forwards."""
 
     def session(self, call: Call) -> Session:
         raise NotImplementedError
@@ -314,15 +238,8 @@ class Drafter:
 
 def check_sizes(wanted: Any, target: Any) -> None:
     """Raises DraftingRefused if the target's sizes differ from those in the drafter's configuration `wanted`."""
-    config = text_config(target)
-    made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
-    for name, found, expected in (
-        ("vocab_size", config.vocab_size, wanted.vocab_size),
-        ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-        ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
-    ):
-        if found != expected:
-            raise DraftingRefused(
-                f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                "target, or train one with `hsdraft train`."
-            )
+    if misfit := misfit_of(wanted, target):
+        raise DraftingRefused(
+            f"{misfit}: this drafter was trained for {wanted.target_name or 'another target'}. Use a drafter of this "
+            "target, or train one with `hsdraft train`."
+        )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ...core.checks import printable, public_name
+from ...core.checks import are_ascending, misfit_of, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.speculators_format import speculators_fields
@@ -76,19 +75,13 @@ class PublishedNetwork(nn.Module, Drafter):
         return taps if self.config.last_tap_is_normed else before_norm(taps, layers)
 
     def check(self, target: Any) -> None:
-        has, wanted = text_config(target), self.config
-        layers = decoder_layers(has)
-        for name, found, expected in (
-            ("vocab_size", has.vocab_size, wanted.vocab_size),
-            ("hidden_size", has.hidden_size, wanted.target_hidden_size),
-            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
-        ):
-            if expected is not None and found != expected:
-                self.refuse(f"the target has {name}={found}, the drafter expects {expected}")
-        taps = wanted.taps_of(layers)
-        if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
+        if misfit := misfit_of(self.config, target):
+            self.refuse(misfit)
+        layers = decoder_layers(text_config(target))
+        taps = self.config.taps_of(layers)
+        if not are_ascending(taps, 0, layers):
             self.refuse(f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}")
-        if taps[-1] == layers and not wanted.last_tap_is_normed:
+        if taps[-1] == layers and not self.config.last_tap_is_normed:
             check_last_state(target)
 
     def refuse(self, misfit: str) -> NoReturn:
@@ -109,23 +102,15 @@ def fresh_rope(target_config: Any) -> dict[str, Any]:
 
 def speculators_document(
     config: Any,
-    kind: str,
-    architecture: str,
+    kind: str,  # type of drafter in that format
+    architecture: str,  # class name that engines use
     dtype: torch.dtype,
-    model_type: str,
+    model_type: str,  # transformers' type of the layers
     sizes: LayerSizes,
-    windows: Sequence[int | None],
-    **fields: Any,
+    windows: Sequence[int | None],  # sliding window of each layer; empty if the files need not tell
+    **fields: Any,  # of the type
 ) -> dict[str, Any]:
-    """Returns a drafter's config.json in the speculators format, with all switches: readers have different defaults.
-
-    Args:
-        kind: type of drafter in that format.
-        architecture: class name that engines use.
-        model_type: transformers' type of the layers.
-        windows: sliding window of each layer; empty if the files need not tell.
-        fields: of the type.
-    """
+    """Returns a drafter's config.json in the speculators format, with all switches: readers have different defaults."""
     sliding = {
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": next((window for window in windows if window is not None), None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ import torch
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
-from ...verify.foresight import Foresight
 from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions
-from .protocol import Accepted, Ask
+from .protocol import Accepted, Ask, Call
 from .refiners import refiner_of
 from .target_weights import TargetWeights
 from .tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
@@ -49,10 +48,8 @@ class RowContext:
         """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
-        rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
-        begins = self.lengths
-        places = [begins[row] + each for row, count in counts.items() for each in range(count)]
-        slots = Slots(rows, on_device(places, device))
+        taken = [(row, self.lengths[row] + each) for row, count in counts.items() for each in range(count)]
+        slots = Slots(*on_device(taken, device).unbind(dim=1))
         self._positions[slots.rows, slots.slots] = positions.to(device)
         for row, count in counts.items():
             self.lengths[row] += count
@@ -75,11 +72,9 @@ class RowContext:
         return ends[:, None] + torch.arange(begin, begin + count, device=device)
 
     def _make_room(self, needed: int) -> None:
-        if needed > self.capacity:
-            self._grow(needed + TUNING.spare_tokens + needed // TUNING.spare_part)
-
-    def _grow(self, capacity: int) -> None:
-        more = capacity - self.capacity
+        if needed <= self.capacity:
+            return
+        more = needed + TUNING.spare_tokens + needed // TUNING.spare_part - self.capacity
 
         def grown(room: torch.Tensor, axis: int, value: int) -> torch.Tensor:
             shape = list(room.shape)
@@ -145,14 +140,6 @@ class RowContext:
 Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
 
 
-@dataclass
-class _Row:
-    """State of one row: pending inputs, and `[1]`, int64, the position of the last accepted token."""
-
-    pending: list[Columns] = field(default_factory=list)
-    anchor: torch.Tensor | None = None
-
-
 class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
@@ -160,22 +147,14 @@ class ReadingSession(TreeSession):
     number of layers that attend to accepted positions, `sizes` theirs.
     """
 
-    def __init__(
-        self,
-        drafter: Any,
-        weights: TargetWeights,
-        options: DraftOptions,
-        rows: int,
-        layers: int,
-        sizes: LayerSizes,
-        foresight: Foresight | None = None,
-    ) -> None:
-        super().__init__(options, weights.vocab_ids, foresight)
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int, sizes: LayerSizes) -> None:
+        super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
         heads, width = sizes.num_key_value_heads, sizes.head_dim
-        self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(rows)]
-        self._refiner = refiner_of(drafter, options, weights, rows)
+        self._context = RowContext(call.rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
+        self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
+        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
 
     def columns(self, news: Accepted) -> Columns:
         """Returns the inputs to queue, on the drafter's device."""
@@ -187,53 +166,51 @@ class ReadingSession(TreeSession):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            row, columns = self._rows[each.row], self.columns(each)
-            row.pending.append(columns)
-            row.anchor = columns[-1][-1:] + 1
+            pending, columns = self._pending[each.row], self.columns(each)
+            pending.append(columns)
+            self._anchors[each.row] = columns[-1][-1:] + 1
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            if sum(len(part[-1]) for part in row.pending[1:]) > TUNING.most_pending:  # no draft for a long time
+            if sum(len(part[-1]) for part in pending[1:]) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
 
     def read_pending(self, rows: Sequence[int]) -> None:
-        rows = [row for row in rows if self._rows[row].pending]
+        rows = [row for row in rows if self._pending[row]]
         if not rows:
             return
-        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
-        parts = [part for row in rows for part in self._rows[row].pending]
+        counts = {row: sum(len(part[-1]) for part in self._pending[row]) for row in rows}
+        parts = [part for row in rows for part in self._pending[row]]
         columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         self.read(self._context.reserve(counts, columns[-1]), counts, columns)
         for row in rows:
-            self._rows[row].pending.clear()
+            self._pending[row].clear()
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
         """Returns the positions `[B, 1]` of the last accepted tokens."""
-        found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
-        assert len(found) == len(rows), "a text is observed before it is drafted for"
-        return torch.stack(found)
+        return torch.stack([self._anchors[row] for row in rows])
 
     def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self._rows))).difference(rows):
-            self._rows[row] = _Row()
+        for row in set(range(len(self._pending))).difference(rows):
+            self._pending[row].clear()
             self._context.forget(row)
 
     def memory(self, length: int) -> DraftMemory | None:
-        if len(self._rows) > 1:
+        if len(self._pending) > 1:
             return None
-        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._pending[0])
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._context = memory.context.copy_of(0)
-            self._rows[0].pending.extend(memory.pending)
+            self._pending[0].extend(memory.pending)
 
 
 class ParallelSession(ReadingSession):
     """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
 
     Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
-    logits. Arguments as in `ReadingSession`.
+    logits.
     """
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
@@ -245,11 +222,7 @@ class ParallelSession(ReadingSession):
         raise NotImplementedError
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
-
-    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
-        """As `expansion`, from given slots `[B, slots, D]`."""
-        logits, bias = self.predicted(hidden, depth)
+        logits, bias = self.predicted(self.drafted(asks, depth), depth)
         rows, temperature = [ask.row for ask in asks], options.temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)

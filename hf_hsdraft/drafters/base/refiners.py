@@ -25,42 +25,34 @@ class Refinement(Protocol):
     @property
     def state_size(self) -> int:
         """S."""
-        ...
 
     def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         """Returns the states `[B, n, S]` of nodes from their parents' states; None for roots."""
-        ...
 
     def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
         """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes with `states` `[B, n, S]`.
 
         `logits` `[B, n or 1, C]` are the drafter's; `up` is from `among` for the same columns.
         """
-        ...
 
     def among(self, columns: torch.Tensor | None) -> Transform:
         """Returns the last product for columns `[B, C]`; None for all columns."""
-        ...
 
 
 class Refiner(Protocol):
     @classmethod
     def check(cls, drafter: Any, share: float) -> None:
         """Raises a ValueError if the drafter lacks what this refiner needs."""
-        ...
 
     @classmethod
     def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
         """Returns the refiner of a call; raises an OSError or ValueError for missing, damaged or unfit files."""
-        ...
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:
         """Takes further tokens of a row; the last one is the root of its next draft."""
-        ...
 
     def refinement(self, rows: Sequence[int]) -> Refinement:
         """Returns the refinement of the next drafts of these rows."""
-        ...
 
 
 REFINERS: Registry[type[Refiner]] = Registry("refiner")
@@ -89,10 +81,7 @@ def why_not_refined(drafter: Any) -> str:
 
 
 def check_refiners(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError if the options ask for a refiner that this drafter lacks or cannot take.
-
-    `Refiner.of` checks whether it fits the target.
-    """
+    """Raises a ValueError for a refiner that this drafter lacks or cannot take; `Refiner.of` checks the target."""
     for name, share in _shares(options).items():
         if why := why_not_refined(drafter):
             raise ValueError(f"{name}={share!r} is invalid for this drafter: {why}; set it to 0")

@@ -59,16 +59,11 @@ class SavedDrafter(Drafter):
 
 @dataclass(frozen=True)
 class SpeculatorsFiles:
-    """A drafter's files in the speculators format.
+    """A drafter's files in the speculators format."""
 
-    Attributes:
-        document: config.json.
-        tensors: weights by name.
-        loose: tensors stored each in a separate file, by file name; only this package reads them.
-    """
-
-    document: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
+    document: Mapping[str, Any]  # config.json
+    tensors: Mapping[str, torch.Tensor]  # weights by name
+    # Tensors stored each in a separate file, by file name; only this package reads them
     loose: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -120,15 +115,10 @@ class PublishedDrafter(SavedDrafter):
 
 
 class WeightlessDrafter(SavedDrafter):
-    """A drafter saved as a configuration and options.
+    """A drafter saved as a configuration and options."""
 
-    Attributes:
-        config_class: its configuration, with the family's `model_type`.
-        shown_fields: fields of config.json that `hsdraft info` shows.
-    """
-
-    config_class: Any
-    shown_fields: Sequence[str] = ()
+    config_class: Any  # its configuration, with the family's `model_type`
+    shown_fields: Sequence[str] = ()  # fields of config.json that `hsdraft info` shows
 
     @classmethod
     def of_document(

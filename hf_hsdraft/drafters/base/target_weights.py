@@ -21,18 +21,12 @@ from ...core.tensors import RMSNorm, device_of, is_unhooked
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a drafter borrows from its target instead of storing it.
+    """What a drafter borrows from its target instead of storing it."""
 
-    Attributes:
-        embed: maps token ids `[...]` to the target's input embeddings `[..., D]`.
-        head: `[V', D]`, the target's output rows of the draft vocabulary; None if the drafter has its own, or if they
-            were left out.
-        vocab_ids: `[V']`, int64, token id of each row.
-    """
-
-    embed: Callable[[torch.Tensor], torch.Tensor]
+    embed: Callable[[torch.Tensor], torch.Tensor]  # maps token ids `[...]` to the target's input embeddings `[..., D]`
+    # `[V', D]`, the target's output rows of the draft vocabulary; None if the drafter has its own, or they are left out
     head: torch.Tensor | None
-    vocab_ids: torch.Tensor
+    vocab_ids: torch.Tensor  # `[V']`, int64, token id of each row
 
 
 def borrow(
@@ -137,10 +131,7 @@ class StateNetwork(PreTrainedModel):
                 nn.init.zeros_(module.bias)
 
     def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
-        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and embeddings of x_{i+1} `[T, D]`.
-
-        Networks that do not read tokens ignore the embeddings.
-        """
+        """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and, if read, embeddings of x_{i+1} `[T, D]`."""
         parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
         if self.token_norm is not None:
             parts.append(self.token_norm(embeds))
@@ -166,13 +157,8 @@ class StateNetwork(PreTrainedModel):
 
 @dataclass
 class DrafterOutput(ModelOutput):
-    """Output of a drafter's forward.
+    """Output of a drafter's forward."""
 
-    Attributes:
-        loss: result of the drafter's `loss_function`, if labels were given.
-        hidden_states: K tensors of drafted states, `[S, D]` and then `[num_rolled, D]`. Depth d predicts the token at
-            start + 2 + d.
-    """
-
-    loss: Any = None
+    loss: Any = None  # result of the drafter's `loss_function`, if labels were given
+    # K tensors of drafted states, `[S, D]` and then `[num_rolled, D]`. Depth d predicts the token at start + 2 + d.
     hidden_states: tuple[torch.Tensor, ...] | None = None

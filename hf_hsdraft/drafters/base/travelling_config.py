@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from ...core.checks import (
     MOST_NODES,
     POSITIVE,
     Limit,
+    are_ascending,
     check_field,
     check_fields,
     choice,
@@ -137,10 +137,7 @@ class TravellingConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> Any:
-        """Derives the configuration from a loaded target (of an encoder-decoder, the decoder); `overrides` set fields.
-
-        Raises a ValueError if an override is invalid.
-        """
+        """Derives the configuration from a loaded target, or its decoder; a wrong override raises a ValueError."""
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
 
@@ -149,15 +146,11 @@ class TravellingConfig(PreTrainedConfig):
         """As [`for_target`], from the target's configuration."""
         config = target_config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None) or {}
-        heads = own_integer(config, "num_attention_heads") or 1
-        key_value_heads = own_integer(config, "num_key_value_heads") or heads
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
             "target_num_hidden_layers": own_integer(config, "num_decoder_layers") or config.num_hidden_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
-            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            **heads_of(config),
             "intermediate_size": own_integer(config, "intermediate_size"),
             "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
             "rope_theta": rope.get("rope_theta") or 10000.0,
@@ -202,9 +195,8 @@ class TravellingConfig(PreTrainedConfig):
 
     def _check_taps(self) -> None:
         taps, layers = self.target_tap_layers, self.target_num_hidden_layers
-        in_range = len(taps) <= _MOST_TAPS and all(is_integer(tap) and 0 <= tap <= layers for tap in taps)
         wanted = f"ascending indices between 0 (embeddings) and target_num_hidden_layers={layers}, each once"
-        valid = bool(taps) and in_range and sorted(set(taps)) == taps
+        valid = 0 < len(taps) <= _MOST_TAPS and are_ascending(taps, 0, layers)
         demand(valid, "target_tap_layers", taps, f"expected {wanted}")
 
     def _check_vocabulary(self) -> None:
@@ -216,8 +208,7 @@ class TravellingConfig(PreTrainedConfig):
             return
         if len(ids) != size:
             raise ValueError(f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={size}: they must agree")
-        ascending = all(map(is_integer, ids)) and all(low < high for low, high in itertools.pairwise(ids))
-        if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
+        if not are_ascending(ids, 0, self.vocab_size - 1):
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
             )
@@ -312,6 +303,17 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
 def own_integer(config: Any, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
+
+
+def heads_of(config: Any) -> dict[str, int]:
+    """Returns numbers and width of attention heads like a target's, as drafters can have them."""
+    heads = own_integer(config, "num_attention_heads") or 1
+    groups = own_integer(config, "num_key_value_heads") or heads
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups if heads % groups == 0 else heads,
+        "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+    }
 
 
 class _Any:

@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
-from ...core.checks import is_code_file, public_name
+from ...core.checks import is_code_file, misfit_of, public_name
 
 logger = logging.get_logger(__name__)
 
@@ -40,15 +40,11 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
 class TravellingDrafter(PreTrainedModel):
-    """Base of drafters that travel with their code.
+    """Base of drafters that travel with their code."""
 
-    Attributes:
-        loaded_from: name and subfolder of its repository, and how it is fetched; None if it was not loaded.
-        has_network: whether its network's code is included.
-    """
-
+    # Name and subfolder of its repository, and how it is fetched; None if it was not loaded
     loaded_from: tuple[str, str, dict[str, Any]] | None = None
-    has_network: ClassVar[bool] = True
+    has_network: ClassVar[bool] = True  # whether its network's code is included
     adjust_generation_fn = GenerationMixin.adjust_generation_fn  # loads the drafting options
 
     @classmethod
@@ -147,18 +143,8 @@ class TravellingDrafter(PreTrainedModel):
 
     def check_target(self, target: Any) -> None:
         """Raises a ValueError if the target's sizes differ from the configured ones."""
-        has, wanted = target.config.get_text_config(decoder=True), self.config
-        layers = getattr(has, "num_decoder_layers", None) or has.num_hidden_layers
-        for name, found, expected in (
-            ("vocab_size", has.vocab_size, wanted.vocab_size),
-            ("hidden_size", has.hidden_size, wanted.target_hidden_size),
-            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
-        ):
-            if found != expected:
-                made_for = wanted.target_name or "another target"
-                raise ValueError(
-                    f"the target has {name}={found}, the drafter expects {expected}: it was trained for {made_for}"
-                )
+        if misfit := misfit_of(self.config, target):
+            raise ValueError(f"{misfit}: it was trained for {self.config.target_name or 'another target'}")
 
 
 class PlainDraws(LogitsProcessor):

@@ -17,30 +17,32 @@ from ...core.draft_tree import DraftTree
 from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import TUNING
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_first_trees
+from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_children, best_first_trees
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
 from .refiners import Refinement
 
 
+class CacheMemory:
+    """What a session leaves on the target's cache. It is never changed; pickling the cache drops it."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: Any) -> CacheMemory:
+        return self
+
+
 @dataclass(frozen=True)
-class DraftMemory:
-    """Drafter state of one sequence, stored on the target's cache.
+class DraftMemory(CacheMemory):
+    """Drafter state of one sequence."""
 
-    Attributes:
-        drafter: weak reference to the drafter that made it.
-        length: of the sequence then, including the last token.
-        context: what the drafter had read; opaque outside its family.
-        pending: accepted positions not read yet.
-        place: device and dtype of the drafter then.
-    """
-
-    drafter: Callable[[], Any]
-    length: int
-    context: Any
-    pending: tuple[Any, ...]
-    place: tuple[Any, ...] = ()
+    drafter: Callable[[], Any] = lambda: None  # weak reference to the drafter that made it
+    length: int = 0  # of the sequence then, including the last token
+    context: Any = None  # what the drafter had read; opaque outside its family
+    pending: tuple[Any, ...] = ()  # accepted positions not read yet
+    place: tuple[Any, ...] = ()  # device and dtype of the drafter then
 
     @classmethod
     def of(cls, drafter: Any, length: int, context: Any, pending: Sequence[Any]) -> DraftMemory:
@@ -50,17 +52,6 @@ class DraftMemory:
         """Whether this memory is this drafter's, for a sequence of that length, on its current device and dtype."""
         place = drafter.device, drafter.dtype
         return self.drafter() is drafter and self.length == length and self.place == place
-
-    def __reduce__(self) -> Any:
-        """Pickling a cache drops the memory."""
-        return _forgotten, ()
-
-    def __deepcopy__(self, memo: Any) -> DraftMemory:
-        return self  # immutable
-
-
-def _forgotten() -> DraftMemory:
-    return DraftMemory(lambda: None, 0, None, ())
 
 
 class TokenBias:
@@ -90,43 +81,35 @@ class TokenBias:
         return None
 
 
+def log_probs_of(level: int, logits: torch.Tensor, temperature: float, race: Race | None) -> torch.Tensor:
+    """Returns the log-probabilities of logits at a depth: of winning the race if there is one."""
+    if race is not None:
+        return race(level, logits)
+    logits = logits if temperature == 1.0 else logits.float() / temperature
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class _Part:
-    """The part of the vocabulary that a beam considers.
+    """The part of the vocabulary that a beam considers."""
 
-    Attributes:
-        columns: `[B, C]`, int64; None for all.
-        up: maps codes to biases of these columns.
-        logits: `[B, depth, C]`.
-        reach: `[B, depth, C]`, where the bias applies; None for everywhere.
-        refined_up: the refinement's last product for these columns.
-    """
-
-    columns: torch.Tensor | None
-    up: Transform | None
-    logits: torch.Tensor
+    columns: torch.Tensor | None  # `[B, C]`, int64; None for all
+    up: Transform | None  # maps codes to biases of these columns
+    logits: torch.Tensor  # `[B, depth, C]`
     race: Race | None
-    reach: torch.Tensor | None
-    refined_up: Transform | None
+    reach: torch.Tensor | None  # `[B, depth, C]`, where the bias applies; None for everywhere
+    refined_up: Transform | None  # the refinement's last product for these columns
 
 
 @dataclass(frozen=True)
 class ParallelExpansion(Expansion):
-    """Expands the nodes of a batch, level by level.
+    """Expands the nodes of a batch, level by level."""
 
-    Attributes:
-        logits: `[B, depth, V']`, before any token of the path is known.
-        bias: of the path's tokens; without it, nodes have no states.
-        temperature: of the returned distributions.
-        race: with foreseen target draws; probabilities are then those of winning the race.
-        reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
-    """
-
-    logits: torch.Tensor
-    bias: TokenBias | None = None
-    temperature: float = 1.0
-    race: Race | None = None
-    reach: torch.Tensor | None = None
+    logits: torch.Tensor  # `[B, depth, V']`, before any token of the path is known
+    bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
+    temperature: float = 1.0  # of the returned distributions
+    race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
+    reach: torch.Tensor | None = None  # `[B, depth, V']`, bool, where the bias applies; None for everywhere
     refinement: Refinement | None = None
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 
@@ -142,7 +125,7 @@ class ParallelExpansion(Expansion):
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, states = self._known(self._whole, level, tokens, states)
-        return self._log_probs(level, logits, self.race), states
+        return log_probs_of(level, logits, self.temperature, self.race), states
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
@@ -153,9 +136,8 @@ class ParallelExpansion(Expansion):
         if race is not None and columns is None and race.vocab_ids.dim() > 1:  # each row has its part
             columns = self._columns
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        totals = self._log_probs(level, logits, race) + scores[..., None]
-        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        parents, found = places // totals.shape[-1], places % totals.shape[-1]
+        log_probs = log_probs_of(level, logits, self.temperature, race)
+        values, found, parents = best_children(log_probs, scores, count)
         return values, found if columns is None else columns.gather(1, found), parents, states
 
     def _known(
@@ -187,12 +169,6 @@ class ParallelExpansion(Expansion):
             reach = None if part.reach is None else part.reach[:, level - 1 : level]
             logits = biased(logits, part.up(code), reach)
         return logits, states
-
-    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
-        if race is not None:
-            return race(level, logits)
-        logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
-        return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     # Not `cached_property`: its lock cannot be compiled before Python 3.12.
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -239,10 +215,7 @@ class ParallelExpansion(Expansion):
 
 
 class TreeSession(Session):
-    """Drafts trees (or chains) of the tokens `vocab_ids` `[V']`, int64; families implement `expansion`.
-
-    `foresight` is of the target's draws, and ignored if nodes are drawn.
-    """
+    """Drafts trees (or chains) of tokens `vocab_ids` `[V']`, int64; for drawn nodes `foresight` is ignored."""
 
     def __init__(self, options: DraftOptions, vocab_ids: torch.Tensor, foresight: Foresight | None = None) -> None:
         self._options, self._vocab_ids = options, vocab_ids

@@ -16,17 +16,18 @@ from .protocol import Call, Drafter, Session
 class WrappedDrafter(Drafter):
     """Drafts like another drafter, with trees of fixed size and without n-grams, so that every run drafts the same.
 
-    Subclasses override `session` or `verifier`. The wrapped drafter is not changed: options are copied.
+    Subclasses may override `session`. The wrapped drafter is not changed: options are copied. A `rule` verifies instead
+    of the one that the options name.
     """
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Any, rule: Verifier | None = None) -> None:
         self.config, self.device = drafter.config, getattr(drafter, "device", None)
         self.num_draft_steps = drafter.num_draft_steps
         self.takes_tree_builders, self.own_options = drafter.takes_tree_builders, drafter.own_options
         self.generation_config = copy.deepcopy(drafter.generation_config)
         options = self.generation_config
         options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
-        self._drafter = drafter
+        self._drafter, self._rule = drafter, rule
 
     def default_generation_config(self) -> GenerationConfig:
         return self._drafter.default_generation_config()
@@ -48,4 +49,4 @@ class WrappedDrafter(Drafter):
         return self._drafter.session(call)
 
     def verifier(self, options: DraftOptions) -> Verifier:
-        return self._drafter.verifier(options)
+        return self._drafter.verifier(options) if self._rule is None else self._rule

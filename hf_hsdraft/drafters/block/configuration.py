@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.checks import POSITIVE, check_fields, choice, demand, integer, is_integer, public_name, setting
+from ...core.checks import (
+    POSITIVE,
+    are_ascending,
+    check_fields,
+    choice,
+    demand,
+    integer,
+    is_integer,
+    public_name,
+    setting,
+)
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
@@ -22,18 +31,13 @@ MOST_TAPS, MOST_RANK = 64, 2**16
 
 @dataclass(frozen=True)
 class Sight:
-    """How far slots of a block see in one layer.
+    """How far slots of a block see in one layer."""
 
-    Attributes:
-        reach: greatest distance to a visible context position; None for no limit.
-        of_anchor: count the distance from the anchor for all slots. Otherwise each slot counts from its position, and
-            sees other slots within the same distance only.
-        causal: whether a slot sees no later slot.
-    """
-
-    reach: int | None = None
+    reach: int | None = None  # greatest distance to a visible context position; None for no limit
+    # Count the distance from the anchor for all slots. Otherwise each slot counts from its position, and sees other
+    # slots within the same distance only.
     of_anchor: bool = False
-    causal: bool = False
+    causal: bool = False  # whether a slot sees no later slot
 
 
 @described
@@ -186,8 +190,7 @@ class BlockConfig(PlainConfig):
     def _check_target(self) -> None:
         taps, layers = self.target_tap_layers, self.target_num_hidden_layers
         most = 4096 if layers is None else layers
-        valid = 1 <= len(taps) <= MOST_TAPS and all(is_integer(tap) and 0 <= tap <= most for tap in taps)
-        valid = valid and all(low < high for low, high in itertools.pairwise(taps))
+        valid = 1 <= len(taps) <= MOST_TAPS and are_ascending(taps, 0, most)
         wanted = f"ascending indices of hidden states from 0 (embeddings) to {most}, each once"
         _demand(valid, "target_tap_layers", list(taps), wanted)
         size, mask, drafted = self.vocab_size, self.mask_token_id, self.draft_vocab_size

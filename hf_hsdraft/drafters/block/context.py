@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...core.attention import batched_attention
+from ...core.tensors import batched_attention
 from .configuration import Sight
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -15,18 +15,12 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 _BLOCKS_AT_ONCE = 64  # in training; limits the work on masked pairs of blocks
 
 
-def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor | None:
-    """Returns `[slots, slots]`, True where the row's slot sees the column's; None for everywhere."""
+def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor:
+    """Returns `[slots, slots]`, True where the row's slot sees the column's."""
     place = torch.arange(slots, device=device)
     ahead = place[None, :] - place[:, None]
-    mask = torch.ones(slots, slots, dtype=torch.bool, device=device)
-    if sight.causal:
-        mask &= ahead <= 0
-    if sight.reach is not None and not sight.of_anchor and sight.reach < slots - 1:
-        mask &= ahead.abs() <= sight.reach
-    elif not sight.causal:
-        return None
-    return mask
+    mask = ahead <= 0 if sight.causal else torch.ones_like(ahead, dtype=torch.bool)
+    return mask if sight.reach is None or sight.of_anchor else mask & (ahead.abs() <= sight.reach)
 
 
 def farthest(sight: Sight, positions: torch.Tensor) -> torch.Tensor:
@@ -35,21 +29,14 @@ def farthest(sight: Sight, positions: torch.Tensor) -> torch.Tensor:
 
 
 def training_attention(
-    context: Sequence[KeysAndValues],
+    context: Sequence[KeysAndValues],  # keys and values `[T, kv_heads, head_dim]` of each layer
     sights: Sequence[Sight],
-    position_ids: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    starts: torch.Tensor,
-    positions: torch.Tensor,
+    position_ids: torch.Tensor,  # `[T]`, of the context
+    document_ids: torch.Tensor | None,  # `[T]`, of the context
+    starts: torch.Tensor,  # `[S]`, index of the last context position that each block sees
+    positions: torch.Tensor,  # `[S, slots]`, of the slots
 ) -> Callable[..., torch.Tensor]:
-    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`.
-
-    Args:
-        context: keys and values `[T, kv_heads, head_dim]` of each layer.
-        position_ids, document_ids: `[T]`, of the context.
-        starts: `[S]`, index of the last context position that each block sees.
-        positions: `[S, slots]`, of the slots.
-    """
+    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`."""
     blocks, slots = positions.shape
     indices = torch.arange(len(position_ids), device=positions.device)
     before = indices[None] <= starts[:, None]
@@ -68,9 +55,7 @@ def training_attention(
         mask = before[part, None].expand(-1, slots, -1)
         if sight.reach is not None:
             mask = mask & (farthest(sight, positions[part])[..., None] - position_ids <= sight.reach)
-        own = own_mask(sight, slots, positions.device)
-        own = torch.ones(slots, slots, dtype=torch.bool, device=positions.device) if own is None else own
-        blockwise = torch.block_diag(*[own] * count)
+        blockwise = torch.block_diag(*[own_mask(sight, slots, positions.device)] * count)
         return torch.cat([mask.flatten(0, 1), blockwise], dim=1)[None]
 
     def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:

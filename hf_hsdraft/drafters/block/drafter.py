@@ -133,9 +133,8 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         return (*found, Read("token bias", likely * rank, depth, width))
 
     def session(self, call: Call) -> BlockSession:
-        target, options = call.target, call.options
-        weights = self.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-        return BlockSession(self, weights, options, batch_size=call.rows, foresight=call.foresight)
+        weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+        return BlockSession(self, weights, call)
 
 
 def _kind_of(config: BlockConfig) -> str:
@@ -147,10 +146,7 @@ def _kind_of(config: BlockConfig) -> str:
 
 
 def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a drafter's config.json, with all switches, since readers have different defaults.
-
-    Raises a ValueError if the format cannot express what the drafter computes.
-    """
+    """Returns a drafter's config.json; raises a ValueError if the format cannot express what the drafter computes."""
     _check_can_be_written(config)
     kind = _kind_of(config)
     heads: dict[str, Any] = {}

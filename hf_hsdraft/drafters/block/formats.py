@@ -24,18 +24,9 @@ _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.suc
 
 
 def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwargs: Any) -> BlockDrafter:
-    """Loads a drafter from a checkpoint.
+    """Loads a drafter; skips copies of the target's rows, and checks file headers before it reads weights.
 
-    Skips copies of the target's embedding and output rows. Checks everything by file headers before reading weights.
-
-    Args:
-        read: reads the configuration.
-        names: names of tensors in the files by the drafter's names, where they differ.
-        kwargs: as for `Placement`; drafting options by name.
-
-    Raises:
-        ValueError: configuration and weights do not match, or one is invalid.
-        TypeError: an argument is unknown.
+    `names` are those of tensors in the files, by the drafter's, where they differ; `kwargs` as for `from_pretrained`.
     """
     placement = Placement.taken_from(kwargs)
     config = read(checkpoint)

@@ -18,12 +18,9 @@ from ...core.tensors import best_of
 
 
 class TokenHead(nn.Module):
-    """Base of token heads; parameters have the names of the speculators package.
+    """Base of token heads; parameters have the names of the speculators package."""
 
-    `needs_hidden` says whether a node's state depends on the slot that drafted it.
-    """
-
-    needs_hidden = False
+    needs_hidden = False  # whether a node's state depends on the slot that drafted it
 
     def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
         """Returns the states `[..., S]` of nodes with `tokens` `[...]`, int64.
@@ -158,10 +155,7 @@ class CandidateSelector(TokenHead):
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts the acceptance probability of drafts from D inputs, or D + r with the previous token's row of W1.
-
-    Only kept for saving: drafting does not use it.
-    """
+    """Predicts acceptance from D inputs, or D + r with the row of the previous token. Kept for saving only."""
 
     def __init__(self, input_size: int) -> None:
         super().__init__()

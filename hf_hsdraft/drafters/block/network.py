@@ -166,11 +166,7 @@ class BlockNetwork(PublishedNetwork):
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns block embeddings `[B, slots, D]` from embeddings of the anchors, `[B, D]`, and of `mask_token_id`,
-        `[D]`.
-
-        A learned mask embedding replaces the latter.
-        """
+        """Returns embeddings `[B, slots, D]` from those of anchors, `[B, D]`, and of masks, if none is learned."""
         mask = self.mask_embedding.to(anchors.dtype) if self.config.learned_mask else mask
         masks = mask.expand(len(anchors), self.config.block_size - 1, -1)
         return torch.cat([anchors[:, None], masks], dim=1)
@@ -231,10 +227,7 @@ class BlockNetwork(PublishedNetwork):
         return ids + cast(torch.Tensor, self.d2t) if self.config.has_own_head else ids
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
-        """Collects the target's embedding, and unless `with_head` is False its output rows if the drafter has none.
-
-        Nothing is copied if dtype and device agree.
-        """
+        """Collects the target's embedding, and its output rows if needed; copies only to another dtype or device."""
         scale = self.config.embedding_scale
         is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)
         as_made = scale is None and not is_normed

@@ -60,10 +60,7 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads DFlash or DFlash2 in z-lab's format, or SpecForge's DSpark, which has the same layout.
-
-    Block embeddings include the target's scaling factor, if any.
-    """
+    """Reads z-lab's DFlash or DFlash2, or SpecForge's DSpark; embeddings include the target's factor, if any."""
     config = Fields(checkpoint.config, CONFIG)
     own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
     dspark = own.choice("projector_type", ("dflash", "dflash2", "dspark"), "dflash") == "dspark"

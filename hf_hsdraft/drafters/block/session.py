@@ -9,11 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.attention import batched_attention
-from ...core.tensors import Transform
-from ...verify.foresight import Foresight
-from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
+from ...core.tensors import Transform, batched_attention
+from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, ParallelSession, Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import TokenBias
@@ -25,16 +22,12 @@ from .network import BlockNetwork
 
 @dataclass(frozen=True)
 class BlockBias(TokenBias):
-    """The bias that a head computes from the tokens of a path.
-
-    hidden is `[B, slots, D]`, projected `[B, slots, P]` the head's `project` of it, `first_slot` that of the first
-    draft.
-    """
+    """The bias that a head computes from the tokens of a path."""
 
     head: TokenHead
-    hidden: torch.Tensor
-    projected: torch.Tensor
-    first_slot: int
+    hidden: torch.Tensor  # `[B, slots, D]`
+    projected: torch.Tensor  # `[B, slots, P]`, the head's `project` of it
+    first_slot: int  # of the first draft
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
@@ -57,20 +50,12 @@ class BlockBias(TokenBias):
 
 
 class BlockSession(ParallelSession):
-    """Drafts trees (or chains) for a batch, a block of each row in one forward; arguments as in `ReadingSession`."""
+    """Drafts trees (or chains) for a batch, a block of each row in one forward."""
 
-    def __init__(
-        self,
-        drafter: BlockNetwork,
-        weights: TargetWeights,
-        options: DraftOptions,
-        *,
-        batch_size: int = 1,
-        foresight: Foresight | None = None,
-    ) -> None:
+    def __init__(self, drafter: BlockNetwork, weights: TargetWeights, call: Call) -> None:
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
-        super().__init__(drafter, weights, options, batch_size, layers, sizes, foresight)
+        super().__init__(drafter, weights, call, layers, sizes)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
@@ -89,9 +74,6 @@ class BlockSession(ParallelSession):
         for index in range(self.drafter.config.num_hidden_layers):
             self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
 
-    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
-        return self.slots([ask.row for ask in asks], [ask.root for ask in asks])
-
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
@@ -99,15 +81,12 @@ class BlockSession(ParallelSession):
             return logits, None
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
-    def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
-        """Reads pending positions, and returns the slots `[B, slots, D]` of a block after each root.
-
-        The whole block is computed whatever the depth: its slots see each other.
-        """
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        """Returns all slots of a block, whatever the depth: they see each other."""
+        drafter, context, rows = self.drafter, self._context, [ask.row for ask in asks]
         self.read_pending(rows)
-        drafter, context = self.drafter, self._context
         positions = self.anchors(rows) + self._slots
-        anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
+        anchors = self.weights.embed(torch.tensor([ask.root for ask in asks], device=drafter.device))
         masks: dict[Sight, torch.Tensor | None] = {}
 
         def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
@@ -124,13 +103,10 @@ class BlockSession(ParallelSession):
         """`[B, slots, P]`, True where a slot may look; P counts the context positions, then the slots."""
         window = None if sight.reach is None else sight.reach + 1
         context = self._context.seen(rows, farthest(sight, positions), window)
-        own = own_mask(sight, len(self._slots), positions.device)
-        if context is None and own is None:
-            return None
-        shape, device = (len(rows), len(self._slots)), positions.device
+        (batch, slots), reach = positions.shape, None if sight.of_anchor else sight.reach
         if context is None:
+            if not sight.causal and (reach is None or reach >= slots - 1):  # a slot sees all
+                return None
             length = max(self._context.lengths[row] for row in rows)
-            context = torch.ones(*shape, length, dtype=torch.bool, device=device)
-        if own is None:
-            own = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device)
-        return torch.cat([context, own.expand(shape[0], -1, -1)], dim=2)
+            context = torch.ones(batch, slots, length, dtype=torch.bool, device=positions.device)
+        return torch.cat([context, own_mask(sight, slots, positions.device).expand(batch, -1, -1)], dim=2)

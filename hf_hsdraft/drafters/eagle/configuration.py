@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
-from ...core.checks import check_fields, demand, integer, is_integer, public_name, setting
+from ...core.checks import are_ascending, check_fields, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
@@ -91,8 +90,7 @@ class EagleConfig(PlainConfig):
         taps = self.target_tap_layers
         if taps is None:
             return
-        valid = 0 < len(taps) <= _MOST_TAPS and all(is_integer(tap) and 0 <= tap <= _MOST_LAYERS for tap in taps)
-        valid = valid and all(low < high for low, high in pairwise(taps))
+        valid = 0 < len(taps) <= _MOST_TAPS and are_ascending(taps, 0, _MOST_LAYERS)
         demand(valid, "target_tap_layers", taps, "expected ascending numbers of hidden states, each once")
 
     def _check_vocabulary(self) -> None:

@@ -74,10 +74,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
-        """Borrows the target's embedding, unless the drafter has one.
-
-        Rows are used unscaled: these drafters are trained on a copy of the table, even if the target scales it.
-        """
+        """Borrows the target's embedding, unscaled as in training, unless the drafter has one."""
         ids = self.draft_vocab_ids()
         if self.embed_tokens is None:
             return borrow(embedding, None, ids, self.device, self.dtype, scaled=False)
@@ -85,8 +82,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
 
     def session(self, call: Call) -> EagleSession:
-        weights = self.borrow(call.target.get_input_embeddings())
-        return EagleSession(self, weights, call.options, call.rows, call.foresight)
+        return EagleSession(self, self.borrow(call.target.get_input_embeddings()), call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         layers, head = weights_of(self.layers), weights_of(self.lm_head)
@@ -146,6 +142,3 @@ def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         **{name: getattr(config, name) for name in switches},
         **open_fields,
     )
-
-
-__all__ = ["EagleDrafter"]

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from ...core.checks import few, printable
+from ...core.checks import are_ascending, few, printable
 from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
@@ -43,16 +42,11 @@ _OF_NEMO = "LlamaEagle3DraftModel"
 
 @dataclass(frozen=True)
 class Reading:
-    """A drafter's configuration, and the names of its tensors.
-
-    Attributes:
-        config: lacks the ids of the draft vocabulary, which are a tensor.
-        first_layer: the files' name of the first layer.
-    """
+    """A drafter's configuration, and the names of its tensors."""
 
     checkpoint: Checkpoint
-    config: EagleConfig
-    first_layer: str = "layers.0"
+    config: EagleConfig  # lacks the ids of the draft vocabulary, which are a tensor
+    first_layer: str = "layers.0"  # the files' name of the first layer
 
     def check(self, drafter: nn.Module) -> None:
         """Raises a ValueError if names or shapes of tensors do not match `drafter`, which may be on the meta device."""
@@ -81,10 +75,7 @@ class Reading:
         return told and "lm_head.weight" not in self.checkpoint.shapes and config.draft_vocab_size == config.vocab_size
 
     def complete_config(self) -> EagleConfig:
-        """Returns the configuration with the ids of the draft vocabulary.
-
-        Raises a ValueError if they are not distinct tokens of the target, or the files contradict each other.
-        """
+        """Returns the configuration with the ids of the draft vocabulary; raises a ValueError as `drafted_ids`."""
         config = self.config
         if config.draft_vocab_size == config.vocab_size:  # maps mean nothing then
             return config
@@ -107,10 +98,7 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 
 
 def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
-    """Reads a drafter's configuration in any of the formats; `mask_token_id` is for files that lack it.
-
-    Raises a ValueError if a field is missing, invalid or unknown, or the drafter is of an unsupported type.
-    """
+    """Reads files of any format; `mask_token_id` is for those that lack it. Raises a ValueError for wrong fields."""
     if speculators_type(checkpoint):
         return _read_speculators(checkpoint)
     return _read_eagle(checkpoint, mask_token_id)
@@ -312,7 +300,7 @@ def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[
     ids: Sequence[int] | None = fields.integers(name, None, least=least, most=4096)
     if ids is None:
         return None
-    if any(low >= high for low, high in pairwise(ids)):
+    if not are_ascending(ids, least, 4096):
         raise ValueError(
             f"{name}={ids} in {fields.place} is invalid: expected ascending numbers, each once; other readers sort "
             "them, and then the hidden states would stand in another order than the columns of fc"

@@ -85,21 +85,13 @@ class EagleNetwork(PublishedNetwork):
 
     def through(
         self,
-        states: torch.Tensor,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        attend: AttendByLayer,
-        rows: Any = None,
+        states: torch.Tensor,  # `[..., n, D]`, fused hidden states of the target, or from `fed_back`
+        embeds: torch.Tensor,  # `[..., n, D]`, embeddings of the tokens
+        positions: torch.Tensor,  # `[..., n]`, int64
+        attend: AttendByLayer,  # stores keys and values, and computes attention
+        rows: Any = None,  # rows to return; None for all
     ) -> torch.Tensor:
-        """Returns y of rows `[..., n, D]`.
-
-        Args:
-            states: `[..., n, D]`, fused hidden states of the target, or from `fed_back`.
-            embeds: `[..., n, D]`, embeddings of the tokens.
-            positions: `[..., n]`, int64.
-            attend: stores keys and values, and computes attention.
-            rows: rows to return; None for all.
-        """
+        """Returns y of rows `[..., n, D]`."""
         rope = self.rotary(positions, states.dtype)
         last, x = len(self.layers) - 1, states
         for index, layer in enumerate(self.layers):

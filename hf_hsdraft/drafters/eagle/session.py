@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...core.attention import batched_attention
-from ...core.tensors import on_device
+from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Expansion
-from ...verify.foresight import Foresight, Race
+from ...trees.tree_builders import Expansion, best_children
+from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
+from ..base.protocol import Accepted, Ask, Call
 from ..base.published import AttendByLayer
 from ..base.reading_session import Columns, ReadingSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import ParallelExpansion
+from ..base.tree_session import ParallelExpansion, log_probs_of
 from .feedback_trial import FeedbackTrial, can_be_tried
 from .network import EagleNetwork
 
@@ -46,21 +46,13 @@ class DraftedRows:
 
     def extend(
         self,
-        states: torch.Tensor,
-        embeds: torch.Tensor,
-        parents: torch.Tensor,
-        depths: torch.Tensor,
-        causal: bool = False,
+        states: torch.Tensor,  # `[B, n, D]`, input states
+        embeds: torch.Tensor,  # `[B, n, D]`, embeddings of their tokens
+        parents: torch.Tensor,  # `[B, n]`, int64, row numbers
+        depths: torch.Tensor,  # `[n]`, int64, distance from the last accepted pair
+        causal: bool = False,  # whether each row also sees the earlier rows of this call
     ) -> torch.Tensor:
-        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`.
-
-        Args:
-            states: `[B, n, D]`, input states.
-            embeds: `[B, n, D]`, embeddings of their tokens.
-            parents: `[B, n]`, int64, row numbers.
-            depths: `[n]`, int64, distance from the last accepted pair.
-            causal: whether each row also sees the earlier rows of this call.
-        """
+        """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`."""
         (batch, count), before = parents.shape, self._above.shape[2]
         ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
         own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
@@ -88,80 +80,55 @@ class DraftedRows:
         return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
 
 
+@dataclass(frozen=True)
 class EagleExpansion(Expansion):
-    """Expands nodes level by level. A node's state is the number of its row.
+    """Expands nodes level by level. A node's state is the number of its row."""
 
-    Args:
-        drafted: the rows of this round.
-        depth: greatest depth of a child.
-        temperature: of the returned distributions.
-        race: with foreseen target draws; probabilities are then those of winning the race.
-    """
-
-    def __init__(
-        self,
-        network: EagleNetwork,
-        weights: TargetWeights,
-        drafted: DraftedRows,
-        depth: int,
-        temperature: float = 1.0,
-        race: Race | None = None,
-    ) -> None:
-        self._network, self._weights, self._drafted = network, weights, drafted
-        self.depth, self._temperature, self._race = depth, temperature, race
+    network: EagleNetwork
+    weights: TargetWeights
+    drafted: DraftedRows  # of this round
+    depth: int  # greatest depth of a child
+    temperature: float  # of the returned distributions
+    race: Race | None  # with foreseen target draws; probabilities are then those of winning the race
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, numbers = self.logits(level, tokens, states)
-        if self._race is not None:
-            return self._race(level, logits), numbers
-        logits = logits if self._temperature == 1.0 else logits.float() / self._temperature
-        return logits.log_softmax(dim=-1, dtype=torch.float32), numbers
+        return log_probs_of(level, logits, self.temperature, self.race), numbers
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
-        if self._race is None or self._network.config.draft_vocab_size < 2 * TUNING.likely_columns:
+        if self.race is None or self.network.config.draft_vocab_size < 2 * TUNING.likely_columns:
             return super().best(level, tokens, states, scores, count)
         logits, numbers = self.logits(level, tokens, states)
         columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
         logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        totals = scores[..., None] + self._race.among(columns)(level, logits)
-        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        return values, columns.gather(1, places % totals.shape[-1]), places // totals.shape[-1], numbers
+        values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
+        return values, columns.gather(1, found), parents, numbers
 
     def logits(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logits `[B, n, V']` of all children and row numbers `[B, n, 1]` of the nodes; the root's row is 0."""
-        network, drafted = self._network, self._drafted
+        network, drafted = self.network, self.drafted
         if states is None:
             return network.logits(drafted.states[:, :1]), torch.zeros_like(tokens)[..., None]
         parents = states[..., 0]
         above = drafted.states.gather(1, parents[..., None].expand(-1, -1, drafted.states.shape[-1]))
         depths = torch.full_like(tokens[0], level - 1)
-        numbers = drafted.extend(network.fed_back(above), self._weights.embed(tokens), parents, depths)
+        numbers = drafted.extend(network.fed_back(above), self.weights.embed(tokens), parents, depths)
         return network.logits(drafted.states[:, -tokens.shape[1] :]), numbers[..., None]
 
 
 class EagleSession(ReadingSession):
-    """Drafts trees (or chains) for a batch, one depth of all rows per forward; arguments as in `ReadingSession`.
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward."""
 
-    Foresight serves beams only: rejection needs nodes drawn by independent random numbers.
-    """
-
-    def __init__(
-        self,
-        network: EagleNetwork,
-        weights: TargetWeights,
-        options: DraftOptions,
-        count: int = 1,
-        foresight: Foresight | None = None,
-    ) -> None:
+    def __init__(self, network: EagleNetwork, weights: TargetWeights, call: Call) -> None:
         config = network.config
-        super().__init__(network, weights, options, count, config.num_hidden_layers, config.layer, foresight)
+        super().__init__(network, weights, call, config.num_hidden_layers, config.layer)
         parallel = config.mask_token_id is not None
         sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device

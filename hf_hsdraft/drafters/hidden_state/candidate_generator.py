@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..base.target_weights import TargetWeights
 from ..base.travelling_drafter import PlainDraws, TravellingDrafter
-from .network import HSDraftNetwork, Leftover, WorkingWeights, ensemble
+from .network import HSDraftNetwork, Leftover, WorkingWeights
 from .trunk import GrowingText, read, roll
 
 
@@ -90,10 +90,7 @@ class HSCandidateGenerator(CandidateGenerator):
     def _draft(
         self, taps: torch.Tensor, following: torch.Tensor, positions: torch.Tensor, accepted: list[int], length: int
     ) -> list[int]:
-        """Reads accepted pairs and drafts a chain; `accepted` are the accepted tokens of the last draft.
-
-        taps `[n, taps * D]` are h_i, following `[n]` x_{i+1}, positions `[n]` i.
-        """
+        """Reads pairs (h_i, x_{i+1}, i) and drafts a chain; `accepted` are the accepted tokens of the last draft."""
         leftover = Leftover.of(self._drafted, self._root, accepted)
         self._root = int(following[-1])
         depth = self._depth if self._max_length is None else min(self._depth, self._max_length - length - 1)
@@ -107,13 +104,13 @@ class HSCandidateGenerator(CandidateGenerator):
         self._drafted = hidden = torch.cat(roll(self._working, x, ropes, self._text))
         logits = self._working.logits(hidden)
         if leftover is not None and self._reuse == "ensemble":
-            working = self._working
-            ensemble(logits, leftover, self._root, self._weight, working.logits, working.injector, self._advance)
+            self._working.ensemble(logits, leftover, self._root, self._weight, self.weights.embed)
         fresh, worth = self._chain(hidden, logits, None)
         if leftover is None or self._reuse != "resample":
             return fresh
         old = leftover.hidden[:depth]
-        again, again_worth = self._chain(old, self._working.logits(old), leftover.since(self._advance))
+        since = self._working.after(leftover.path, self.weights.embed)
+        again, again_worth = self._chain(old, self._working.logits(old), since)
         return again if again_worth > worth else fresh
 
     def _chain(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None) -> tuple[list[int], float]:
@@ -126,7 +123,7 @@ class HSCandidateGenerator(CandidateGenerator):
         chain, score, worth = [], 0.0, 0.0
         token = self._root
         for place in range(len(hidden)):
-            row, state = slice(place, place + 1), self._advance(token, state)
+            row, state = slice(place, place + 1), self._working.after((token,), self.weights.embed, state)
             likely = injector.told(logits[row], hidden[row], state) if told or place else logits[row]
             best, column = likely.float().log_softmax(dim=-1).max(dim=-1)
             score += float(best)
@@ -136,10 +133,6 @@ class HSCandidateGenerator(CandidateGenerator):
             chain.append(token)
             worth += math.exp(score)
         return chain, worth
-
-    def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
-        return self._working.injector.advance(embeds, state)
 
 
 class ChainDrafter(HSDraftNetwork, TravellingDrafter):

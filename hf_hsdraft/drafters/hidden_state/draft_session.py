@@ -14,14 +14,13 @@ from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
 from ...core.tensors import Transform
 from ...core.tuning import TUNING
-from ...verify.foresight import Foresight
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
+from ..base.protocol import Accepted, Ask, Call
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
-from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights, ensemble
-from .roll_out import RollOut
+from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights
+from .roll_out import Pairs, RollOut
 from .target_match import warn_of_poor_guesses
 
 logger = logging.get_logger(__name__)
@@ -45,17 +44,13 @@ def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class InjectedTokens(TokenBias):
-    """The bias that an injector computes from a path.
-
-    Attributes:
-        projected: `[B, depth, ...]`, `Injector.project` of the drafted states.
-        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
-            without the root's token, so it is injected at depth 1 too.
-    """
+    """The bias that an injector computes from a path."""
 
     injector: Injector
     weights: TargetWeights
-    projected: torch.Tensor
+    projected: torch.Tensor  # `[B, depth, ...]`, `Injector.project` of the drafted states
+    # `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted without
+    # the root's token, so it is injected at depth 1 too
     since: torch.Tensor | None = None
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -88,54 +83,34 @@ def expansion_of(
     return ParallelExpansion(logits, bias, reach=injector.reach(logits), **further)
 
 
-Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps h_i, embeddings of x_{i+1}, positions i
-
-
 @dataclass
 class _Row:
-    """Drafting state of one row.
+    """Drafting state of one row."""
 
-    Attributes:
-        pending: pairs not yet read by the trunk.
-        supposed: pairs after these that may be taken back.
-        root: the last accepted token.
-        drafted: `[K, D]`, g_0 .. g_{K-1} of the last round.
-        leftover: their rest after the accepted ones.
-    """
-
-    pending: list[Pairs] = field(default_factory=list)
-    supposed: list[Pairs] = field(default_factory=list)
-    root: int = -1
-    drafted: torch.Tensor | None = None
-    leftover: Leftover | None = None
+    pending: list[Pairs] = field(default_factory=list)  # pairs not yet read by the trunk
+    supposed: list[Pairs] = field(default_factory=list)  # pairs after these that may be taken back
+    root: int = -1  # the last accepted token
+    drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
+    leftover: Leftover | None = None  # their rest after the accepted ones
 
 
 class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for a batch from the target's hidden states.
 
-    Args:
-        options: `drafter.generation_config`'s by default.
-        working: weights for decoding; built from drafter and weights by default.
-        foresight: of the target's draws, used by beams only: rejection needs nodes drawn by independent random numbers.
-        roll_out: reads and rolls; by default a growing one.
-        target: warned about at the end of the call if drafts did poorly.
+    At the end of the call it warns if drafts did poorly because of another target.
     """
 
     def __init__(
         self,
         drafter: HSDraftNetwork,
         weights: TargetWeights,
-        options: DraftOptions | None = None,
-        *,
-        batch_size: int = 1,
-        working: WorkingWeights | None = None,
-        foresight: Foresight | None = None,
-        roll_out: RollOut | None = None,
-        target: Any = None,
+        call: Call,
+        working: WorkingWeights | None = None,  # built from drafter and weights by default
+        roll_out: RollOut | None = None,  # a growing one by default
     ) -> None:
         config = drafter.config
-        super().__init__(options or DraftOptions.of(drafter), weights.vocab_ids, foresight)
-        self.drafter, self.weights, self._target = drafter, weights, target
+        super().__init__(call.options, weights.vocab_ids, call.foresight)
+        self.drafter, self.weights, self._target = drafter, weights, call.target
         self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
@@ -143,8 +118,8 @@ class HSDraftSession(TreeSession):
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(batch_size)]
-        self._refiner = refiner_of(drafter, self._options, weights, batch_size)
+        self._rows = [_Row() for _ in range(call.rows)]
+        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -174,8 +149,7 @@ class HSDraftSession(TreeSession):
             self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
     def end(self) -> None:
-        if self._target is not None:
-            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
+        warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Takes tokens that hold only until the next news, as in a cascade."""
@@ -205,28 +179,23 @@ class HSDraftSession(TreeSession):
 
     def read(
         self,
-        taps: torch.Tensor,
-        next_tokens: torch.Tensor,
-        position_ids: torch.Tensor,
+        taps: torch.Tensor,  # `[n, taps * D]`, h_i of the accepted positions i
+        next_tokens: torch.Tensor,  # `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last
+        position_ids: torch.Tensor,  # `[n]`, the positions i
         row: int = 0,
-        embeds: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,  # `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings
     ) -> None:
-        """Queues accepted pairs; the next `draft` reads them in one forward.
-
-        Args:
-            taps: `[n, taps * D]`, h_i of the accepted positions i.
-            next_tokens: `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last.
-            position_ids: `[n]`, the positions i.
-            embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings.
-        """
+        """Queues accepted pairs; the next `draft` reads them in one forward."""
         device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
         waiting = sum(len(part[2]) for part in pending[1:])
-        if len(self._rows) == 1 and waiting > TUNING.most_pending:  # no draft for a long time
-            self._roll_out.read(*_joined(pending[:-1]))
+        if waiting > TUNING.most_pending:  # no draft for a long time
+            early = pending[:-1]
+            counts = {row: sum(len(part[2]) for part in early)} if len(self._rows) > 1 else None
+            self._roll_out.read(_joined(early), rows=counts)
             del pending[:-1]
 
     def settle(self, accepted: Sequence[int], row: int = 0) -> None:
@@ -245,7 +214,7 @@ class HSDraftSession(TreeSession):
             sure = [row for row in rows if row not in unsure]
             hidden.update(zip(sure, self._rolled(sure, depth) if sure else (), strict=True))
             return torch.stack([hidden[row] for row in rows])
-        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         for row, drafted in zip(rows, states, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = drafted
@@ -255,13 +224,13 @@ class HSDraftSession(TreeSession):
         """As `_rolled`, for rows with supposed pairs, which are read last and then taken back."""
         waiting = [row for row in rows if self._rows[row].pending]
         if waiting:
-            self._roll_out.read(*self._pairs(waiting), rows=self._counts(waiting))
+            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
             for row in waiting:
                 self._rows[row].pending.clear()
         mark = self._roll_out.mark()
         for row in rows:
             self._rows[row].pending = self._rows[row].supposed
-        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         self._roll_out.reset(mark)
         for row in rows:
             self._rows[row].pending = []
@@ -281,14 +250,13 @@ class HSDraftSession(TreeSession):
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
         if left and self._reuse == "ensemble":
-            logits, working = logits.clone(), self._working
+            logits, embed = logits.clone(), self.weights.embed
             for place, leftover in left.items():
-                root, weight = asks[place].root, self._reuse_weight
-                ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
+                self._working.ensemble(logits[place], leftover, asks[place].root, self._reuse_weight, embed)
         trees = self.grown(asks, self._expansion(asks, hidden, logits, options), options)
         if self._reuse == "resample":
             for place, leftover in left.items():
-                one, since = [asks[place]], leftover.since(self._advance)[None]
+                one, since = [asks[place]], self._working.after(leftover.path, self.weights.embed)[None]
                 states = leftover.hidden[None, : min(asks[place].depth, depth)]
                 expansion = self._expansion(one, states, None, options, since)
                 [resampled] = self.grown(one, expansion, options)
@@ -297,10 +265,6 @@ class HSDraftSession(TreeSession):
                 else:
                     trees[place] = merge_trees(trees[place], resampled, options.tree_size)
         return trees
-
-    def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
-        embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
-        return self._working.injector.advance(embeds, state)
 
     def _expansion(
         self,

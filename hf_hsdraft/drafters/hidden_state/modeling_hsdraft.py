@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ...core.tensors import device_of
+from ...core.tensors import device_of, is_unhooked, joined
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.packed_texts import DraftContext, PackedTexts
@@ -24,7 +24,7 @@ from .quick_weights import QuickWeights, quick_weights
 from .static_roll_out import static_roll_out
 from .static_session import StaticSession
 from .target_match import has_other_tokens, warn_of_mismatch
-from .trunk import read, roll
+from .trunk import Layer, read, roll
 
 _LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 
@@ -94,7 +94,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.sliding_window, steps)
-        trunk = self.trunk()
+        trunk = self.trunk(of_layer=_with_joined_weights)
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
@@ -135,24 +135,18 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
-        made: dict[str, Any] = {
-            "batch_size": call.rows,
-            "working": working,
-            "foresight": call.foresight,
-            "target": call.target,
-        }
         if not self._compiles(call, working):
-            return HSDraftSession(self, weights, call.options, **made)
-        assert call.slots is not None
-        sizes = call.slots, call.options.depth, call.compile_config
+            return HSDraftSession(self, weights, call, working)
+        sizes = call.runtime.slots.size, call.options.depth, call.runtime.acceleration.compile_config
         roll_out = call.stack.enter_context(static_roll_out(self, working, weights, *sizes))
-        return StaticSession(self, weights, call.options, roll_out=roll_out, **made)
+        return StaticSession(self, weights, call, working, roll_out)
 
     def _compiles(self, call: Call, working: QuickWeights) -> bool:
         """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""
-        if working.spare is None or call.compile_config is None or call.slots is None:
+        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0
+        if target is None or target.slots.size is None or target.acceleration.compile_config is None:
             return False
-        return self.device.type == device_of(call.target).type and call.rows == 1 and call.options.depth > 0
+        return alone and working.spare is not None and self.device.type == device_of(call.target).type
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         head = self.config.draft_vocab_size * self.config.hidden_size
@@ -175,6 +169,11 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         for step, module in enumerate(modules, 1):
             times = max(depth - step, 0) if step == len(modules) else int(step < depth)
             yield Read(f"step module {step}", weights_of(module), times, 1)
+
+
+def _with_joined_weights(layer: Any) -> Layer:
+    """The products of a layer; the layer itself where its forward is wrapped, as for activation checkpointing."""
+    return layer.products(joined) if is_unhooked(layer) else layer
 
 
 __all__ = ["HSDrafter"]

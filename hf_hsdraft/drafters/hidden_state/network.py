@@ -143,19 +143,12 @@ INJECTORS: dict[str, type[Injector]] = {
 }
 
 
-# Maps a token and the injector's state before it (None at the start of a path) to the state after it.
-Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
-
-
 @dataclass(frozen=True)
 class Leftover:
-    """Drafted states g_{a+1} .. g_{K-1} of one row, `[K', D]`, that still predict future positions.
+    """Drafted states of one row that still predict future positions."""
 
-    `path` are the tokens accepted since they were drafted, beginning with their root.
-    """
-
-    hidden: torch.Tensor
-    path: tuple[int, ...]
+    hidden: torch.Tensor  # `[K', D]`, g_{a+1} .. g_{K-1}
+    path: tuple[int, ...]  # tokens accepted since these were drafted, beginning with their root
 
     @classmethod
     def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:
@@ -163,35 +156,6 @@ class Leftover:
         if drafted is None or len(drafted) <= len(accepted) + 1:
             return None
         return cls(drafted[len(accepted) + 1 :], (root, *accepted))
-
-    def since(self, advance: Advance) -> torch.Tensor:
-        """The injector's state after the path, `[1, S]`."""
-        state = None
-        for token in self.path:
-            state = advance(token, state)
-        assert state is not None
-        return state
-
-
-def ensemble(
-    logits: torch.Tensor,
-    leftover: Leftover,
-    root: int,
-    weight: float,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    injector: Injector,
-    advance: Advance,
-) -> None:
-    """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position and weighted by `weight`.
-
-    The first new state has read the last accepted token `root`; the old one gets it from the injector. `head` maps
-    drafted states to logits.
-    """
-    hidden = leftover.hidden[: len(logits)]
-    old = head(hidden)
-    told = injector.told(old[:1], hidden[:1], advance(root, leftover.since(advance)))
-    old = torch.cat([told, old[1:]])
-    logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
 
 
 class HSDraftAttention(nn.Module):
@@ -321,3 +285,21 @@ class WorkingWeights(Trunk):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted states `[..., D]`, before any token information."""
         return self.head(self.norm(hidden))
+
+    def after(self, tokens: Sequence[int], embed: Transform, state: torch.Tensor | None = None) -> torch.Tensor:
+        """The injector's state `[1, S]` after tokens, from that before them; None at the start of a path."""
+        for token in tokens:
+            state = self.injector.advance(embed(torch.tensor([token])), state)
+        assert state is not None
+        return state
+
+    def ensemble(self, logits: torch.Tensor, leftover: Leftover, root: int, weight: float, embed: Transform) -> None:
+        """Form A: adds old logits to the new ones `[depth, V']` in place, matched by position and weighted by `weight`.
+
+        The first new state has read the last accepted token `root`; the old one gets it from the injector.
+        """
+        hidden = leftover.hidden[: len(logits)]
+        old = self.logits(hidden)
+        told = self.injector.told(old[:1], hidden[:1], self.after((*leftover.path, root), embed))
+        old = torch.cat([told, old[1:]])
+        logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)

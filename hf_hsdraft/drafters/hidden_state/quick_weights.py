@@ -22,12 +22,9 @@ from .network import INJECTORS, HSDraftAttention, HSDraftLayer, HSDraftNetwork, 
 
 @dataclass(frozen=True)
 class QuickWeights(WorkingWeights):
-    """Working weights, fused, packed and in 8 bits.
+    """Working weights, fused, packed and in 8 bits."""
 
-    `spare` has objects that calls leave for the next call with these weights; None if the weights serve one call.
-    """
-
-    spare: list[Any] | None = field(default=None, compare=False, repr=False)
+    spare: list[Any] | None = field(default=None, compare=False, repr=False)  # left for later calls; None for one call
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> QuickWeights:
@@ -82,19 +79,12 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Made:
-    """Cached working weights.
+    """Cached working weights."""
 
-    Attributes:
-        form: shapes, dtypes, devices and everything else that decides the conversion.
-        seen: fingerprints of the source tensors.
-        values: a sample of their values, to detect uncounted writes (to `.data`, in inference mode).
-        weights: the result.
-    """
-
-    form: tuple[Any, ...]
-    seen: tuple[_Seen, ...]
-    values: torch.Tensor
-    weights: QuickWeights
+    form: tuple[Any, ...]  # shapes, dtypes, devices and everything else that decides the conversion
+    seen: tuple[_Seen, ...]  # fingerprints of the source tensors
+    values: torch.Tensor  # a sample of their values, to detect uncounted writes (to `.data`, in inference mode)
+    weights: QuickWeights  # the result
 
     def is_of(self, form: tuple[Any, ...], tensors: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
         same = self.form == form and all(map(_Seen.is_still, self.seen, tensors))
@@ -117,7 +107,8 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
     with torch.inference_mode(False), torch.no_grad():
         head = drafter.lm_head if drafter.lm_head is not None else output_head
         tensors = [getattr(head, "weight", None), *drafter.parameters()]
-        if not all(map(_can_be_sampled, tensors)) or not _is_as_built(drafter):
+        as_built = all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
+        if not as_built or not all(map(_can_be_sampled, tensors)):
             return QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
         ids = drafter.config.draft_vocab_ids
         shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
@@ -142,10 +133,6 @@ _PARTS = (
     nn.Linear,
     RMSNorm,
 )
-
-
-def _is_as_built(drafter: HSDraftNetwork) -> bool:
-    return all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
 
 
 def _can_be_sampled(tensor: Any) -> bool:

@@ -12,6 +12,8 @@ from ..base.packed_texts import DraftContext, PackedTexts
 from .configuration_hsdraft import HSDraftConfig
 from .trunk import Context, GrowingText, Rope, Trunk, read, roll
 
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # `[T, ...]`: taps h_i, embeddings of x_{i+1}, positions i
+
 
 class RollOut:
     """A trunk's state in one call; for a single sequence unless `rows` are passed."""
@@ -46,39 +48,26 @@ class RollOut:
         """Drops positions read since `mark`, which must be fewer than a window holds."""
         self._text.length, self._batch = mark
 
-    def __call__(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        num_draft_steps: int,
-        rows: Mapping[int, int] | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, pairs: Pairs, num_draft_steps: int, rows: Mapping[int, int] | None = None) -> torch.Tensor:
         """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
 
-        Args:
-            taps, embeds, position_ids: `[T, ...]`, as in [`HSDrafter.forward`], row by row.
-            rows: for a batch, the number of pairs of each row, in order.
+        In a batch the pairs stand row by row, and `rows` has the number of pairs of each row, in order.
         """
-        x, ropes, context = self.read(taps, embeds, position_ids, num_draft_steps - 1, rows)
+        x, ropes, context = self.read(pairs, num_draft_steps - 1, rows)
         return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
 
     def read(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        ahead: int = 0,
-        rows: Mapping[int, int] | None = None,
+        self, pairs: Pairs, ahead: int = 0, rows: Mapping[int, int] | None = None
     ) -> tuple[torch.Tensor, list[Rope], Context]:
         """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
         if rows is not None:
-            packed = self._packed(position_ids, ahead + 1, rows)
-            x, ropes = read(self._trunk, taps, embeds, position_ids, packed, ahead)
+            packed = self._packed(pairs[2], ahead + 1, rows)
+            x, ropes = read(self._trunk, *pairs, packed, ahead)
             self._batch = packed.context.within(self._window)
             return x, ropes, packed
+        taps, embeds, position_ids = pairs
         if self._reach is not None and len(taps) >= self._reach:  # earlier positions no longer matter
-            taps, embeds, position_ids = (column[-self._reach :] for column in (taps, embeds, position_ids))
+            taps, embeds, position_ids = (column[-self._reach :] for column in pairs)
             self._text.length = 0
         self._text.extend(len(taps), ahead)
         return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text

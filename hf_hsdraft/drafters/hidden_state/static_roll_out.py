@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
-from ...gpu.device_time import DeviceTime
-from ...gpu.fixed_shapes import StaticText, compiled, keep_in_place
+from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
 from ...trees.tree_builders import FoundNodes, TreeLimits, searched
 from ...verify.verdict import chosen_path
 from ..base.packed_texts import DraftContext
@@ -30,51 +29,31 @@ from ..base.target_weights import TargetWeights
 from .draft_session import expansion_of
 from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
-from .roll_out import RollOut
+from .roll_out import Pairs, RollOut
 from .trunk import read, roll
-
-
-def room_for(slots: int, num_draft_steps: int) -> int:
-    """Positions to hold for a sequence of at most `slots` and its drafts, with padding."""
-    needed = slots + num_draft_steps + 1
-    return needed + -needed % TUNING.static_positions
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What a draft has read back.
+    """What a draft has read back."""
 
-    Attributes:
-        choices: the target's choice at each node of the tree before.
-        tokens: the choices at its root and accepted path; too few of them if more were accepted than a draft reads.
-        found: the draft, from the last of these tokens.
-        seconds: time that the device took.
-    """
-
-    choices: list[int]
+    choices: list[int]  # the target's choice at each node of the tree before
+    # The choices at its root and accepted path; too few of them if more were accepted than a draft reads
     tokens: list[int]
-    found: FoundNodes
-    seconds: float
+    found: FoundNodes  # the draft, from the last of these tokens
+    seconds: float  # time that the device took
 
 
 class StaticRollOut(RollOut):
-    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as in `RollOut`.
-
-    Args:
-        room: capacity in positions, see `room_for`.
-        compile_config: of transformers; None compiles nothing.
-
-    Attributes:
-        made_for: room, K and compile configuration.
-    """
+    """A [`RollOut`] of fixed shape for a single sequence, which always rolls K steps. Prompts are read as there."""
 
     def __init__(
         self,
         working: WorkingWeights,
         drafter: HSDraftNetwork,
-        room: int,
+        room: int,  # capacity in positions
         num_draft_steps: int,
-        compile_config: Any = None,
+        compile_config: Any = None,  # of transformers; None compiles nothing
     ) -> None:
         config, device, dtype = drafter.config, drafter.device, drafter.dtype
         super().__init__(working, config, device, dtype)
@@ -105,31 +84,16 @@ class StaticRollOut(RollOut):
             self._text.values[index][:, : context.length] = values
         self._text.length = context.length
 
-    def __call__(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        num_draft_steps: int,
-        rows: Mapping[int, int] | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, pairs: Pairs, num_draft_steps: int, rows: Mapping[int, int] | None = None) -> torch.Tensor:
         assert rows is None and num_draft_steps <= self._steps
-        pairs, place = self._padded(taps, embeds, position_ids)
-        states = self._compiled(roll_out)(self._parts, *pairs, place, self._steps)
+        padded, place = self._padded(pairs)
+        states = self._compiled(roll_out)(self._parts, *padded, place, self._steps)
         return states[None, :num_draft_steps].clone()  # the next run may overwrite them
 
-    def beam(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        root: int,
-        tree_size: int,
-        beam_width: int,
-    ) -> FoundNodes:
-        """Reads accepted positions `[T, ...]`, as `__call__`, and searches the tree after `root`. Reads back once."""
-        pairs, place = self._padded(taps, embeds, position_ids, root, 0, 0)
-        return self._drafted(self._no_tree(tree_size + 1), pairs, place, tree_size, beam_width).found
+    def beam(self, pairs: Pairs, root: int, tree_size: int, beam_width: int) -> FoundNodes:
+        """Reads accepted positions, as `__call__`, and searches the tree after `root`. Reads back once."""
+        padded, place = self._padded(pairs, root, 0, 0)
+        return self._drafted(self._no_tree(tree_size + 1), padded, place, tree_size, beam_width).found
 
     def follow(self, forward: Verified, tree_size: int, beam_width: int) -> Followed:
         """Accepts by the target's own choices, reads the accepted positions, and drafts on. Reads back once.
@@ -172,19 +136,17 @@ class StaticRollOut(RollOut):
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self._compile_config is None else compiled(function, self._compile_config)
 
-    def _padded(
-        self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, *further: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _padded(self, pairs: Pairs, *further: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The last pairs, padded, and their place: the end of the sequence before, their number, and `further`."""
-        early = len(taps) - self._columns
-        if early > 0:
-            self.read(taps[:early], embeds[:early], position_ids[:early])
-            taps, embeds, position_ids = taps[early:], embeds[early:], position_ids[early:]
-        count, held = len(taps), self._text.length
-        pairs = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in (taps, embeds)]
-        pairs.append(F.pad(position_ids, (0, self._columns - count)))
+        early = max(len(pairs[0]) - self._columns, 0)
+        if early:
+            taps, embeds, position_ids = (each[:early] for each in pairs)
+            self.read((taps, embeds, position_ids))
+        last = [each[early:] for each in pairs]
+        count, held = len(last[0]), self._text.length
+        padded = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in last]
         self._text.length += count
-        return pairs, on_device([held, count, *further], taps.device)
+        return padded, on_device([held, count, *further], padded[0].device)
 
 
 @dataclass(frozen=True)
@@ -266,17 +228,15 @@ _lock = threading.Lock()
 @contextmanager
 def static_roll_out(
     drafter: HSDraftNetwork,
-    working: QuickWeights,
+    working: QuickWeights,  # with `spare`
     weights: TargetWeights,
-    slots: int,
+    slots: int,  # greatest length of the sequence
     num_draft_steps: int,
     compile_config: Any,
 ) -> Iterator[StaticRollOut]:
-    """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors.
-
-    `working` must have `spare`; `slots` is the greatest length of the sequence.
-    """
-    sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), working.spare
+    """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors."""
+    needed, spare = slots + num_draft_steps + 1, working.spare
+    sizes = needed + -needed % TUNING.static_positions, num_draft_steps, compile_config
     assert spare is not None
     with _lock:
         found = next((each for each in spare if each.made_for == sizes), None)

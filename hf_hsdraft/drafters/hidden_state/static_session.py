@@ -23,8 +23,8 @@ class StaticSession(HSDraftSession):
 
     _roll_out: StaticRollOut
 
-    def __init__(self, *args: Any, roll_out: StaticRollOut, **kwargs: Any) -> None:
-        super().__init__(*args, roll_out=roll_out, **kwargs)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         with_states = self._foresight is not None or self._refiner is not None or self._reuse != "none"
         self._beams = not with_states and self._options.tree_builder == "beam"
         self._sizes: tuple[int, int] | None = None  # `tree_size` and `beam_width` of this round's draft
@@ -37,7 +37,7 @@ class StaticSession(HSDraftSession):
             return super().trees(asks, depth, options)
         sizes = options.tree_size, options.beam_width
         if self._found is None:
-            self._found = self._roll_out.beam(*self._pairs([0]), ask.root, *sizes), sizes
+            self._found = self._roll_out.beam(self._pairs([0]), ask.root, *sizes), sizes
             state.pending.clear()
         found, of_sizes = self._found
         if of_sizes != sizes:  # the target reads other trees from here on

@@ -30,17 +30,11 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TargetMatch:
-    """Choices of a target and a drafter on a text.
+    """Choices of a target and a drafter on a text."""
 
-    Attributes:
-        tokens: number of tokens compared.
-        agreed: tokens that are this target's greedy choice.
-        drafted: tokens for which the drafter's first choice, one token ahead, is this target's greedy choice.
-    """
-
-    tokens: int
-    agreed: int
-    drafted: int
+    tokens: int  # number of tokens compared
+    agreed: int  # tokens that are this target's greedy choice
+    drafted: int  # tokens for which the drafter's first choice, one token ahead, is this target's greedy choice
 
 
 def can_measure(target: Any, length: int) -> bool:

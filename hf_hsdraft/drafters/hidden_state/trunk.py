@@ -78,19 +78,13 @@ class StepProducts:
 
 @dataclass(frozen=True)
 class Trunk:
-    """The parts of a trunk.
+    """The parts of a trunk."""
 
-    Attributes:
-        fuse_inputs: from taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`.
-        layers: read accepted positions.
-        steps: products of the roll-out steps; the last one serves all further steps.
-        frequencies: `[head_dim / 2]`, float32, of the rotary embedding.
-    """
-
+    # From taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`
     fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    layers: Sequence[Layer]
-    steps: Sequence[StepProducts]
-    frequencies: torch.Tensor
+    layers: Sequence[Layer]  # read accepted positions
+    steps: Sequence[StepProducts]  # products of the roll-out steps; the last one serves all further steps
+    frequencies: torch.Tensor  # `[head_dim / 2]`, float32, of the rotary embedding
 
     def step(self, number: int) -> StepProducts:
         """The products of the step `number` (1 or more) after g_0."""
@@ -100,10 +94,7 @@ class Trunk:
 def read(
     trunk: Trunk, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, context: Context, ahead: int
 ) -> tuple[torch.Tensor, list[Rope]]:
-    """Reads accepted positions `[T, ...]`, as in [`HSDrafter.forward`], into the context.
-
-    Returns g_0 of each chain, `[S, D]`, and the ropes of `ahead` steps.
-    """
+    """Reads positions `[T, ...]` into the context; returns g_0 of each chain, `[S, D]`, and ropes of `ahead` steps."""
     count, x = len(position_ids), trunk.fuse_inputs(taps, embeds)
     starts = position_ids[context.starts]
     further = starts + torch.arange(1, ahead + 1, device=starts.device)[:, None]
@@ -155,23 +146,17 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 class GrowingText:
-    """A single sequence in growing buffers; rolled positions follow those read, until more are read.
-
-    Args:
-        like: empty keys of a layer, `[kv_heads, 0, head_dim]`.
-        window: attended positions including the position itself; None for all.
-        spare: positions by which buffers grow, plus a quarter of the positions read.
-        mask_rows: rows per mask.
-
-    Attributes:
-        keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
-        length: number of positions read.
-    """
+    """A single sequence in growing buffers; rolled positions follow the `length` ones read, until more are read."""
 
     starts = slice(-1, None)
 
     def __init__(
-        self, layers: int, like: torch.Tensor, window: int | None, spare: int = 128, mask_rows: int = 256
+        self,
+        layers: int,
+        like: torch.Tensor,  # empty keys of a layer, `[kv_heads, 0, head_dim]`
+        window: int | None,  # attended positions including the position itself; None for all
+        spare: int = 128,  # positions by which buffers grow, plus a quarter of the positions read
+        mask_rows: int = 256,  # rows per mask
     ) -> None:
         self.keys, self.values, self._window = [like] * layers, [like] * layers, window
         self._spare, self._mask_rows, self.length = spare, mask_rows, 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.checks import is_integer
+from ...core.checks import are_ascending, is_integer
 from ...core.tensors import hooks_of
 from ...runtime.module_hooks import without_hooks
 from ...runtime.target_limits import decoder_layers, text_config
@@ -28,15 +28,9 @@ def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
     """Returns the indices of layers to keep; raises a ValueError unless they are ascending, distinct and in range."""
     count = decoder_layers(text_config(model))
     numbers = list(kept)
-    if not numbers or not are_layers(numbers, count):
+    if not numbers or not are_ascending(numbers, 0, count - 1):
         raise ValueError(f"layers {numbers} are invalid: expected ascending numbers from 0 to {count - 1}, each once")
     return numbers
-
-
-def are_layers(numbers: Sequence[Any], count: int) -> bool:
-    """Whether numbers are ascending, distinct indices of `count` layers."""
-    right = all(is_integer(number) and 0 <= number < count for number in numbers)
-    return right and list(numbers) == sorted(set(numbers))
 
 
 def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:

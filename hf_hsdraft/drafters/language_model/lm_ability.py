@@ -28,15 +28,10 @@ _NAMED = 3  # differences between tokenizers shown in a message
 
 @dataclass(frozen=True)
 class LMAbility:
-    """What a model can do.
+    """What a model can do."""
 
-    Attributes:
-        kinds: attention types whose masks it respects; empty for chains of single rows only.
-        reason: why it cannot draft at all; empty if it can.
-    """
-
-    kinds: Sequence[AttentionKind] = ()
-    reason: str = ""
+    kinds: Sequence[AttentionKind] = ()  # attention types whose masks it respects; empty for chains of single rows only
+    reason: str = ""  # why it cannot draft at all; empty if it can
 
 
 def ability_of(model: Any) -> LMAbility:

@@ -96,10 +96,7 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
 
 
 def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
-    """Loads a checkpoint's model, without its code; `kwargs` as for `empty_model`.
-
-    Raises a ValueError if weights are missing or unknown.
-    """
+    """Loads a model, without its code; as `empty_model`. Raises a ValueError for missing or unknown weights."""
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         kwargs.pop(name, None)
     model, found = AutoModelForCausalLM.from_pretrained(

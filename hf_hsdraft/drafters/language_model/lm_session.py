@@ -15,29 +15,20 @@ from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.tree_session import TreeSession
+from ..base.tree_session import CacheMemory, TreeSession, log_probs_of
 from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 
 
 @dataclass(frozen=True)
 class LMExpansion(Expansion):
-    """The model's distribution after each node, one forward per depth. A node's state is its path.
+    """The model's distribution after each node, one forward per depth. A node's state is its path."""
 
-    Attributes:
-        texts: have read the accepted tokens, including the roots.
-        first: `[B, 1, V]`, logits after the roots.
-        depth: greatest depth of a child.
-        vocab_size: only this many first columns of the logits may be drafted.
-        temperature: of the returned distributions.
-        race: with foreseen target draws; probabilities are then those of winning the race.
-    """
-
-    texts: LMTexts
-    first: torch.Tensor
-    depth: int
-    vocab_size: int
-    temperature: float = 1.0
-    race: Race | None = None
+    texts: LMTexts  # have read the accepted tokens, including the roots
+    first: torch.Tensor  # `[B, 1, V]`, logits after the roots
+    depth: int  # greatest depth of a child
+    vocab_size: int  # only this many first columns of the logits may be drafted
+    temperature: float = 1.0  # of the returned distributions
+    race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -51,42 +42,26 @@ class LMExpansion(Expansion):
             logits, paths = self.first, tokens[..., None][..., :0]
         else:
             logits, paths = self.texts.read_nodes(tokens, states)
-        logits = logits[..., : self.vocab_size].float()
-        if self.race is not None:
-            return self.race(level, logits), paths
-        return (logits / self.temperature).log_softmax(dim=-1), paths
+        return log_probs_of(level, logits[..., : self.vocab_size].float(), self.temperature, self.race), paths
 
 
 @dataclass(frozen=True)
-class LMMemory:
-    """Tokens that a language model has read, with its cache, stored on the target's cache. Copy `texts` before use."""
+class LMMemory(CacheMemory):
+    """Tokens that a language model has read, with its cache. Copy `texts` before use."""
 
     tokens: tuple[int, ...] = ()
     texts: LMTexts | None = None
 
-    def __reduce__(self) -> Any:
-        """Pickling a cache drops the memory."""
-        return LMMemory, ()
-
-    def __deepcopy__(self, memo: Any) -> LMMemory:
-        return self  # immutable
-
 
 @dataclass
 class _Text:
-    """A row of the call.
+    """A row of the call."""
 
-    Attributes:
-        tokens: all known tokens, including the root.
-        lost: holds a token that the model does not know; nothing more is drafted for it.
-        supposed: further tokens that may be taken back; the last one is the root then.
-        read: tokens in the model's cache.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    lost: bool = False
+    tokens: list[int] = field(default_factory=list)  # all known tokens, including the root
+    lost: bool = False  # holds a token that the model does not know; nothing more is drafted for it
+    # Further tokens that may be taken back; the last one is the root then
     supposed: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)  # tokens in the model's cache
 
     @property
     def known(self) -> list[int]:
@@ -205,15 +180,12 @@ class CausalLMSession(TreeSession):
             self._texts[row].read = list(self._texts[row].known)
         try:
             self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
-            trees = self.grown(all_asks, self.expansion_of(texts, first, depth, options), options)
+            race, size = self.race(texts.rows, depth), self._vocab_size
+            expansion = LMExpansion(texts, first, depth, size, options.temperature, race)
+            trees = self.grown(all_asks, expansion, options)
         finally:
             texts.forget()
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
-
-    def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        """As `expansion`, for all rows of a group; `first` `[B, 1, V]`: logits after the roots."""
-        race = self.race(texts.rows, depth)
-        return LMExpansion(texts, first, depth, self._vocab_size, options.temperature, race)
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
         return replace(expansion, texts=expansion.texts.copied())  # drafts are dropped after each round

@@ -30,16 +30,12 @@ class LMTexts:
     Args:
         model: not changed, and referenced weakly.
         rows: row numbers in the call.
-        kinds: attention types that need separate masks, see `LMAbility`; empty for a model that only reads chains
-            of a single row.
+        kinds: attention types that need separate masks, see `LMAbility`.
         most_drafted: greatest number of drafted tokens per row that one draft reads.
-
-    Attributes:
-        kept: cached tokens of each row.
     """
 
     def __init__(self, model: Any, rows: Sequence[int], kinds: Sequence[AttentionKind], most_drafted: int) -> None:
-        self.rows, self.kept = list(rows), [0] * len(rows)
+        self.rows, self.kept = list(rows), [0] * len(rows)  # `kept`: cached tokens of each row
         # Memories on the target's cache must not keep the drafter alive.
         self._reference = weakref.ref(model)
         self._kinds, self._most_drafted = kinds, most_drafted
@@ -75,10 +71,7 @@ class LMTexts:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
-        """Reads further accepted tokens of each row, if any, into the cache.
-
-        Returns logits `[B, wanted, V]` of the last tokens, aligned at the end; undefined for rows without tokens.
-        """
+        """Reads further tokens of rows; returns logits `[B, wanted, V]` of the last, undefined for rows without any."""
         return self.read_states(tokens, wanted).logits
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
-from ..base.draft_options import MOST_LEADING, default_options
+from ..base.draft_options import COMMON_OPTIONS, MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
@@ -22,17 +22,7 @@ from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
-_OPTIONS = (
-    "assistant_confidence_threshold",
-    "beam_width",
-    "compiled_layers",
-    "depth_cost",
-    "node_cost",
-    "num_assistant_tokens",
-    "packed_weights",
-    "tree_size",
-    "tree_sizing",
-)
+_OPTIONS = sorted(COMMON_OPTIONS - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,10 @@ class CachebackDrafter(WeightlessDrafter):
                 raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
         self.texts = [[int(token) for token in text] for text in texts]
-        self.frozen: list[FollowerTable] = _tables_of(self.texts, ngram_length) if self.texts else []
+        known = NgramCache(ngram_length)
+        for text in self.texts:
+            known.extend([*text, -1])  # no n-gram crosses the end of a text
+        self.frozen: list[FollowerTable] = known.own if self.texts else []
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
 
     @classmethod
@@ -121,14 +114,6 @@ class CachebackDrafter(WeightlessDrafter):
 
     def session(self, call: Call) -> NgramSession:
         return NgramSession(call, self.frozen)
-
-
-def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
-    """Builds tables for leaders of up to `length` tokens. No n-gram crosses the end of a text."""
-    cache = NgramCache(length)
-    for text in texts:
-        cache.extend([*text, -1])
-    return cache.own
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)

@@ -21,18 +21,13 @@ from ...core.tuning import TUNING
 
 @dataclass
 class FollowerTable:
-    """Followers of leaders of one length, and how often they were right.
+    """Followers of leaders of one length, and how often they were right."""
 
-    Attributes:
-        length: tokens of a leader.
-        followers: of each leader, latest first. Leaders are ordered from least to most recently used.
-        reached: tokens for which a draft would have found a leader in this table.
-        right: by rank, how many of these tokens were the follower of that rank.
-    """
-
-    length: int
+    length: int  # tokens of a leader
+    # Of each leader, latest first. Leaders are ordered from least to most recently used.
     followers: OrderedDict[tuple[int, ...], list[int]] = field(default_factory=OrderedDict)
-    reached: int = 0
+    reached: int = 0  # tokens for which a draft would have found a leader in this table
+    # By rank, how many of these tokens were the follower of that rank
     right: list[int] = field(default_factory=lambda: [0] * TUNING.ngram_followers)
 
     def probability(self, rank: int) -> float:
@@ -106,17 +101,11 @@ class NgramCache:
         self,
         tree_size: int,
         depth: int,
-        width: int | None = None,
-        threshold: float = 0.0,
-        after: Sequence[int] = (),
+        width: int | None = None,  # most children of a node; 1 gives a chain, None is no limit
+        threshold: float = 0.0,  # least probability of a path, 0 to 1
+        after: Sequence[int] = (),  # supposed next tokens, in no n-gram
     ) -> DraftTree:
-        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root.
-
-        Args:
-            width: most children of a node; 1 gives a chain, None is no limit.
-            threshold: least probability of a path, 0 to 1.
-            after: supposed next tokens, in no n-gram.
-        """
+        """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root."""
         tail = [*self._tail, *after][-self._tables[0].length :]
         floor = math.log(max(threshold, TUNING.ngram_least))
         nodes: list[tuple[int, int, int, float]] = [(tail[-1], -1, 0, 0.0)]

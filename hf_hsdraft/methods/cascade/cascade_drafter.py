@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -30,18 +31,19 @@ from ...hub.pushing import push_saved
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
-from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
-from .levels import StateFeed, SupposingSession, model_of, reader_of, supposes
+from .levels import StateFeed, model_of, reader_of, supposes
 
 _MOST = 64  # tokens that a level may pass up
+_HERE = "./"  # prefix of levels inside the cascade's folder
+_PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cascade
 
 
 @dataclass(frozen=True)
 class CascadeConfig(PlainConfig):
     """The configuration that transformers reads from an assistant."""
 
-    model_type: ClassVar[str] = CASCADE
+    model_type: ClassVar[str] = "cascade"
 
     vocab_size: Any = ANY  # only ids known to all levels are drafted
     is_encoder_decoder: bool = False
@@ -64,8 +66,7 @@ class CascadeDrafter(nn.Module, Drafter):
         tokens: one number per level: tokens that the first level drafts at a time, and tokens that each further level
             holds before it passes them up. A level can exceed this by what its last draft adds.
 
-    Raises:
-        ValueError: the levels do not fit together, or a number of tokens is out of range.
+    Raises a ValueError if the levels do not fit together, or a number of tokens is out of range.
     """
 
     num_draft_steps = 2 * _MOST
@@ -82,19 +83,12 @@ class CascadeDrafter(nn.Module, Drafter):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CascadeDrafter:
-        """Loads what `save_pretrained` wrote, or a hand-written config.json.
+        """Loads what `save_pretrained` wrote, or a hand-written config.json, from a folder or the Hub.
 
         Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder, a Hub
-        name, or a folder beside the file if it begins with `./`.
-
-        Args:
-            pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: Drafting options by name; `revision`, `subfolder` and other Hub arguments; `dtype`, `device_map` and
-                `attn_implementation` for the levels.
-
-        Raises:
-            OSError: The folder, repository or a level is missing.
-            ValueError: It is not a cascade, or its levels do not fit together.
+        name, or a folder beside the file if it begins with `./`. `kwargs` are drafting options by name; `revision`,
+        `subfolder` and other Hub arguments; `dtype`, `device_map` and `attn_implementation` for the levels. Raises an
+        OSError if something is missing, a ValueError if it is no cascade or its levels do not fit together.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
@@ -109,10 +103,10 @@ class CascadeDrafter(nn.Module, Drafter):
         if not isinstance(tokens, list):
             raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {tokens!r}")
         _check_tokens(tokens, len(names))  # before weights are loaded
-        check_names(names, folder, "" if subfolder else str(name))
+        _check_names(names, folder, "" if subfolder else str(name))
         levels = []
         for each in names:
-            if each.startswith(HERE):
+            if each.startswith(_HERE):
                 within = "/".join(filter(None, (subfolder, *PurePosixPath(each).parts)))
                 levels.append(AutoDrafter.from_pretrained(name, subfolder=within, **hub, **loading))
             else:
@@ -126,19 +120,13 @@ class CascadeDrafter(nn.Module, Drafter):
         """Writes each level into a subfolder, and the configuration that joins them.
 
         The files replace those of an earlier cascade once all are written. Level files no longer needed are deleted.
-
-        Args:
-            save_directory: Created if missing.
-            kwargs: Passed to the levels' `save_pretrained`.
-
-        Raises:
-            ValueError: A drafting option is invalid.
+        `kwargs` go to the levels' `save_pretrained`. Raises a ValueError if a drafting option is invalid.
         """
         self.check_options()
         folder = Path(save_directory)
         places = [f"level_{index}" for index in range(len(self.levels))]
-        former = {*places, *former_places(folder)}
-        names = [HERE + place for place in places]
+        former = {*places, *_former_places(folder)}
+        names = [_HERE + place for place in places]
         document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
         with complete_folder(folder) as partial:
             for level, place in zip(self.levels, places, strict=True):
@@ -148,7 +136,7 @@ class CascadeDrafter(nn.Module, Drafter):
             (partial / CONFIG).write_text(text, encoding="utf-8")
             written = {path.relative_to(partial) for path in partial.rglob("*") if path.is_file()}
         for place in former:
-            remove_others(folder, place, written)
+            _remove_others(folder, place, written)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Pushes what `save_pretrained` writes to the Hub in one commit; see `push_saved` for arguments and errors."""
@@ -217,12 +205,11 @@ class CascadeDrafter(nn.Module, Drafter):
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
         temperature, pending = call.options.temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
-        session: Session = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
+        session: Any = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
         taps = first.taps_of(models[0])
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))
         for index, level in enumerate(others, 1):
-            assert isinstance(session, SupposingSession)
             reader = reader_of(level, call.rows, pending, taps if index == 1 else ())
             feed = StateFeed(session, reader) if taps and index == 1 else None
             step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
@@ -254,6 +241,41 @@ class CascadeDrafter(nn.Module, Drafter):
 
     def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
         yield from zip(self.levels, [*map(model_of, self.levels[1:]), target], strict=True)
+
+
+def _check_names(names: Sequence[str], folder: Path, own: str) -> None:
+    """Raises a ValueError if a level is the cascade itself, or begins with `./` and is outside `folder`.
+
+    `own` is the cascade's folder or Hub name; empty if it is in a subfolder.
+    """
+    for index, name in enumerate(names):
+        parts = PurePosixPath(name).parts
+        outside = name.startswith(_HERE) and (not parts or ".." in parts or "\\" in name)
+        if outside or name == own or Path(name).resolve() == folder.resolve():
+            raise ValueError(
+                f"{folder / CONFIG} is damaged: levels[{index}]={name!r} is the cascade itself or lies outside of its "
+                "folder; expected the name of another drafter, or a folder in it, as './level_0'"
+            )
+
+
+def _former_places(folder: Path) -> list[str]:
+    """Returns the level folders of the cascade saved in a folder."""
+    try:
+        check_is_drafter(folder, CascadeConfig.model_type)
+        names = read_json(folder / CONFIG).get("levels")
+    except (OSError, ValueError):
+        return []
+    found = [_PLACE.fullmatch(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [match[1] for match in found if match]
+
+
+def _remove_others(folder: Path, place: str, written: Collection[Path]) -> None:
+    """Deletes the files of a level's folder that are not in `written` (relative to `folder`), then empty folders."""
+    for path in [*sorted((folder / place).rglob("*"), reverse=True), folder / place]:  # contents before their folder
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        elif path.is_file() and path.relative_to(folder) not in written:
+            path.unlink()
 
 
 def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:

@@ -36,12 +36,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How far one model accepts the drafts of a level.
+    """How far one model accepts the drafts of a level."""
 
-    `reached[j - 1]` is the share of drafts of at least j tokens whose first j tokens are all accepted.
-    """
-
-    reached: tuple[float, ...]
+    reached: tuple[float, ...]  # at j - 1: share of drafts of at least j tokens whose first j are all accepted
 
     def at_least(self, count: int) -> float:
         """Returns the share for j = `count`, extrapolated with the decay of the last known part."""
@@ -79,13 +76,10 @@ class Handed:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter as a first level: seconds of a draft by its number of tokens, and the probability of each length.
-
-    Lengths are of an unlimited draft; none are given if drafts are always as long as asked.
-    """
+    """A drafter as a first level."""
 
     seconds: Curve
-    lengths: Mapping[int, float] = field(default_factory=dict)
+    lengths: Mapping[int, float] = field(default_factory=dict)  # probabilities; empty: always as long as asked
     most: int = _DRAFTED[-1]
 
     @property
@@ -102,27 +96,17 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Levels:
-    """Costs and acceptances that plans are calculated from, by names of drafters and models.
-
-    Attributes:
-        forwards: seconds by number of tokens, for the target and each possible middle model.
-        acceptances: by the names of a drafter and of the model that verifies it.
-        plain: seconds of a plain step.
-        rest: seconds of a round of the target besides forward and draft.
-        trees: drafters that also draft trees: tokens a round, nodes, seconds of a draft.
-        rounds: number of measured rounds behind each figure; empty where all is assumed.
-        left_out: pairs of a drafter and a model that are not planned, with the reason.
-    """
+    """Costs and acceptances that plans are calculated from, by names of drafters and models."""
 
     first: dict[str, Drafting]
-    forwards: Mapping[str, Curve]
-    acceptances: dict[tuple[str, str], Acceptance]
+    forwards: Mapping[str, Curve]  # of the target and each possible middle model
+    acceptances: dict[tuple[str, str], Acceptance]  # of a drafter by the model that verifies it
     target: str
-    plain: float
-    rest: float = 0.0
-    trees: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-    left_out: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    plain: float  # seconds of a plain step
+    rest: float = 0.0  # seconds of a round of the target besides forward and draft
+    trees: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # tokens a round, nodes, draft seconds
+    rounds: dict[str, int] = field(default_factory=dict)  # measured for each figure; empty where all is assumed
+    left_out: Mapping[tuple[str, str], str] = field(default_factory=dict)  # pairs as above, with the reason
 
     @property
     def middles(self) -> list[str]:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ...bench.calls import ArrivalStreamer
-from ...bench.machine import synchronise
+from ...bench.machine import synchronise, timed
 from ...bench.prompts import Inputs
-from ...core.draft_tree import DraftTree
 from ...core.refusals import DraftingRefused
-from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
+from ...drafters.base.protocol import Drafter
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...engine.loop import Observer, Round
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .levels import model_of, reader_of, supposes
 
@@ -35,43 +35,26 @@ TARGET = "target"
 Pair = tuple[str, str]  # names of a drafter and of the model that verifies it
 
 
-@dataclass
-class Fits:
-    """Pairs of a drafter and a model: those that can be planned, and those left out with the reason."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    left_out: dict[Pair, str] = field(default_factory=dict)
-
-    def leave_out(self, pair: Pair, reason: str) -> None:
-        self.pairs.remove(pair)
-        self.left_out[pair] = reason
-
-
-def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: str, tokenizer: Any = None) -> Fits:
-    """Returns which pairs fit. A drafter must fit the target or a middle model, not both.
+def misfits(drafters: Mapping[str, Drafter], models: Mapping[str, Any], tokenizer: Any = None) -> dict[Pair, str]:
+    """Returns why each pair does not fit, or "". A drafter must fit the target or a middle model, not both.
 
     `models` holds the target, and middle models by the names of their drafters. Raises a DraftingRefused if a drafter
     fits no model here, or its tokens differ.
     """
-    fits = Fits()
+    found: dict[Pair, str] = {}
     for name, drafter in drafters.items():
-        for upper, model in models.items():
-            if name != upper:
-                reason = _misfit(drafter, model, upper != target)
-                if reason:
-                    fits.left_out[name, upper] = reason
-                else:
-                    fits.pairs.append((name, upper))
-        above = [upper for lower, upper in fits.pairs if lower == name]
+        reasons = {upper: _misfit(drafter, model, upper) for upper, model in models.items() if upper != name}
+        found |= {(name, upper): reason for upper, reason in reasons.items()}
+        above = [upper for upper, reason in reasons.items() if not reason]
         if not above:
-            reasons = "; ".join(f"{upper}: {fits.left_out[name, upper]}" for upper in models if upper != name)
-            raise DraftingRefused(f"{name} fits no model here. {reasons}")
-        drafter.warn_of_misfit(models[target if target in above else above[0]], tokenizer, all_processes=False)
-    return fits
+            told = "; ".join(f"{upper}: {reason}" for upper, reason in reasons.items())
+            raise DraftingRefused(f"{name} fits no model here. {told}")
+        drafter.warn_of_misfit(models[TARGET if TARGET in above else above[0]], tokenizer, all_processes=False)
+    return found
 
 
-def _misfit(drafter: Drafter, model: Any, is_middle: bool) -> str:
-    if is_middle and not supposes(drafter):
+def _misfit(drafter: Drafter, model: Any, name: str) -> str:
+    if name != TARGET and not supposes(drafter):
         return f"a {type(drafter).__name__} cannot take back what a middle model told it"
     try:
         drafter.check(model)
@@ -82,59 +65,52 @@ def _misfit(drafter: Drafter, model: Any, is_middle: bool) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """A draft and its outcome: depth asked for, nodes, accepted tokens, seconds.
+    """A draft and its outcome."""
 
-    The first draft of a call reads the prompt too.
-    """
-
-    asked: int
+    asked: int  # depth
     nodes: int
-    accepted: int
+    accepted: int  # tokens
     seconds: float
-    first: bool = False
+    first: bool = False  # of its call, so that it has read the prompt too
 
 
-class NotedDrafter(WrappedDrafter):
-    """Wraps a drafter to time and count its drafts: chains of `depth`, or trees of its default sizes if None."""
-
-    def __init__(self, drafter: Drafter, depth: int | None) -> None:
-        super().__init__(drafter)
-        self.least_ngram_length = drafter.least_ngram_length
-        self.notes: list[Note] = []
-        options = self.generation_config
-        options.ngram_length, options.packed_weights = drafter.least_ngram_length, False
-        if depth is not None:
-            options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
-            options.tree_size, options.beam_width = options.num_assistant_tokens, 1
-
-    def session(self, call: Call) -> Session:
-        return _NotedSession(super().session(call), self.notes, call.target.device)
+def measured_drafter(drafter: Drafter, depth: int | None) -> WrappedDrafter:
+    """Returns a drafter of chains of `depth`, or of trees of the default sizes if None, without n-grams in front."""
+    wrapped = WrappedDrafter(drafter)
+    wrapped.least_ngram_length = drafter.least_ngram_length
+    options = wrapped.generation_config
+    options.ngram_length, options.packed_weights = drafter.least_ngram_length, False
+    if depth is not None:
+        options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
+        options.tree_size, options.beam_width = options.num_assistant_tokens, 1
+    return wrapped
 
 
-class _NotedSession(Session):
-    def __init__(self, session: Session, notes: list[Note], device: torch.device) -> None:
-        self.free, self.takes_ngrams, self.kind = session.free, session.takes_ngrams, session.kind
-        self._session, self._notes, self._device = session, notes, device
-        self._first = True
-        self._last: tuple[int, int, float] | None = None
+class Notes(Observer):
+    """Notes the drafts of calls with one text. It is passed as the streamer."""
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+    def __init__(self, device: torch.device) -> None:
+        self.drafts: list[Note] = []
+        self._device, self._first, self._since, self._seconds = device, True, 0.0, 0.0
+
+    def began(self) -> None:
         synchronise(self._device)
-        begin = time.perf_counter()
-        trees = self._session.draft(asks)
-        synchronise(self._device)
-        self._last = asks[0].depth, len(trees[0]) - 1, time.perf_counter() - begin
-        return trees
+        self._since = time.perf_counter()
 
-    def observe(self, news: Sequence[Accepted]) -> None:
-        if self._last is not None:
-            asked, nodes, seconds = self._last
-            self._notes.append(Note(asked, nodes, news[0].num_drafted, seconds, self._first))
-            self._first, self._last = False, None
-        self._session.observe(news)
+    def drafted(self) -> None:
+        synchronise(self._device)
+        self._seconds = time.perf_counter() - self._since
+
+    def ended(self, done: Round) -> None:
+        if done.asks[0].depth > 0:
+            self.drafts.append(Note(done.asks[0].depth, done.nodes[0], done.accepted[0], self._seconds, self._first))
+            self._first = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        pass
 
     def end(self) -> None:
-        self._session.end()
+        self._first = True
 
 
 def acceptance_of(notes: Sequence[Note]) -> Acceptance:
@@ -171,12 +147,9 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
     for repeat in range(repeats + 1):
         for count in _COUNTS:
             new = [(7 * repeat + 3 * each) % reader.vocab_size for each in range(count)]
-            synchronise(model.device)
-            begin = time.perf_counter()
-            reader.read({0: [*ids, *new]}, {0: count})
-            synchronise(model.device)
+            _, spent = timed(model.device, reader.read, {0: [*ids, *new]}, {0: count})
             if repeat:  # the first ones warm up
-                seconds[count].append(time.perf_counter() - begin)
+                seconds[count].append(spent)
     return Curve(tuple((count, median(times)) for count, times in seconds.items()))
 
 
@@ -196,24 +169,22 @@ class Measuring:
     texts: list[list[int]] = field(default_factory=list)
 
     def levels(self) -> Levels:
-        """Measures everything.
-
-        Raises:
-            DraftingRefused: a drafter fits neither the target nor a middle model; raised before anything is measured.
-        """
+        """Measures everything; before that, a DraftingRefused if a drafter fits neither target nor middle model."""
         middles = {name: model_of(each) for name, each in self.drafters.items()}
         models = {name: model for name, model in middles.items() if model is not None} | {TARGET: self.target}
-        fits = fitting(self.drafters, models, TARGET, self.tokenizer)
+        why_not = misfits(self.drafters, models, self.tokenizer)
         self.tell("plain decoding")
         plain = self._plain()
         forwards = {}
         for name, model in models.items():
             self.tell(f"forwards of {name}")
             forwards[name] = forward_curve(model, self.texts[0])
-        _leave_out_slow(fits, forwards, plain)
-        levels = Levels({}, forwards, {}, TARGET, plain, left_out=fits.left_out)
-        rests = self._above_target(levels, fits)
-        for below, name in fits.pairs:
+        leave_out_slow(why_not, forwards, plain)
+        pairs = [pair for pair, reason in why_not.items() if not reason]
+        left_out = {pair: reason for pair, reason in why_not.items() if reason}
+        levels = Levels({}, forwards, {}, TARGET, plain, left_out=left_out)
+        rests = self._above_target(levels, [below for below, upper in pairs if upper == TARGET])
+        for below, name in pairs:
             if name != TARGET:
                 self.tell(f"drafts of {below} for {name}")
                 self._note(levels, (below, name), self._spans(self.drafters[below], models[name]))
@@ -222,10 +193,10 @@ class Measuring:
                     levels.first[below] = self._drafting(self.drafters[below], notes, models[name])
         return replace(levels, rest=max(median(rests or [0.0]), 0.0))
 
-    def _above_target(self, levels: Levels, fits: Fits) -> list[float]:
-        """Measures each drafter with the target; returns the mean seconds of the rest of a round for each."""
+    def _above_target(self, levels: Levels, names: Sequence[str]) -> list[float]:
+        """Measures drafters with the target; returns the mean seconds of the rest of a round for each."""
         rests = []
-        for name in [below for below, upper in fits.pairs if upper == TARGET]:
+        for name in names:
             drafter = self.drafters[name]
             self.tell(f"drafts of {name} for {TARGET}")
             notes, rest = self._decode(drafter, DEEPEST)
@@ -268,13 +239,14 @@ class Measuring:
 
         `model` decodes, or the target if it is None.
         """
-        noted, seconds, rounds = NotedDrafter(drafter, depth), 0.0, 0
+        model = model or self.target
+        call = {**self._greedy, "assistant_model": measured_drafter(drafter, depth), "streamer": Notes(model.device)}
+        seconds, rounds = 0.0, 0
         for each in self.inputs[:prompts]:
-            inputs = {name: tensor.to((model or self.target).device) for name, tensor in each.items()}
-            done = (model or self.target).generate(**inputs, **self._greedy, assistant_model=noted).statistics
+            done = model.generate(**{name: value.to(model.device) for name, value in each.items()}, **call).statistics
             seconds += done.total_seconds - done.prefill_seconds - done.draft_seconds
             rounds += done.rounds
-        return noted.notes, seconds / max(rounds, 1)
+        return call["streamer"].drafts, seconds / max(rounds, 1)
 
     def _drafting(self, drafter: Drafter, notes: Sequence[Note], model: Any = None) -> Drafting:
         depth = min(DEEPEST, drafter.num_draft_steps)
@@ -293,23 +265,23 @@ class Measuring:
             for length in range(each["input_ids"].shape[1], len(text), _SPAN)
         ]
         step = max(len(places) // _PAIRS, 1)
-        noted = NotedDrafter(drafter, DEEPEST)
-        call = {**self._greedy, "max_new_tokens": _SPAN, "pad_token_id": 0, "eos_token_id": None}
+        notes, drafts = Notes(model.device), measured_drafter(drafter, DEEPEST)
+        call = {**self._greedy, "max_new_tokens": _SPAN, "pad_token_id": 0, "eos_token_id": None, "streamer": notes}
         for text, length in places[::step]:
             ids = torch.tensor([text[:length]], device=model.device)
-            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **call, assistant_model=noted)
-        return noted.notes
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **call, assistant_model=drafts)
+        return notes.drafts
 
 
-def _leave_out_slow(fits: Fits, forwards: Mapping[str, Curve], plain: float) -> None:
-    """Leaves out pairs in which the middle model would save nothing."""
-    for below, name in list(fits.pairs):
-        if name == TARGET:
+def leave_out_slow(why_not: dict[Pair, str], forwards: Mapping[str, Curve], plain: float) -> None:
+    """Says why of pairs in which the middle model would save nothing."""
+    for (below, name), reason in why_not.items():
+        if reason or name == TARGET:
             continue
         if forwards[name](1) >= plain:
-            fits.leave_out((below, name), f"a forward of {name} takes as long as a plain step of the target")
+            why_not[below, name] = f"a forward of {name} takes as long as a plain step of the target"
         elif below in forwards and forwards[below](1) >= forwards[name](1):
-            fits.leave_out((below, name), f"a forward of {below} takes as long as one of {name}")
+            why_not[below, name] = f"a forward of {below} takes as long as one of {name}"
 
 
 def _tree(notes: Sequence[Note]) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from ...cli._shared import numbers
 from ...training.evaluate.decoding_estimate import Device
 from ...training.evaluate.estimate import target_parts
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
@@ -44,11 +45,7 @@ def tell(config: Any, middle: Any, shares: str, device: Device, length: int, oth
 
     Raises a BadParameter if the shares are invalid, or the middle model's vocabulary differs.
     """
-    try:
-        found = [float(share) for share in shares.split(",")]
-    except ValueError:
-        told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as 0.4,0.4,0.8"
-        raise typer.BadParameter(told, param_hint="--shares") from None
+    found = numbers(shares, "--shares", "0.4,0.4,0.8", float)
     sizes = [each.get_text_config().vocab_size for each in (config, middle)]
     if abs(sizes[0] - sizes[1]) > _PADDING:
         told = (
@@ -67,10 +64,7 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
     """Returns the levels n-grams, middle model and target after `length` tokens.
 
     `shares` are of tokens accepted, each after an accepted one: n-grams by the target, n-grams by the middle model, and
-    the middle model by the target. `config` and `middle` are model configurations.
-
-    Raises:
-        ValueError: there are not three shares in [0, 1). With 1, drafts would never end.
+    the middle model by the target; a ValueError unless they are three in [0, 1). With 1, drafts would never end.
     """
     if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
         raise ValueError(

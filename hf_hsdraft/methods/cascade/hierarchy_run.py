@@ -91,14 +91,8 @@ def system_of(plan: Plan, drafters: Mapping[str, Drafter]) -> System:
         cascade = cascade_of(plan, drafters)
         fixed = {**unpacked, "tree_sizing": "fixed"}
         return System(plan.title, {"assistant_model": cascade}, cascade, fixed, ours=True)
-    drafter = drafters[plan.names[0]]
-    count = plan.tokens[0] if plan.tokens else None
-    named = (
-        Variant(plan.title, "chain", count, options=unpacked)
-        if count
-        else Variant(plan.title, "tree", options=unpacked)
-    )
-    return drafted_system(named, drafter)
+    kind, count = ("chain", plan.tokens[0]) if plan.tokens else ("tree", None)
+    return drafted_system(Variant(plan.title, kind, count, options=unpacked), drafters[plan.names[0]])
 
 
 def own_defaults(plans: Plans, drafters: Mapping[str, Drafter]) -> list[System]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
-from ...drafters.base.protocol import Accepted, Ask, Drafter
+from ...drafters.base.protocol import Accepted, Drafter, Session
 from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 from ...runtime.target_limits import furthest_position, text_config
@@ -77,21 +76,13 @@ class LMReader:
         return self._states[row][: shared_length(self._known[row], text)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps only these texts from here on."""
         for group in self._groups:
             group.keep(rows)
         self._groups = [group for group in self._groups if group.rows]
 
 
-@runtime_checkable
-class SupposingSession(Protocol):
-    kind: tuple[Any, ...]
-
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]: ...
-
-    def observe(self, news: Sequence[Accepted]) -> None: ...
-
-    def keep(self, rows: Sequence[int]) -> None: ...
+class SupposingSession(Session):
+    """What a cascade asks of the sessions below its models; they need not inherit from it."""
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Continues from tokens that may be taken back: another model has chosen them, the target has not seen them.

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console, say
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, PromptsOption, TargetOption, console, say
 
 if TYPE_CHECKING:
     from .hierarchy import Plan
+    from .hierarchy_run import Compared
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -22,10 +23,7 @@ def plan(
         list[str] | None,
         typer.Option("--drafter", help="Hub name or folder; repeat for several. Language models may stand in between."),
     ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
-    ] = None,
+    prompts: PromptsOption = None,
     target: TargetOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=16)] = 64,
@@ -67,30 +65,28 @@ def plan(
     measuring = Measuring(
         model, drafters, inputs, max_new_tokens, lambda words: say(f"measuring: {words}"), tokenizer=tokenizer
     )
-    plans = Plans.of(measuring.levels())
+    plans, compared = Plans.of(measuring.levels()), None
     for line in plans.lines():
         say(line)
-    found_faster = None
     if measure:
         compared = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
         console.print(compared.table)
         say(compared.verdict)
-        found_faster = compared.faster
     if out is not None:
-        say(_saved(plans.chosen, drafters, found_faster, measure, out))
+        say(_saved(plans.chosen, drafters, compared, out))
 
 
-def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
+def _saved(chosen: Plan, drafters: dict[str, Any], compared: Compared | None, out: Path) -> str:
     """Saves the recommended hierarchy unless a single drafter is recommended or was faster; returns the message."""
     from .hierarchy_run import cascade_of
 
     if len(chosen.names) < 2:
         return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"
-    if faster is not None:
-        return f"not saved: {faster[0]}, was faster"
+    if compared is not None and compared.faster is not None:
+        return f"not saved: {compared.faster[0]}, was faster"
     cascade_of(chosen, drafters).save_pretrained(out)
-    compared = "" if measured else " It was not compared with each drafter's own defaults: --measure does that."
-    return f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{compared}"
+    advice = "" if compared else " It was not compared with each drafter's own defaults: --measure does that."
+    return f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{advice}"
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:

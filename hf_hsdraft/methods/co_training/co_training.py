@@ -41,11 +41,8 @@ class CoTraining(TrainerCallback):
         chat_template_kwargs: further arguments of the tokenizer's `apply_chat_template`, the same that TRL gets: its
             `chat_template_kwargs`, and `tools` or `chat_template` where the trainer has them.
 
-    Attributes:
-        losses: mean loss of each update, in nats.
-
-    Raises:
-        ValueError: the drafter is not in float32, was made for another target, or a number is too small.
+    `losses` are the mean losses of the updates, in nats. Raises a ValueError if the drafter is not in float32 or was
+    made for another target, or a number is too small.
     """
 
     def __init__(
@@ -84,10 +81,8 @@ class CoTraining(TrainerCallback):
     def recording(self, reward: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a reward function of TRL keep the roll-outs of training steps for the next update.
 
-        The returned function has the same name and the same rewards. It is enough to wrap one of several.
-
-        Raises:
-            TypeError: this is no plain function, but a reward model, a name of one, or an async function.
+        The returned function has the same name and the same rewards. It is enough to wrap one of several. A TypeError
+        if it is no plain function, but a reward model, a name of one, or an async function.
         """
         if isinstance(reward, str | torch.nn.Module) or inspect.iscoroutinefunction(reward):
             raise TypeError("recording takes a plain reward function: add one that returns [0.0] * len(prompts)")
@@ -115,8 +110,7 @@ class CoTraining(TrainerCallback):
     def update(self) -> float:
         """Trains the drafter on the kept roll-outs and drops them; returns the mean loss of the gradient steps in nats.
 
-        Raises:
-            ValueError: no roll-outs were kept.
+        A ValueError if no roll-outs were kept.
         """
         if not self._fresh:
             raise ValueError("there are no roll-outs to learn from: wrap a reward function with `recording`")
@@ -146,9 +140,8 @@ class CoTraining(TrainerCallback):
         with torch.no_grad():
             weights = self.drafter.borrow(embedding, head)
             rows = head.weight[weights.vocab_ids.to(head.weight.device)].to(device, torch.float32)
-        chunks: dict[str, Any] = (
-            {} if device.type == "cpu" else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
-        )
+        names = () if device.type == "cpu" else ("chunk_logits", "scored_logits")
+        chunks: Any = dict.fromkeys(names, CHUNK_LOGITS["cuda"])
         return weights, ChainLoss(weights, rows, self._objective, self._depth_weights, **chunks)
 
     def _step(self, batch: Sequence[Features], weights: TargetWeights, seed: int) -> float:

@@ -21,19 +21,11 @@ from ...training.families.family import GROWTHS
 
 @torch.no_grad()
 def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> HSDrafter:
-    """Returns a larger drafter with the same drafts.
+    """Returns a larger drafter with the same drafts, and at least as many sets of parameters and layers.
 
     A new set of parameters copies the last one (PRISM, section on training: one module is trained first, then copied M
-    times). New layers come first; they read only the text, and add nothing to it until trained.
-
-    Args:
-        drafter: not changed.
-        num_step_modules: number M of sets of parameters, at least the present one.
-        num_hidden_layers: number of layers that read the text, at least the present one. Roll-out steps use as many as
-            before.
-
-    Raises:
-        ValueError: such a drafter is not possible.
+    times). New layers come first; they read only the text, and add nothing to it until trained. Roll-out steps use as
+    many as before. A ValueError if such a drafter is not possible.
     """
     sizes = {"num_step_modules": num_step_modules, "num_hidden_layers": num_hidden_layers}
     config = HSDraftConfig.from_dict(drafter.config.to_dict() | sizes)

@@ -23,20 +23,13 @@ _MOST_DRAFTED = 8  # longest chain considered
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgement of a list of skipped layers.
-
-    Attributes:
-        agreement: share of the target's tokens that the remaining layers choose too, 0 to 1.
-        cost: of a draft's forward, in forwards of the target, by weights read.
-        speed: tokens of the best chain per time of a forward of the target; plain decoding has 1.
-        depth: length of that chain.
-    """
+    """The judgement of a list of skipped layers."""
 
     skipped: tuple[int, ...]
-    agreement: float
-    cost: float
-    speed: float
-    depth: int
+    agreement: float  # share of the target's tokens that the remaining layers choose too
+    cost: float  # of a draft's forward, in forwards of the target, by weights read
+    speed: float  # tokens of the best chain per time of a forward of the target; plain decoding has 1
+    depth: int  # length of that chain
 
     def __str__(self) -> str:
         return (
@@ -112,10 +105,8 @@ def search(
     """Greedily skips one layer at a time, each time the one that leaves the fastest drafts; returns the best list.
 
     The search continues where drafts become slower, since further layers may pay together. The first and last layers
-    stay. `most` limits the number of skipped layers; default: all but two.
-
-    Raises:
-        ValueError: see `check_target`; or there is no text.
+    stay. `most` limits the number of skipped layers; default: all but two. A ValueError as `check_target`, or without
+    a text.
     """
     check_target(target)
     count = len(layers_of(target)[1])

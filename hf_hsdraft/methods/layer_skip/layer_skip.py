@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer, printable, public_name
+from ...core.checks import are_ascending, is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
@@ -19,7 +19,7 @@ from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...drafters.base.travelling_config import ANY
-from ...drafters.language_model.layer_subset import are_layers, with_layers
+from ...drafters.language_model.layer_subset import with_layers
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...runtime.target_limits import decoder_layers, text_config
@@ -29,31 +29,21 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class LayerSkipConfig(PlainConfig):
-    """Which layers of which target are skipped.
-
-    Attributes:
-        skipped_layers: layer numbers, ascending, from 0.
-        num_hidden_layers: number of layers of the target.
-        target_name: its name, for messages and cards.
-        vocab_size: compares equal to that of any target.
-
-    Raises:
-        ValueError: the target has no such layers, or none would remain.
-    """
+    """Which layers of which target are skipped; a ValueError if it has no such layers, or none would remain."""
 
     model_type: ClassVar[str] = "layer_skip"
 
-    skipped_layers: tuple[int, ...]
-    num_hidden_layers: int
-    target_name: str = ""
-    vocab_size: Any = ANY
+    skipped_layers: tuple[int, ...]  # ascending, from 0
+    num_hidden_layers: int  # of the target
+    target_name: str = ""  # for messages and cards
+    vocab_size: Any = ANY  # equal to any target's
     is_encoder_decoder: bool = False
 
     def __post_init__(self) -> None:
         count, skipped = self.num_hidden_layers, self.skipped_layers
         if not is_integer(count) or not 1 <= count <= _MOST_LAYERS:
             raise ValueError(f"num_hidden_layers={count!r} is invalid: expected 1 to {_MOST_LAYERS}")
-        if not are_layers(skipped, count) or len(skipped) == count:
+        if not are_ascending(skipped, 0, count - 1) or len(skipped) == count:
             raise ValueError(
                 f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
                 "once and not all of them"
@@ -85,15 +75,10 @@ class LayerSkipDrafter(WeightlessDrafter):
 
     @classmethod
     def for_target(cls, target: Any, skipped_layers: Sequence[int], target_name: str = "") -> LayerSkipDrafter:
-        """Makes a drafter for a target.
+        """Makes a drafter for a target, without its layers of some numbers, ascending, from 0.
 
-        Args:
-            target: a transformers model that generates text.
-            skipped_layers: layer numbers, ascending, from 0.
-            target_name: default: the name by which the target was loaded.
-
-        Raises:
-            ValueError: the target has no such layers, or none would remain.
+        `target_name` is by default the name by which the target was loaded. Raises a ValueError if the target has no
+        such layers, or none would remain.
         """
         name = public_name(target_name or getattr(target, "name_or_path", "") or "")
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))

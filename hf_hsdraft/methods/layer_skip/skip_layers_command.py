@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console, say
+from ...cli._shared import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    OutOption,
+    PromptFileOption,
+    TargetOption,
+    console,
+    say,
+)
 
 app = typer.Typer()
 
 
 @app.command(short_help="Search which layers a target can leave out when it drafts.")
 def skip_layers(
-    out: Annotated[Path, typer.Option(help="New folder of the drafter.")],
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
-    ] = None,
+    out: OutOption,
+    prompts: PromptFileOption = None,
     target: TargetOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts in all, evenly from all categories.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,

@@ -198,9 +198,7 @@ def read_items(path: Path) -> list[Item]:
     """Reads questions with answers from a JSONL file: `turns`, `answer`, and `labels` for a choice.
 
     Of an answer in GSM8K's format, what follows `####` counts. The task is the line's `category`, or the file's name.
-
-    Raises:
-        ValueError: a line has no answer, an answer that is none of its labels, or one without letters and digits.
+    A ValueError for a line without an answer, one that is none of its labels, or one without letters and digits.
     """
     return [_read(path, row, prompt) for row, prompt in read_rows(path) if isinstance(prompt, Prompt)]
 

@@ -15,10 +15,13 @@ from ...cli._shared import (
     DrafterOption,
     Dtype,
     DtypeOption,
+    JsonOption,
+    NewTokensOption,
     TargetOption,
     console,
     drafter_of,
     load_pair,
+    numbers,
     say,
 )
 
@@ -78,14 +81,6 @@ def going_on_from(kept: Path | None) -> Iterator[None]:
         raise
 
 
-def _numbers(text: str) -> list[float]:
-    """Reads `--thresholds`. Raises a ValueError for anything but numbers."""
-    try:
-        return [float(value) for value in names_in(text)]
-    except ValueError:
-        raise ValueError(f"--thresholds {text} is invalid: expected numbers, as in 0.1,0.3") from None
-
-
 @app.command(short_help="Measure what lossy verification costs and gains.")
 def quality(
     rules: RulesOption = "fly,typical",
@@ -95,7 +90,7 @@ def quality(
     tasks: TasksOption = TASKS,
     questions: QuestionsOption = None,
     items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 200,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: NewTokensOption = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampled answers; 0 leaves them out.")] = 0.7,
     greedy: Annotated[bool, typer.Option(help="Also greedy answers.")] = True,
     seed: Annotated[int, typer.Option(help="Of the questions and of the sampled answers.")] = 0,
@@ -105,7 +100,7 @@ def quality(
     device: DeviceOption = "cpu",
     answers: AnswersOption = None,
     speed: SpeedOption = True,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    json_out: JsonOption = None,
     picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
@@ -113,9 +108,10 @@ def quality(
     from ...core.checks import public_name
     from .checked_tasks import items_of
     from .quality import Quality, rules_of, trained_with
+    from .quality_figures import as_document, draw_quality, tables_of
 
     try:
-        wanted = rules_of(names_in(rules), _numbers(thresholds))
+        wanted = rules_of(names_in(rules), numbers(thresholds, "--thresholds", "0.1,0.3", float) if thresholds else [])
         asked = items_of(names_in(tasks), questions or [], items, seed)
         if temperature == 0 and not greedy:
             raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
@@ -140,14 +136,18 @@ def quality(
     found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
     with going_on_from(answers):
         _answer(found, pair, asked, greedy, answers, json_out)
-    _show(found, picture)
+    for table in tables_of(found):
+        console.print(table)
+    for name, text in as_document(found)["definitions"].items():
+        console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
+    if picture is not None:
+        say(f"picture: {draw_quality(found, picture).name}")
 
 
 def _answer(
     found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
 ) -> None:
-    """Runs all systems, greedily if wanted and at the settings' temperature if there is one; adds the answers to
-    `found`.
+    """Adds to `found` the answers of all systems, greedy if wanted and at the settings' temperature if there is one.
 
     `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
     """
@@ -173,21 +173,10 @@ def _answer(
                 log.add(mode, place, each)
                 progress.advance(task)
 
-            how, known = Settings(new, temperature, seed), log.known.get(mode)
+            how, known = Settings(new, temperature, seed), log.of_mode(mode)
             found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
             if out is not None:
                 write_json(out, as_document(found))
-
-
-def _show(found: Quality, picture: Path | None) -> None:
-    from .quality_figures import as_document, draw_quality, tables_of
-
-    for table in tables_of(found):
-        console.print(table)
-    for name, text in as_document(found)["definitions"].items():
-        console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
-    if picture is not None:
-        say(f"picture: {draw_quality(found, picture).name}")
 
 
 @app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
@@ -201,7 +190,7 @@ def train_verifier(
     places: Annotated[int, typer.Option(min=1, help="Mismatches that are labelled, at most, of each question.")] = 2,
     roll_outs: Annotated[int, typer.Option(min=1, help="Answers sampled from each of the two tokens.")] = 20,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: NewTokensOption = 64,
     seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
     labels: Annotated[
         Path | None,
@@ -228,7 +217,7 @@ def train_verifier(
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
     plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
     folder = plan.folder_for(loaded, out)
-    kept = Labels.read(labels, {} if labels is None else labels_run(model, plan))
+    kept = Labels(labels, {} if labels is None else labels_run(model, plan))
     with going_on_from(labels):
         found = _labelled((model, tokenizer, loaded), asked, plan, kept)
     classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)

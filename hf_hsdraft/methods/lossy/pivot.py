@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
-from ...core.checks import is_integer, is_number, printable
+from ...core.checks import is_number, printable
 from ...core.options import Option
 from ...hub.card_figures import table
 from ...training.files import write_complete
@@ -37,13 +37,9 @@ class PivotClassifier(nn.Module):
     token goes through a linear layer, as do the entropy before it and its probability. Both together go through a
     ReLU layer to two logits: no pivot, pivot.
 
-    Args:
-        width: size of the hidden state.
-        tap: index of the hidden state, 0 for the embeddings.
-        recipe: how the classifier was trained, for cards.
-        layers: number of the target's layers; 0 if unknown.
-
-    `questions` holds digests of the training questions, which must not be used to measure it.
+    `width` is the size of the hidden state, `tap` its index, 0 for the embeddings; `recipe` tells cards how the
+    classifier was trained; `layers` is the number of the target's layers, 0 if unknown. `questions` holds digests of
+    the training questions, which must not be used to measure it.
     """
 
     questions: tuple[str, ...] = ()
@@ -55,11 +51,9 @@ class PivotClassifier(nn.Module):
         self.inner, self.outer = nn.Linear(_STATES + _FIGURES, _INNER), nn.Linear(_INNER, 2)
 
     def forward(self, states: torch.Tensor, figures: torch.Tensor) -> torch.Tensor:
-        """Returns logits `[n, 2]` of no pivot and pivot.
+        """Returns logits `[n, 2]` of no pivot and pivot, from hidden states `[n, width]` at the drafted tokens.
 
-        Args:
-            states: `[n, width]`, hidden states at the drafted tokens.
-            figures: `[n, 2]`, the target's normalised entropy before each token, and the token's probability.
+        `figures` `[n, 2]` are the target's normalised entropy before each token, and the token's probability.
         """
         joined = torch.cat([self.states(states.float()), self.figures(figures.float())], dim=-1)
         return self.outer(self.inner(joined).relu())
@@ -81,15 +75,15 @@ class PivotClassifier(nn.Module):
             with safe_open(path, framework="pt") as file:
                 head = file.metadata() or {}
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if head.get("format") == _FORMAT:
-                return cls._of(head, weights)
+            return cls._of(head, weights)
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged ({printable(error)}): {_REMEDY}") from error
-        raise ValueError(f"{path} has format {printable(head.get('format'))!r}: {_REMEDY}")
 
     @classmethod
     def _of(cls, head: dict[str, str], weights: dict[str, torch.Tensor]) -> PivotClassifier:
         """Returns the classifier of a file. Raises a ValueError, KeyError or RuntimeError for anything else."""
+        if head.get("format") != _FORMAT:
+            raise ValueError(f"format {head.get('format')!r}")
         width, tap, layers = int(head["width"]), int(head["tap"]), int(head.get("layers", 0))  # older files have none
         recipe, questions = json.loads(head.get("recipe", "{}")), json.loads(head.get("questions", "[]"))
         if not (1 <= width <= 2**16 and 0 <= tap <= 2**12 and 0 <= layers <= 2**12 and isinstance(recipe, dict)):
@@ -204,8 +198,6 @@ def _differ(one: str, other: str) -> bool:
 
 def tap_of(layers: int) -> int:
     """Returns the hidden state that a new classifier reads: the eighth from the end, as in the paper."""
-    if not is_integer(layers) or layers < 1:
-        raise ValueError(f"layers={layers!r} is invalid: expected an integer of 1 or more")
     return max(layers + 1 - 8, 1)
 
 

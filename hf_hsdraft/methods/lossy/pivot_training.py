@@ -8,7 +8,6 @@ The drafted token is a pivot if the answers after it are right clearly less ofte
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ import torch
 
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
-from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.prompt_inputs import encode_prompt, end_tokens
 from ...runtime.target_limits import text_config
-from ...verify.verdict import Nodes, Verdict, Verifier
+from ...training.files import check_place
+from ...verify.verdict import Nodes, Verdict
 from .checked_tasks import Item
 from .pivot import FILE, PivotClassifier, tap_of
 from .relaxed import Mismatch, Relaxed, normalised_entropy
@@ -35,57 +34,42 @@ _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
 
 @dataclass(frozen=True)
 class Plan:
-    """How a classifier is trained: at most `places` mismatches per question, `roll_outs` answers after each token.
+    """How a classifier is trained."""
 
-    `temperature` and `max_new_tokens` are of these answers, `seed` of all random choices.
-    """
-
-    places: int = 2
-    roll_outs: int = 20
-    temperature: float = 0.7
-    max_new_tokens: int = 64
-    seed: int = 0
+    places: int = 2  # mismatches per question, at most
+    roll_outs: int = 20  # answers after each token
+    temperature: float = 0.7  # of these answers
+    max_new_tokens: int = 64  # of these answers
+    seed: int = 0  # of all random choices
 
     def folder_for(self, drafter: Any, out: Path | None) -> Path:
-        """Returns the folder to save the classifier in; checked before any work.
+        """Returns the folder to save the classifier in, before any work; an OSError if it cannot be written.
 
-        Raises:
-            ValueError: the drafter cannot keep a classifier, or has no local folder and `out` is None.
-            OSError: the folder cannot be written.
+        A ValueError if the drafter cannot keep a classifier, or has no local folder and `out` is None.
         """
-        own = getattr(drafter, "loaded_from", None)
         if not isinstance(drafter, PretrainedDrafter):
             raise ValueError(
                 f"a {type(drafter).__name__} keeps no classifier beside its files: expected one of this package's "
                 "own format: a hidden-state, SpecFormer or self-speculation drafter"
             )
-        folder = out or own
+        folder = out or drafter.loaded_from
         if folder is None or (out is None and folder.parent.name == "snapshots"):
             raise ValueError("the drafter is from the Hub: name a folder to save it in with its classifier, by --out")
-        check_place(folder)
+        check_place(folder / FILE)
         return folder
 
 
 @dataclass(frozen=True)
 class Place:
-    """A mismatch in an answer.
-
-    Attributes:
-        prompt: `[1, length]`, token ids of the question.
-        before: tokens of the answer before the mismatch.
-        own: the target's token.
-        drafted: the drafter's token.
-        state: `[D]`, float32, hidden state of the target after reading the drafted token.
-        figures: normalised entropy before the token, and the token's probability.
-    """
+    """A mismatch in an answer."""
 
     item: Item
-    prompt: torch.Tensor
-    before: tuple[int, ...]
-    own: int
-    drafted: int
-    state: torch.Tensor
-    figures: tuple[float, float]
+    prompt: torch.Tensor  # `[1, length]`, token ids of the question
+    before: tuple[int, ...]  # tokens of the answer before the mismatch
+    own: int  # the target's token
+    drafted: int  # the drafter's token
+    state: torch.Tensor  # `[D]`, float32, hidden state of the target after reading the drafted token
+    figures: tuple[float, float]  # normalised entropy before the token, and the token's probability
 
 
 class _Noting(Relaxed):
@@ -108,39 +92,22 @@ class _Noting(Relaxed):
         return verdict
 
 
-class _NotingDrafter(WrappedDrafter):
-    def __init__(self, drafter: Any, rule: _Noting) -> None:
-        super().__init__(drafter)
-        self.generation_config.verification = "walk"
-        self._rule = rule
-
-    def verifier(self, options: DraftOptions) -> Verifier:
-        return self._rule
-
-
 def collect(target: Any, tokenizer: Any, drafter: Any, item: Item, plan: Plan) -> list[Place]:
     """Answers a question greedily; returns a sample of its mismatches."""
     rule = _Noting(tap_of(text_config(target).num_hidden_layers))
     inputs = encode_prompt(tokenizer, item.prompt, target.device)
-    settings = {"do_sample": False, "max_new_tokens": plan.max_new_tokens}
-    target.generate(**inputs, **settings, assistant_model=_NotingDrafter(drafter, rule))
+    noting = WrappedDrafter(drafter, rule)
+    noting.generation_config.verification = "walk"
+    target.generate(**inputs, do_sample=False, max_new_tokens=plan.max_new_tokens, assistant_model=noting)
     rng = random.Random(f"{plan.seed} {item.prompt}")
     chosen = rng.sample(rule.noted, min(plan.places, len(rule.noted)))
     found = []
     for before, mismatch in chosen:
         assert mismatch.taps is not None
-        entropy = normalised_entropy(mismatch.probabilities)
-        found.append(
-            Place(
-                item=item,
-                prompt=inputs["input_ids"],
-                before=before,
-                own=mismatch.own(mismatch.node, mismatch.tokens),
-                drafted=mismatch.tree.tokens[mismatch.best],
-                state=mismatch.taps[mismatch.best].float().cpu(),
-                figures=(entropy, mismatch.probability),
-            )
-        )
+        own, drafted = mismatch.own(mismatch.node, mismatch.tokens), mismatch.tree.tokens[mismatch.best]
+        figures = normalised_entropy(mismatch.probabilities), mismatch.probability
+        state = mismatch.taps[mismatch.best].float().cpu()
+        found.append(Place(item, inputs["input_ids"], before, own, drafted, state, figures))
     return found
 
 
@@ -153,38 +120,16 @@ def label(target: Any, tokenizer: Any, place: Place, plan: Plan) -> int:
 
 def utility(target: Any, tokenizer: Any, place: Place, token: int, plan: Plan) -> float:
     """Returns the share of right answers among those sampled after a token at a place."""
-    ends = end_tokens(target)
     start = [*place.before, token]
     room = plan.max_new_tokens - len(start)
     rows = [start] * plan.roll_outs
-    if token not in ends and room > 0:
+    if token not in end_tokens(target) and room > 0:
         ids = torch.cat([place.prompt, place.prompt.new_tensor([start])], dim=1).repeat(plan.roll_outs, 1)
-        texts = target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=plan.temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=room,
-        )
+        drawn = {"do_sample": True, "temperature": plan.temperature, "top_k": 0, "top_p": 1.0}
+        texts = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **drawn)
         rows = texts[:, place.prompt.shape[1] :].tolist()
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     return sum(place.item.is_right(text) for text in texts) / len(texts)
-
-
-def check_place(folder: Path) -> None:
-    """Raises an OSError if no classifier can be written into a folder, which is not created."""
-    if (folder / FILE).is_dir():
-        raise IsADirectoryError(f"{folder / FILE} is a folder: expected a file there, or nothing; move it away")
-    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not above.is_dir():
-        raise NotADirectoryError(f"{above} is a file: expected a folder; name another one by --out")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=above):
-            pass
-    except OSError as error:
-        raise OSError(f"{folder} cannot be written ({error}): name another folder by --out") from error
 
 
 def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:

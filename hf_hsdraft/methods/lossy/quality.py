@@ -27,11 +27,7 @@ def exact_name(rule: Rule) -> str:
 
 
 def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
-    """Returns the named rules, each as published and with each threshold.
-
-    Raises:
-        ValueError: see `Rule.parse`.
-    """
+    """Returns the named rules, each as published and with each threshold; a ValueError as `Rule.parse`."""
     found: dict[tuple[Any, ...], Rule] = {}  # a threshold may equal the published one
     for each in [Rule.parse(text) for text in texts]:
         for rule in (each, *(each.at(value) for value in thresholds)):
@@ -42,29 +38,18 @@ def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One system's answer to one question.
-
-    Attributes:
-        tokens: number of new tokens, the end of the text included.
-        forwards: of the target.
-        seconds: of the call.
-        relaxed: number of tokens that the rule accepted in place of the target's choice or draw.
-        log_probability: of the tokens under the target, summed, in nats, at temperature 1.
-        repeated: number of n-grams that occurred before in the same answer.
-        ngrams: number of n-grams.
-        same: whether the tokens are plain decoding's.
-    """
+    """One system's answer to one question."""
 
     task: str
     right: bool
-    tokens: int
-    forwards: int
-    seconds: float
-    relaxed: int
-    log_probability: float
-    repeated: int
+    tokens: int  # new ones, the end of the text included
+    forwards: int  # of the target
+    seconds: float  # of the call
+    relaxed: int  # tokens that the rule accepted in place of the target's choice or draw
+    log_probability: float  # of the tokens under the target, summed, in nats, at temperature 1
+    repeated: int  # n-grams that occurred before in the same answer
     ngrams: int
-    same: bool
+    same: bool  # whether the tokens are plain decoding's
 
 
 @dataclass
@@ -72,19 +57,13 @@ class Quality:
     """All answers, by way of decoding and system; plain decoding and exact drafting come first.
 
     Rules with other draft options than the drafter's are accompanied by exact drafting with those options.
-
-    Attributes:
-        rules: by the name of their system.
-        answers: in the order of the questions.
-        timed: whether the machine was quiet; otherwise speeds are left out.
-        drafter: its name. Kept answers do not depend on it.
     """
 
     settings: dict[str, Any]
-    rules: dict[str, Rule]
-    answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
-    timed: bool = True
-    drafter: str = ""
+    rules: dict[str, Rule]  # by the name of their system
+    answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)  # in the order of the questions
+    timed: bool = True  # whether the machine was quiet; otherwise speeds are left out
+    drafter: str = ""  # its name, on which kept answers do not depend
 
 
 def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[System]:

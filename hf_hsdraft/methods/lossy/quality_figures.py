@@ -58,11 +58,9 @@ Row = dict[str, Figure]  # by the names in `DEFINITIONS`
 
 
 def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Tensor]) -> Figure:
-    """Returns a figure of sums over questions, with its interval.
+    """Returns a figure of sums over questions, with its interval; `columns` hold one number per question for each sum.
 
-    Args:
-        columns: for each sum, one number per question.
-        figure: maps the sums, each `[n]`, to `[n]`. Samples where it is not finite are left out.
+    `figure` maps the sums, each `[n]`, to `[n]`. Samples where it is not finite are left out.
     """
     numbers = torch.tensor([list(column) for column in columns], dtype=torch.float64)  # [k, questions]
     count = numbers.shape[1]
@@ -139,6 +137,11 @@ def as_document(quality: Quality) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, figures and all single answers."""
     shown = shown_figures(quality)
     hidden = () if quality.timed else ("seconds",)
+
+    def of_all(figures: Callable[[Any], Any]) -> dict[str, Any]:
+        """By mode and system."""
+        return {mode: {name: figures(each) for name, each in rows.items()} for mode, rows in quality.answers.items()}
+
     return {
         "definitions": {name: text for name, text in DEFINITIONS.items() if name in (*shown, "interval")},
         "settings": {**quality.settings, "drafter": quality.drafter, "timed": quality.timed},
@@ -150,16 +153,10 @@ def as_document(quality: Quality) -> dict[str, Any]:
             }
             for mode, answers in quality.answers.items()
         },
-        "accuracy_by_task": {
-            mode: {name: accuracies(own) for name, own in answers.items()} for mode, answers in quality.answers.items()
-        },
-        "answers": {
-            mode: {
-                name: [{each: value for each, value in asdict(answer).items() if each not in hidden} for answer in own]
-                for name, own in answers.items()
-            }
-            for mode, answers in quality.answers.items()
-        },
+        "accuracy_by_task": of_all(accuracies),
+        "answers": of_all(
+            lambda own: [{name: value for name, value in vars(each).items() if name not in hidden} for each in own]
+        ),
     }
 
 
@@ -194,9 +191,6 @@ def draw_quality(quality: Quality, path: Path) -> Path:
 
     tau replaces the speed where the machine was not quiet. Rings mark published settings. The points of a line are in
     the order of the threshold, shown beside them where there are several.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     from ...training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 

@@ -17,25 +17,16 @@ from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, own_choice,
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A node after which the target's choice was not drafted, while other tokens were.
-
-    Attributes:
-        children: of each node, see `DraftTree.children`.
-        tokens: drafted tokens of the node's path, without the root's.
-        probabilities: `[V]`, float32, the target's distribution after the node, after all processors.
-        best: the child that the drafter expects the target to choose, of those that the target can choose.
-        own: returns the target's choice at a node, the same one each time.
-        taps: see `Nodes`.
-    """
+    """A node after which the target's choice was not drafted, while other tokens were."""
 
     tree: DraftTree
-    children: list[dict[int, int]]
+    children: list[dict[int, int]]  # of each node, see `DraftTree.children`
     node: int
-    tokens: list[int]
-    probabilities: torch.Tensor
-    best: int
-    own: ChooseToken
-    taps: torch.Tensor | None
+    tokens: list[int]  # drafted tokens of the node's path, without the root's
+    probabilities: torch.Tensor  # `[V]`, float32, the target's distribution after the node, after all processors
+    best: int  # the child that the drafter expects the target to choose, of those that the target can choose
+    own: ChooseToken  # returns the target's choice at a node, the same one each time
+    taps: torch.Tensor | None  # see `Nodes`
 
     @property
     def probability(self) -> float:

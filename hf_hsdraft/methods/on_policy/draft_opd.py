@@ -30,30 +30,19 @@ _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its dept
 
 @dataclass(frozen=True)
 class Replay:
-    """Replayed rounds of a pack, with a chain at every position at which one may start.
+    """Replayed rounds of a pack, with a chain at every position at which one may start; all int64."""
 
-    Attributes:
-        anchors: `[A]`, int64, ascending, positions i of the chains at which a round starts. Its root is x_{i+1}.
-        columns: `[T, K]`, int64, columns of the draft vocabulary that a chain at a position drafts.
-        accepted: `[T]`, int64, number of these drafts that agree with the text.
-    """
-
-    anchors: torch.Tensor
-    columns: torch.Tensor
-    accepted: torch.Tensor
+    anchors: torch.Tensor  # `[A]`, ascending, positions i of the chains at which a round starts; its root is x_{i+1}
+    columns: torch.Tensor  # `[T, K]`, columns of the draft vocabulary that a chain at a position drafts
+    accepted: torch.Tensor  # `[T]`, number of these drafts that agree with the text
 
 
 @dataclass(frozen=True)
 class RejectedDrafts:
-    """A `FurtherTerm` of drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s.
+    """A `FurtherTerm` of drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s."""
 
-    Attributes:
-        columns: `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary.
-        weights: `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected.
-    """
-
-    columns: torch.Tensor
-    weights: torch.Tensor
+    columns: torch.Tensor  # `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary
+    weights: torch.Tensor  # `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected
 
     def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return rejected_draft(logits, teacher, self.columns.flatten()[place])
@@ -155,6 +144,11 @@ class DraftOPD(DataPolicy):
             raise ValueError(
                 "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
                 "count as accepted, so it would weigh most; expected 'fixed'"
+            )
+        if args.candidates:
+            raise ValueError(
+                f"candidates={args.candidates} is invalid with data_policy='draft-opd', which compares drafted tokens "
+                "of the whole draft vocabulary: leave it out"
             )
 
     def chains(self, step: PolicyStep) -> tuple[Chains, ChainLabels]:

@@ -10,6 +10,8 @@ import torch
 
 from ...drafters.base.target_weights import TargetWeights
 from ...runtime.prompt_inputs import end_tokens
+from ...runtime.target_limits import text_config
+from ...runtime.tree_reading import as_attention_takes_it
 from ...training.families.trainable import family_of
 from ...training.loss.branches import Branches
 from ...training.loss.data_policies import DATA_POLICIES, DataPolicy, PolicyStep
@@ -57,7 +59,8 @@ def labelled_by_target(
     teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
     rows = labels.rows.clone()
     rows[chosen, 1:] = len(labels.teacher) + torch.arange(drawn.numel(), device=rows.device).view_as(drawn)
-    return replace(labels, teacher=torch.cat([labels.teacher, teacher.to(labels.teacher)]), rows=rows)
+    states = torch.cat([labels.teacher, teacher.to(labels.teacher)])
+    return replace(labels, teacher=states, rows=rows, likely=None)
 
 
 def is_end(target: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -79,15 +82,10 @@ def draft(
     choose: Callable[[torch.Tensor], torch.Tensor],
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Drafts `count` tokens along each chain, each token after those before it.
+    """Drafts `count` tokens along each chain at positions `[S]`, each token after those before it.
 
-    Args:
-        starts: `[S]`, int64, position of each chain.
-        choose: takes logits `[N, V']`, float32; returns the column of the draft vocabulary that is drafted, `[N]`.
-        rows: number of chains whose logits are computed at a time; `None` for all.
-
-    Returns:
-        `[S, count]`, int64, columns of the draft vocabulary.
+    `choose` takes logits `[N, V']`, float32, and returns drafted columns `[N]` of the draft vocabulary. `rows` is the
+    number of chains whose logits are computed at a time, `None` for all. Returns columns `[S, count]`, int64.
     """
     pack = replace(pack, taps=pack.taps.to(drafter.dtype))
     weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
@@ -112,18 +110,12 @@ def draft(
 
 def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Returns the target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
-    branches = Branches.of(pack.position_ids, pack.document_ids, starts, drawn.shape[1])
-    mask, positions = branches.seen[None, None], branches.positions
-    config = target.config.get_text_config()
-    if config._attn_implementation == "eager":  # eager attention would add a bool mask to the scores
-        mask = torch.zeros(mask.shape, dtype=target.dtype, device=mask.device).masked_fill(
-            ~mask, torch.finfo(target.dtype).min
-        )
-    last = config.num_hidden_layers
+    branches, config = Branches.of(pack.position_ids, pack.document_ids, starts, drawn.shape[1]), text_config(target)
+    last, seen = config.num_hidden_layers, branches.seen[None].to(target.device)
     output = target(
         torch.cat([pack.input_ids, drawn.flatten()])[None].to(target.device),
-        attention_mask=mask.to(target.device),
-        position_ids=positions[None].to(target.device),
+        attention_mask=as_attention_takes_it(seen, config._attn_implementation, target.dtype),
+        position_ids=branches.positions[None].to(target.device),
         output_hidden_states=[last],
         logits_to_keep=1,
         use_cache=False,

@@ -18,48 +18,39 @@ import os
 import tempfile
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from ...core.checks import few, printable
+from ...core.checks import is_integer
 from ...core.tensors import RMSNorm
 from ...drafters.base.target_weights import TargetWeights
-from ...hub.drafter_files import DamagedFile, read_json, sha256
+from ...hub.drafter_files import check_weights, read_json, sha256, tensors
 
 _EPS = 1e-6
 CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
-_FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
 _of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class PathLMSizes:
-    """Sizes of the model.
+    """Sizes of the model."""
 
-    Attributes:
-        embedding_size, draft_vocab_size, rank: D, V', r.
-        length: number of tokens that it looks back.
-        width: what is kept of each of these tokens.
-        inner_size: size of the layer that combines them.
-    """
-
-    embedding_size: int
-    draft_vocab_size: int
-    length: int = 3
-    width: int = 96
-    inner_size: int = 192
-    rank: int = 64
+    embedding_size: int  # D
+    draft_vocab_size: int  # V'
+    length: int = 3  # tokens that it looks back
+    width: int = 96  # of what is kept of each of these tokens
+    inner_size: int = 192  # of the layer that combines them
+    rank: int = 64  # r
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**22:
+            if not is_integer(value) or not 1 <= value <= 2**22:
                 raise ValueError(f"{name}={value!r} is invalid in a refiner's sizes: expected an integer of 1 or more")
 
     @property
@@ -88,8 +79,7 @@ class PathLM(nn.Module):
         return torch.cat([token, states[..., : -self.sizes.width]], dim=-1)
 
     def after(self, embeds: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., S]` after the last tokens of texts, given as embeddings `[..., length, D]`, newest
-        last.
+        """Returns the states `[..., S]` after the last tokens of texts, as embeddings `[..., length, D]`, newest last.
 
         `known`, bool `[..., length]`, is False before the beginning of a text.
         """
@@ -120,10 +110,7 @@ def _known(drafter: Any) -> PathLM | None:
 def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
     """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
 
-    Raises:
-        OSError: a file is missing.
-        DamagedFile: a file is damaged.
-        ValueError: it is for another width or draft vocabulary, or its files contradict each other.
+    An OSError if a file is missing, a ValueError if one is damaged, or for another width or draft vocabulary.
     """
     model = _known(drafter)
     if model is None:
@@ -137,14 +124,6 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
             "one for them by `hsdraft train-refiner`"
         )
     return model.to(drafter.device, drafter.dtype)
-
-
-def check_place(folder: str | os.PathLike[str]) -> None:
-    place = (Path(folder) / CONFIG).parent
-    if place.exists() and not place.is_dir():
-        raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder):
-        pass
 
 
 def save_refiner(
@@ -172,12 +151,10 @@ def save_refiner(
 
 
 def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
-    """Reads the refiner in a drafter's folder; see `refiner_of` for errors. `vocab_ids`, int64 `[V']`, is the
-    drafter's.
-    """
+    """Reads the refiner of a drafter with `vocab_ids`, int64 `[V']`, in its folder; errors as in `refiner_of`."""
     document = read_json(folder / CONFIG)
     try:
-        sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
+        sizes = PathLMSizes(**{each.name: document.get(each.name, 0) for each in fields(PathLMSizes)})
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}; train the refiner again") from error
     if document.get("vocabulary") != _digest(vocab_ids):
@@ -185,24 +162,12 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
             f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
             "`hsdraft train-refiner`"
         )
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise OSError(f"{folder} has no {WEIGHTS}: expected it beside {CONFIG}")
-    if document.get("weights_digest", digest := sha256(path)) != digest:
-        raise DamagedFile(
-            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner again",
-            path,
-        )
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner again", path) from error
     with torch.device("meta"):
         model = PathLM(sizes)
-    wanted, found = ({name: each.shape for name, each in known.items()} for known in (model.state_dict(), state))
-    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner again")
-    model.load_state_dict(state, assign=True)
+    place, digest = (folder / WEIGHTS).parent, document.get("weights_digest")  # older files have none
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_weights(place, shapes, None if digest is None else {Path(WEIGHTS).name: digest})
+    model.load_state_dict(tensors(place), assign=True)
     return model.requires_grad_(False).eval()
 
 

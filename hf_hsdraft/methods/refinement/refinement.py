@@ -29,17 +29,12 @@ _FIRST_LEVEL = 2
 
 @dataclass(frozen=True)
 class Refinement(refiners.Refinement):
-    """The refinement of one draft. Letters in the shapes: as in `TokenBias`; S is the size of the model's states.
-
-    Attributes:
-        share: weight of the model in the logits, in [0, 1).
-        since: `[B, 1, S]`, the model's states before the roots.
-    """
+    """The refinement of one draft. Letters in the shapes: as in `TokenBias`; S is the size of the model's states."""
 
     model: PathLM
-    share: float
+    share: float  # weight of the model in the logits, in [0, 1)
     embed: Transform
-    since: torch.Tensor
+    since: torch.Tensor  # `[B, 1, S]`, the model's states before the roots
 
     @property
     def state_size(self) -> int:

@@ -38,7 +38,8 @@ def train_refiner(
     from ...generate.by_name import load_drafter
     from ...runtime.target_loading import load_target
     from ...training.data.conversations import read_answered, tokenize_conversation
-    from .path_lm import PathLMSizes, check_place, save_refiner
+    from ...training.files import check_place
+    from .path_lm import CONFIG, PathLMSizes, save_refiner
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run
 
@@ -50,7 +51,7 @@ def train_refiner(
         raise ValueError(f"this {type(loaded).__name__} cannot be refined: {why}")
     folder = Path(name) if out is None else out
     if out is None:
-        check_place(folder)
+        check_place(folder / CONFIG)
     chats = [chat for path in train for chat in read_answered(path)]
     if len(chats) < held_out:
         raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")
@@ -71,7 +72,7 @@ def train_refiner(
 
     if out is not None:  # before the work: the folder may not be writable
         loaded.save_pretrained(out)
-        check_place(out)
+        check_place(out / CONFIG)
     trained = run(examples, judges, sizes, weights, epochs, seed, report)
     save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
     say(

@@ -28,17 +28,11 @@ _UNSEEN = 0.1  # count of a token that no answer holds, in the initial frequenci
 
 @dataclass(frozen=True)
 class Examples:
-    """Next tokens of answers.
+    """Next tokens of answers."""
 
-    Attributes:
-        before: `[N, length]`, int64, the tokens before each, newest last.
-        known: `[N, length]`, bool, False before the beginning of the text.
-        labels: `[N]`, int64, columns of the draft vocabulary.
-    """
-
-    before: torch.Tensor
-    known: torch.Tensor
-    labels: torch.Tensor
+    before: torch.Tensor  # `[N, length]`, int64, the tokens before each, newest last
+    known: torch.Tensor  # `[N, length]`, bool, False before the beginning of the text
+    labels: torch.Tensor  # `[N]`, int64, columns of the draft vocabulary
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -49,21 +43,15 @@ class Examples:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, float32, and figures.
-
-    Attributes:
-        examples, held_out: numbers of next tokens trained on and measured on.
-        perplexity_before, perplexity_after: on the held-out tokens, from token frequencies alone and after training.
-        seconds: of training, without reading and measuring.
-    """
+    """A trained model, float32, and figures."""
 
     model: PathLM
-    examples: int
-    held_out: int
-    perplexity_before: float
+    examples: int  # next tokens trained on
+    held_out: int  # next tokens measured on
+    perplexity_before: float  # on the latter, from token frequencies alone
     perplexity_after: float
     steps: int
-    seconds: float
+    seconds: float  # of training, without reading and measuring
 
     def recipe(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if name != "model"}

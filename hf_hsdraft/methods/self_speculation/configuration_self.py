@@ -12,10 +12,7 @@ from .layer_split import weights_of_a_layer
 class SelfDraftConfig(TravellingConfig):
     """Configuration of a [`SelfDrafter`]. [`SelfDraftConfig.for_target`] derives it from a loaded target.
 
-    Every field is checked when the configuration is built, so a drafter that loads is one that fits together.
-
-    Raises:
-        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    A ValueError if a field is out of range or contradicts another; the message names field, value and remedy.
     """
 
     model_type = "self_speculation"

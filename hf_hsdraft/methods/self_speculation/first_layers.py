@@ -33,17 +33,10 @@ logger = logging.get_logger(__name__)
 
 
 class FirstLayers:
-    """The first layers of a target in one call.
+    """The first `count` layers of a target in one call, after the prompts' forward.
 
-    Args:
-        call: after the prompts' forward. Its cache grows, and its target reads trees.
-        kinds: kinds of attention that need separate masks.
-        count: number n of layers.
-        reuse: whether verification reuses what was read ahead, or computes all layers.
-
-    Attributes:
-        reused: number of layer computations of nodes that were saved.
-        verified: number that there would be without reuse: layers of the target times nodes of all verified trees.
+    The call's cache grows, and its target reads trees, with separate masks for each of `kinds`. With `reuse` off,
+    verification computes all layers. Of `verified` layer computations of nodes `reused` were saved.
     """
 
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], count: int, reuse: bool) -> None:
@@ -89,16 +82,10 @@ class FirstLayers:
             self._forget()
 
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the nodes of a depth after their ancestors. Reading roots starts over.
+        """Reads the nodes `[B, n]` of a depth, int64, after their ancestors. Reading roots starts over.
 
-        Args:
-            tokens: `[B, n]`, int64, the nodes.
-            paths: `[B, n, depth]`, int64, the ancestors of each node, as columns of the draft; none for a root.
-
-        Returns:
-            The hidden states `[B, n, D]` after the first layers, and the columns `[B, n, depth + 1]` of the nodes'
-                paths,
-            each node last.
+        `paths` `[B, n, depth]` are the ancestors of each node, as columns of the draft; none for a root. Returns the
+        hidden states `[B, n, D]` after the first layers, and the paths `[B, n, depth + 1]` that include the nodes.
         """
         if paths.shape[2] == 0:
             self._forget()
@@ -213,31 +200,27 @@ class FirstLayers:
         call = self._call
         inputs = node_inputs(call, TreeBatch.of(trees, device_of(call.target), columns), columns, self._every)
         paths = [node_paths(tree) for tree in trees]
-        unread = read.unread(paths)
-        whole, index = self._completed(read, trees, paths, unread), read.places(paths, unread, columns)
+        whole = self._completed(read, trees, paths)
+        index = whole.places(paths, columns)
         states = whole.states.gather(1, index[..., None].expand(-1, -1, whole.states.shape[-1]))
         keys_values = [(gathered(keys, index), gathered(values, index)) for keys, values in whole.keys_values]
         return self._split.model_after(states, lambda: self._write(keys_values)), inputs
 
-    def _completed(
-        self,
-        read: ReadAhead,
-        trees: Sequence[DraftTree],
-        paths: Sequence[Sequence[Path]],
-        unread: Sequence[Sequence[int]],
-    ) -> ReadAhead:
-        """Reads the missing nodes of trees and appends them in the order of `unread`."""
+    def _completed(self, read: ReadAhead, trees: Sequence[DraftTree], paths: Sequence[Sequence[Path]]) -> ReadAhead:
+        """Reads the missing nodes of trees and appends them."""
+        unread = read.unread(paths)
         most = max(map(len, unread))
         if most == 0:
             return read
-        start, batch = self._call.slots.mark(), read.with_nodes(trees, paths, unread)
+        start, (batch, known) = self._call.slots.mark(), read.with_nodes(trees, paths, unread)
         before = batch.tokens.shape[1] - most
         self._write(read.keys_values)
         self._widen(before)
         states = self._states_of(batch, most)
         keys_values = self._last_slots(before + most)
         self._call.slots.roll_back(start)
-        return replace(read, batch=batch, states=torch.cat([read.states, states], dim=1), keys_values=keys_values)
+        states = torch.cat([read.states, states], dim=1)
+        return replace(read, batch=batch, states=states, keys_values=keys_values, columns=known)
 
 
 # By target and kind of call: whether its layers can be split, and up to which length of text that holds.

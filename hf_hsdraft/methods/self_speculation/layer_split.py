@@ -49,8 +49,16 @@ class LayerSplit:
         name, layers = decoder_list(target)
         self._path, self._layers = name.split("."), list(layers)
         self._others: int | None = None  # see `_Reached`
-        first = [*self._layers[: count - 1], _Last(self._layers[count - 1])]
-        self._first = _with_layers(target, self._path, first)
+        last = self._layers[count - 1]
+
+        def reach(*args: Any, **kwargs: Any) -> Any:
+            found = last(*args, **kwargs)
+            states, others = (found[0], len(found) - 1) if isinstance(found, tuple) and found else (found, None)
+            if not isinstance(states, torch.Tensor):
+                raise ValueError(f"{type(last).__name__} returns no hidden states")
+            raise _Reached(states, others)
+
+        self._first = _with_layers(target, self._path, [*self._layers[: count - 1], _InPlaceOf(last, reach)])
 
     def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
         """Returns the hidden states after the first layers; nothing else is computed.
@@ -69,24 +77,35 @@ class LayerSplit:
 
         `read` is called in place of the first layers, which would write into the cache.
         """
-        last = self._count - 1
-        passed = [_Passed(layer, self._others) for layer in self._layers[:last]]
-        layers = [*passed, _Known(self._layers[last], self._others, states, read), *self._layers[last + 1 :]]
-        return _with_layers(self._target, self._path, layers)
+        others = self._others
+
+        def pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states if others is None else (hidden_states, *[None] * others)
+
+        def continue_from(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            read()
+            return pass_on(states.to(hidden_states.device))
+
+        runs = [pass_on] * (self._count - 1) + [continue_from]
+        first = [_InPlaceOf(layer, run) for layer, run in zip(self._layers, runs, strict=False)]
+        return _with_layers(self._target, self._path, [*first, *self._layers[self._count :]])
 
 
 class _InPlaceOf(nn.Module):
-    """Replaces a layer and exposes its attributes. The layer is not a submodule."""
+    """Computes `run` in place of a layer, and has the layer's attributes. The layer is not a submodule."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["_layer"] = layer
+        self.__dict__.update(_layer=layer, _run=run)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](*args, **kwargs)
 
 
 class _Reached(Exception):
@@ -98,39 +117,6 @@ class _Reached(Exception):
     def __init__(self, states: torch.Tensor, others: int | None) -> None:
         super().__init__()
         self.states, self.others = states, others
-
-
-class _Last(_InPlaceOf):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.__dict__["_layer"](*args, **kwargs)
-        states, others = (found[0], len(found) - 1) if isinstance(found, tuple) and found else (found, None)
-        if not isinstance(states, torch.Tensor):
-            raise ValueError(f"{type(self.__dict__['_layer']).__name__} returns no hidden states")
-        raise _Reached(states, others)
-
-
-class _Passed(_InPlaceOf):
-    """A layer that returns its input, with as many further values as `others` says; see `_Reached`."""
-
-    def __init__(self, layer: nn.Module, others: int | None) -> None:
-        super().__init__(layer)
-        self.__dict__["_others"] = others
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        others = self.__dict__["_others"]
-        return hidden_states if others is None else (hidden_states, *[None] * others)
-
-
-class _Known(_Passed):
-    """A layer that calls `read` and returns known hidden states `[B, n, D]`."""
-
-    def __init__(self, layer: nn.Module, others: int | None, states: torch.Tensor, read: Callable[[], None]) -> None:
-        super().__init__(layer, others)
-        self.__dict__.update(_states=states, _read=read)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_read"]()
-        return super().forward(self.__dict__["_states"].to(hidden_states.device))
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:

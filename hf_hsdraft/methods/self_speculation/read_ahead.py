@@ -18,20 +18,13 @@ Path = tuple[int, ...]  # the tokens from the root to a node
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Nodes that the first layers have read in a round.
+    """Nodes that the first layers have read in a round."""
 
-    Attributes:
-        batch: the m nodes of each row.
-        states: `[B, m, D]`, hidden states after the first layers.
-        columns: for each row, the column of a node by its path. Idle nodes have none.
-        kept: where the texts stood, see `TextRows.kept`.
-    """
-
-    batch: TreeBatch
-    states: torch.Tensor
+    batch: TreeBatch  # the m nodes of each row
+    states: torch.Tensor  # `[B, m, D]`, hidden states after the first layers
     keys_values: KeysValues
-    columns: Sequence[Mapping[Path, int]]
-    kept: Sequence[int]
+    columns: Sequence[Mapping[Path, int]]  # for each row, the column of a node by its path; idle nodes have none
+    kept: Sequence[int]  # where the texts stood, see `TextRows.kept`
 
     def count(self, trees: Sequence[DraftTree]) -> int:
         return sum(path in known for tree, known in zip(trees, self.columns, strict=True) for path in node_paths(tree))
@@ -45,33 +38,34 @@ class ReadAhead:
 
     def with_nodes(
         self, trees: Sequence[DraftTree], paths: Sequence[Sequence[Path]], unread: Sequence[Sequence[int]]
-    ) -> TreeBatch:
-        """Returns the batch with the unread nodes of trees appended. Unseen roots pad shorter rows."""
+    ) -> tuple[TreeBatch, list[dict[Path, int]]]:
+        """Returns the batch with the unread nodes of trees appended, and the columns of all nodes by their paths.
+
+        Unseen roots pad shorter rows.
+        """
         before, most = self.batch.tokens.shape[1], max(map(len, unread))
-        tokens, depths, seen = [], [], []
+        tokens, depths, seen, columns = [], [], [], []
         for tree, own, known, rest in zip(trees, paths, self.columns, unread, strict=True):
-            spare = most - len(rest)
-            place = {own[node]: before + index for index, node in enumerate(rest)}
-            tokens.append([*(tree.tokens[node] for node in rest), *[tree.tokens[0]] * spare])
-            depths.append([*(tree.depths[node] for node in rest), *[tree.depths[0]] * spare])
-            rows = [_ancestors(own[node], known, place, before + most) for node in rest]
-            alone = [[column == before + index for column in range(before + most)] for index in range(len(rest), most)]
-            seen.append(rows + alone)
+            places = {**known, **{own[node]: before + index for index, node in enumerate(rest)}}
+            nodes = [*rest, *[0] * (most - len(rest))]
+            tokens.append([tree.tokens[node] for node in nodes])
+            depths.append([tree.depths[node] for node in nodes])
+            rows = [{places[own[node][:end]] for end in range(1, len(own[node]) + 1)} for node in rest]
+            rows += [{before + index} for index in range(len(rest), most)]
+            seen.append([[column in row for column in range(before + most)] for row in rows])
+            columns.append(places)
         old, device = self.batch, self.batch.tokens.device
-        return TreeBatch(
+        batch = TreeBatch(
             torch.cat([old.tokens, on_device(tokens, device)], dim=1),
             torch.cat([old.depths, on_device(depths, device)], dim=1),
             torch.cat([pad(old.ancestors, (0, most)), on_device(seen, device, torch.bool)], dim=1),
         )
+        return batch, columns
 
-    def places(self, paths: Sequence[Sequence[Path]], unread: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
-        """Returns the column of each node of trees, `[B, columns]`; the unread ones are at the end."""
-        count, places = self.batch.tokens.shape[1], []
-        for own, known, rest in zip(paths, self.columns, unread, strict=True):
-            new = {node: count + index for index, node in enumerate(rest)}
-            row = [new[node] if node in new else known[path] for node, path in enumerate(own)]
-            places.append([*row, *[row[0]] * (columns - len(row))])
-        return on_device(places, self.batch.tokens.device)
+    def places(self, paths: Sequence[Sequence[Path]], width: int) -> torch.Tensor:
+        """Returns the column of each node of trees, `[B, width]`; roots pad shorter rows."""
+        rows = [[known[path] for path in own] for own, known in zip(paths, self.columns, strict=True)]
+        return on_device([[*row, *[row[0]] * (width - len(row))] for row in rows], self.batch.tokens.device)
 
 
 def node_paths(tree: DraftTree) -> list[Path]:
@@ -99,12 +93,3 @@ def columns_of(batch: TreeBatch, parents: Sequence[Sequence[int]]) -> list[dict[
 def gathered(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Returns the keys or values `[B, heads, n, size]` at some nodes `[B, n]`."""
     return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def _ancestors(path: Path, known: Mapping[Path, int], new: Mapping[Path, int], columns: int) -> list[bool]:
-    """Returns which columns the last node of a path sees: its ancestors and itself."""
-    seen = [False] * columns
-    for end in range(1, len(path) + 1):
-        part = path[:end]
-        seen[known[part] if part in known else new[part]] = True
-    return seen

@@ -15,11 +15,10 @@ from ...core.tensors import device_of
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import TreeSession
+from ...drafters.base.tree_session import TreeSession, log_probs_of
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from .first_layers import FirstLayers
-from .imitation_network import ImitationNetwork
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +31,7 @@ class ImitationExpansion(Expansion):
     target's draws, probabilities are those of winning it.
     """
 
-    drafter: ImitationNetwork
+    drafter: Any  # a SelfDrafter
     weights: TargetWeights
     first: FirstLayers
     depth: int
@@ -42,24 +41,21 @@ class ImitationExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities `[B, n, V']` of the nodes' children at depth `level`, and the nodes' paths `[B, n,
-        level]`.
+        """Log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level]`.
 
-        `tokens` are int64 `[B, n]`; `states` are the paths `[B, n, level - 1]` of the parents, None at level 1.
+        `states` `[B, n, level - 1]` are the paths of the nodes' parents; None at level 1.
         """
         above = tokens[..., None][..., :0] if states is None else states
         hidden, paths = self.first.read_nodes(tokens, above)
         imitated = self.drafter.imitated(hidden.to(self.drafter.device, self.drafter.dtype))
         logits = self.drafter.logits(imitated, self.weights).float().to(tokens.device)
-        if self.race is not None:
-            return self.race(level, logits), paths
-        return (logits / self.temperature).log_softmax(dim=-1), paths
+        return log_probs_of(level, logits, self.temperature, self.race), paths
 
 
 class SelfSession(TreeSession):
     """Drafts trees, or chains, depth by depth for all texts of a batch."""
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         super().__init__(call.options, weights.vocab_ids.to(device_of(call.target)), call.foresight)
         self._drafter, self._weights = drafter, weights

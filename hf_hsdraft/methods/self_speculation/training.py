@@ -7,42 +7,20 @@ distribution, and cross-entropy with the target's first choice. Only the imitati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import Predictions, trained
+from ...training.loss.predictions import StatePredictions
 from .modeling_self import SelfDrafter
-
-
-@dataclass(frozen=True)
-class ImitationPredictions(Predictions):
-    """Predictions of imitations, whose first layers have read the tokens of the text."""
-
-    drafter: SelfDrafter
-    weights: TargetWeights
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.norm, self.drafter.lm_head)
-
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden, self.weights)
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drafter.norm(hidden)
 
 
 class SelfFamily(TravellingFamily):
     name = "self"
     drafter = SelfDrafter
+    predictions = StatePredictions  # along the text, which the first layers have read
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
     # Along the text all depths predict alike. So nearly all chains need only the first, and the few predictions of
     # deeper depths must not weigh as much as all of the first.
@@ -58,9 +36,6 @@ class SelfFamily(TravellingFamily):
 
     def taps(self, drafter: SelfDrafter, target: Any) -> Sequence[int]:
         return tuple(drafter.config.target_tap_layers)
-
-    def predictions(self, drafter: SelfDrafter, weights: TargetWeights) -> ImitationPredictions:
-        return ImitationPredictions(drafter, weights)
 
     def describe(self, drafter: SelfDrafter) -> str:
         config = drafter.config

@@ -34,22 +34,16 @@ class CollapsedFrames(Expansion):
     the first t frames say exactly the path, given that the text begins with the path. The next K entries hold the same
     for the case that the last of these frames is a blank. The last entry is the node's column.
 
-    Attributes:
-        frames: `[B, K, V' + 1]`, float32, log-probabilities of each frame; the blank is the last column.
-        vocab_ids: `[V']`, int64, the token id of each column, ascending.
-        depth: greatest depth of a child, at most K.
-        normalised: whether the probabilities of a node's children sum to 1, as sampled nodes need. Otherwise the
-            remainder is the probability that the frames say nothing more.
-        temperature: of normalised distributions.
-        race: where the target's draws are foreseen; probabilities are then those of winning it.
+    If `normalised`, the probabilities of a node's children sum to 1, as sampled nodes need. Otherwise the remainder is
+    the probability that the frames say nothing more.
     """
 
-    frames: torch.Tensor
-    vocab_ids: torch.Tensor
-    depth: int
+    frames: torch.Tensor  # `[B, K, V' + 1]`, float32, log-probabilities of each frame; the blank is the last column
+    vocab_ids: torch.Tensor  # `[V']`, int64, the token id of each column, ascending
+    depth: int  # greatest depth of a child, at most K
     normalised: bool = False
-    temperature: float = 1.0
-    race: Race | None = None
+    temperature: float = 1.0  # of normalised distributions
+    race: Race | None = None  # where the target's draws are foreseen; probabilities are then those of winning it
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -75,12 +69,9 @@ class CollapsedFrames(Expansion):
         return values, columns.gather(1, places % width), places // width, states
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, 2 K + 1]` of nodes whose children are at depth `level`.
+        """Returns the states `[B, n, 2 K + 1]` of nodes with tokens `[B, n]` whose children are at depth `level`.
 
-        Args:
-            level: 1 or more.
-            tokens: `[B, n]`, int64, tokens of the nodes.
-            states: `[B, n, 2 K + 1]`, states of their parents; `None` at level 1, where the node is the root.
+        `states` are those of their parents; `None` at level 1, where the node is the root.
         """
         blanks = self._frames[..., -1].double()
         silent = blanks.cumsum(dim=-1)[:, None]  # nothing but blanks

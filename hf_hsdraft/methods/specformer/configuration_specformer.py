@@ -18,10 +18,7 @@ def default_tap_layers(num_hidden_layers: int) -> list[int]:
 class SpecFormerConfig(AttendingConfig):
     """Configuration of a [`SpecFormerDrafter`]. [`SpecFormerConfig.for_target`] derives it from a loaded target.
 
-    Every field is checked when the configuration is built, so a drafter that loads is one that fits together.
-
-    Raises:
-        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    A ValueError if a field is out of range or contradicts another; the message names field, value and remedy.
     """
 
     model_type = "specformer"
@@ -34,7 +31,7 @@ class SpecFormerConfig(AttendingConfig):
     num_hidden_layers: int = setting("Number of layers over the slots; SpecFormer has one", 1, integer(64))
     num_draft_steps: int = setting("K, the number of slots, and so the depth of the draft tree", 8, integer(64))
     reads_tokens: bool = setting(
-        "Whether slots know the last accepted token. SpecFormer's do not, see [`SpecFormerNetwork`]", True, FLAG
+        "Whether slots know the last accepted token. SpecFormer's do not, see [`SpecFormerDrafter`]", True, FLAG
     )
     ctc: bool = setting(
         "Whether slots are frames of which each may be blank, and are collapsed into a tree, see `collapsed_frames` "

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ...core.attention import batched_attention
-from ...core.tensors import on_device
+from ...core.tensors import batched_attention, on_device
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Accepted, Ask
+from ...drafters.base.protocol import Accepted, Ask, Call
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import TokenBias
 from ...trees.tree_builders import Expansion
-from ...verify.foresight import Foresight
 from .collapsed_frames import CollapsedFrames
-from .specformer_network import SpecFormerNetwork
 
 
 class SpecFormerSession(ParallelSession):
@@ -27,24 +25,14 @@ class SpecFormerSession(ParallelSession):
     others would never be used. Best trees use `foresight`, sampled ones do not.
     """
 
-    drafter: SpecFormerNetwork
-
-    def __init__(
-        self,
-        drafter: SpecFormerNetwork,
-        weights: TargetWeights,
-        options: DraftOptions,
-        *,
-        batch_size: int = 1,
-        foresight: Foresight | None = None,
-    ) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
-        super().__init__(drafter, weights, options, batch_size, 1, config.sizes, foresight)
+        super().__init__(drafter, weights, call, 1, config.sizes)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
         # The fused inputs of each text's last position read.
-        self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
+        self._last = torch.zeros(call.rows, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
 
     def columns(self, news: Accepted) -> Columns:
         device, dtype = self.drafter.device, self.drafter.dtype
@@ -75,9 +63,10 @@ class SpecFormerSession(ParallelSession):
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         return self.drafter.logits(hidden, self.weights), None
 
-    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
-            return super().expansion_of(asks, hidden, depth, options)
-        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.temperature
+            return super().expansion(asks, depth, options)
+        frames = self.drafter.frames(self.drafted(asks, depth), self.weights)
+        drawn, temperature = options.drawn, options.temperature
         race = self.race([ask.row for ask in asks], depth)
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, race)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -14,44 +13,24 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import Predictions, trained
+from ...training.loss.predictions import StatePredictions
 from .collapsed_frames import CollapsedFrames
 from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
 
 
 @dataclass(frozen=True)
-class SlotPredictions(Predictions):
-    """Predictions of slots, which know nothing of the tokens between them."""
-
-    drafter: SpecFormerDrafter
-    weights: TargetWeights
-
-    @property
-    def width(self) -> int:
-        return self.drafter.config.hidden_size
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.norm, self.drafter.lm_head)
-
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden, self.weights)
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drafter.norm(hidden)
-
-
-@dataclass(frozen=True)
-class FramePredictions(SlotPredictions):
+class FramePredictions(StatePredictions):
     """Predictions of slots that are frames: what they say after a path, collapsed, whichever frame says it.
 
     So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
 
+    by_columns = False
+
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [*super().parameters, cast(nn.Parameter, self.drafter.blank)]
+        return [*super().parameters, self.drafter.blank]
 
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         slots, state, result = torch.stack(list(hidden_states), dim=1), None, list[torch.Tensor | None]()
@@ -61,10 +40,12 @@ class FramePredictions(SlotPredictions):
             result.append(torch.cat([slots.flatten(1), state[:, 0].to(slots.device)], dim=-1))
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert states is not None
-        count = self.drafter.config.num_draft_steps
-        slots, state = states[:, : count * self.width], states[:, count * self.width :]
+        count, width = self.drafter.config.num_draft_steps, self.drafter.config.hidden_size
+        slots, state = states[:, : count * width], states[:, count * width :]
         slots = slots.to(hidden.dtype).unflatten(-1, (count, -1))
         return self._collapsed(slots).children(state[:, None].float())[:, 0]
 
@@ -82,8 +63,8 @@ class SpecFormerFamily(TravellingFamily):
     def only_objective(self, config: SpecFormerConfig) -> str:
         return "ctc" if config.ctc else ""
 
-    def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
-        return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
+    def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> StatePredictions:
+        return (FramePredictions if drafter.config.ctc else StatePredictions)(drafter, weights)
 
     def describe(self, drafter: SpecFormerDrafter) -> str:
         config = drafter.config

@@ -61,19 +61,11 @@ class SteeredTexts(LMTexts):
     """Reads an accepted token with the vector of the position before it, so that the cache depends on the text alone.
 
     Drafted tokens share the vector of the last verified position, with which the round's root is read. The steering is
-    not kept alive. `known`, the vectors of each row, is replaced by the session.
+    not kept alive. `known`, the vectors of each row, is replaced by the session. `texts` are arguments of `LMTexts`.
     """
 
-    def __init__(
-        self,
-        steering: Steering,
-        known: Mapping[int, KnownVectors],
-        model: Any,
-        rows: Sequence[int],
-        kinds: Any,
-        most_drafted: int,
-    ) -> None:
-        super().__init__(model, rows, kinds, most_drafted)
+    def __init__(self, steering: Steering, known: Mapping[int, KnownVectors], *texts: Any) -> None:
+        super().__init__(*texts)
         self.known = known
         self._steering_reference = weakref.ref(steering)
         self._of_round: torch.Tensor | None = None
@@ -100,15 +92,9 @@ class SteeredTexts(LMTexts):
 class SteeredLMDrafter(CausalLMDrafter):
     """A small language model with steering ("Steering Pretrained Drafters", SD^2, section 3).
 
-    With the option `steering` set to False it drafts as the plain `CausalLMDrafter` of the same model.
-
-    Args:
-        model: a causal language model with gated feed-forward blocks; not changed.
-        tokenizer: the model's tokenizer.
-        steering: may be set later by `steer_by`.
-
-    Raises:
-        ValueError: model and steering do not fit together.
+    With the option `steering` set to False it drafts as the plain `CausalLMDrafter` of the same `model`, which has
+    gated feed-forward blocks and is not changed. A ValueError if `steering`, which `steer_by` may set later, is of
+    other sizes.
     """
 
     own_options = (
@@ -123,11 +109,7 @@ class SteeredLMDrafter(CausalLMDrafter):
             self.steer_by(steering)
 
     def steer_by(self, steering: Steering) -> None:
-        """Sets the steering.
-
-        Raises:
-            ValueError: it is for a language model of other sizes.
-        """
+        """Sets the steering; a ValueError if it is for a language model of other sizes."""
         self.model = steering.attached(self.model)
         self.steering = steering
 
@@ -144,15 +126,7 @@ class SteeredLMDrafter(CausalLMDrafter):
         return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes the language model as `CausalLMDrafter` does, and the steering in a small file beside it.
-
-        Args:
-            save_directory: Created if missing.
-            kwargs: Passed to the model's `save_pretrained`.
-
-        Raises:
-            ValueError: A drafting option is invalid, or there is no steering yet.
-        """
+        """As `CausalLMDrafter.save_pretrained`, with the steering in a small file; a ValueError if there is none."""
         if self.steering is None:
             raise ValueError(_NO_STEERING)
         super().save_pretrained(save_directory, **kwargs)

@@ -26,17 +26,11 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class SteeringSizes:
-    """Sizes of a steering, and what it reads.
+    """Sizes of a steering, and what it reads."""
 
-    Attributes:
-        taps: the target's hidden states to read, ascending (0: the embeddings, i: after layer i).
-        target_hidden_size: D, their width.
-        inner_sizes: width of each drafter layer's feed-forward block.
-    """
-
-    taps: tuple[int, ...]
-    target_hidden_size: int
-    inner_sizes: tuple[int, ...]
+    taps: tuple[int, ...]  # the target's hidden states to read, ascending (0: the embeddings, i: after layer i)
+    target_hidden_size: int  # D, their width
+    inner_sizes: tuple[int, ...]  # width of each drafter layer's feed-forward block
 
     @classmethod
     def of(cls, model: Any, target: Any, taps: Sequence[int] | None = None) -> SteeringSizes:

@@ -16,6 +16,7 @@ from .generating import reply
 from .inventing import invent_turns
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
 _PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server's answers
 
 
@@ -34,9 +35,7 @@ def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> 
     return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
-def prompts_that_fit(
-    tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: Callable[[Prompt, str], None]
-) -> list[Prompt]:
+def prompts_that_fit(tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: OnSkip) -> list[Prompt]:
     """Returns the prompts whose first turn has at most `most` tokens, template included; `on_skip` gets the others."""
     fitting = []
     for prompt in prompts:
@@ -64,10 +63,12 @@ def answer_prompts(
     batch_size: int = 64,
     invented_turns: int = 0,
     seed: int = 0,
+    shuffled: bool = False,
 ) -> Iterator[list[Answered]]:
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
     Args:
+        shuffled: whether the batches behind the first come in random order, for who learns from them as they come.
         temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
     """
@@ -76,11 +77,17 @@ def answer_prompts(
     for prompt in prompts:
         length = _length(tokenizer, prompt)
         groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
+    batches: list[tuple[float, list[Prompt]]] = []
     for temperature, group in sorted(groups.items()):
         group.sort(key=lambda pair: (-pair[0], pair[1].key))  # if a batch does not fit into memory, the first does not
-        for start in range(0, len(group), batch_size):
-            batch = [prompt for _, prompt in group[start : start + batch_size]]
-            yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed)
+        parts = (group[start : start + batch_size] for start in range(0, len(group), batch_size))
+        batches += [(temperature, [prompt for _, prompt in part]) for part in parts]
+    if shuffled:
+        further = batches[1:]
+        random.Random(seed).shuffle(further)
+        batches[1:] = further
+    for temperature, batch in batches:
+        yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed)
 
 
 def store_answers(
@@ -98,7 +105,7 @@ def store_answers(
         nonlocal count, last
         if not waiting:
             return
-        store.append([_row(answered) for answered in waiting])
+        store.append([row_of(answered) for answered in waiting])
         count, last = count + len(waiting), time.monotonic()
         waiting.clear()
         if on_progress is not None:
@@ -114,7 +121,8 @@ def store_answers(
         flush()
 
 
-def _row(answered: Answered) -> dict[str, Any]:
+def row_of(answered: Answered) -> dict[str, Any]:
+    """Returns the row that a store keeps."""
     prompt = answered.prompt
     return {
         "key": prompt.key,
@@ -148,9 +156,8 @@ def _answer_batch(
         ended = [index for index in active if not turns[index]]
         ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
         if ended:
-            invented = invent_turns(
-                target, tokenizer, [histories[index] for index in ended], seed=seed + len(histories)
-            )
+            known = [histories[index] for index in ended]
+            invented = invent_turns(target, tokenizer, known, seed + len(histories))
             for index, text in zip(ended, invented, strict=True):
                 turns[index] += [text] if text else []
     return [

@@ -56,9 +56,6 @@ class Conversation:
             raise ValueError("no assistant message, nothing to learn from")
         return cls(pairs)
 
-    def as_messages(self) -> list[Message]:
-        return [{"role": role, "content": content} for role, content in self.messages]
-
 
 def _text(content: Any) -> str:
     """Returns the text of a message, whose content may be a list of texts; a KeyError for other parts."""
@@ -112,10 +109,26 @@ def read_rows(
     path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None
 ) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
     """Yields each line's object with its conversation or prompt, see `read_jsonl`."""
-    return _parsed_lines(Path(path), _parse, on_bad_line)
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield _parse(line)
+            except ValueError as error:
+                message = f"{path}, line {number}: {error}"
+                if on_bad_line is None:
+                    raise ValueError(message) from None
+                on_bad_line(message)
 
 
-def _parse(row: dict[str, Any]) -> tuple[dict[str, Any], Conversation | Prompt]:
+def _parse(line: str) -> tuple[dict[str, Any], Conversation | Prompt]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error}); expected one object a line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     if row.get("messages") is not None:
         float(row.get("temperature") or 0.0)  # raises a ValueError
         return row, Conversation.of(row["messages"])
@@ -124,30 +137,6 @@ def _parse(row: dict[str, Any]) -> tuple[dict[str, Any], Conversation | Prompt]:
         found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
         raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
     return row, Prompt.of(turns, str(row.get("category", "")))
-
-
-def _parsed_lines(path: Path, parse: Callable[[dict[str, Any]], Any], on_bad_line: OnBadLine | None) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield parse(_json_object(line))
-            except ValueError as error:
-                message = f"{path}, line {number}: {error}"
-                if on_bad_line is None:
-                    raise ValueError(message) from None
-                on_bad_line(message)
-
-
-def _json_object(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error}); expected one object a line") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-    return row
 
 
 def prompts_from_dataset(
@@ -227,7 +216,8 @@ def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
         FileNotFoundError: there is no such file or folder.
         ValueError: it holds no chats.
     """
-    chats = [Chat.of(found, _label(row)) for row, found in _rows_of(Path(path))]
+    rows = _rows_of(Path(path))
+    chats = [Chat.of(found, str(row.get("category") or row.get("source") or "")) for row, found in rows]
     if not chats:
         raise ValueError(f"{path} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
     return chats
@@ -253,10 +243,6 @@ def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Promp
             yield row, Conversation.of(row["messages"])
 
 
-def _label(row: dict[str, Any]) -> str:
-    return str(row.get("category") or row.get("source") or "")
-
-
 def with_padding(tokenizer: Any) -> Any:
     """Returns the tokenizer, or a copy that pads with the end of text if it has no padding token, as Llama's."""
     if tokenizer.pad_token_id is not None:
@@ -272,7 +258,7 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length
     Prefixes of the conversation are rendered for the mask. A template that renders earlier messages differently once
     others follow is a ValueError.
     """
-    messages = conversation.as_messages()
+    messages = [{"role": role, "content": content} for role, content in conversation.messages]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     spans = []

@@ -62,6 +62,7 @@ class RowFolder:
         if not rows:
             return
         from datasets import Dataset
+        from pyarrow import parquet
 
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
         if self._recipe is not None and not (self.folder / RECIPE).exists():
@@ -73,7 +74,7 @@ class RowFolder:
         number = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in own), default=-1)
         part = self.folder / "data" / f"part-{self._writer:03d}-{number:05d}.parquet"
         table = Dataset.from_list(list(rows)).with_format("arrow")[:]
-        write_complete(part, lambda path: _write_parquet(table, path))
+        write_complete(part, lambda path: parquet.write_table(table, path))
 
     def _parts(self) -> list[Path]:
         return sorted((self.folder / "data").glob("*.parquet"))
@@ -81,18 +82,8 @@ class RowFolder:
 
 def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """Describes where two recipes differ, `made_with` excepted."""
-    names = sorted({*stored, *recipe} - {"made_with"})
-    return [
-        f"{name}: {_short(stored.get(name))} -> {_short(recipe.get(name))}"
-        for name in names
-        if stored.get(name) != recipe.get(name)
-    ]
-
-
-def _write_parquet(table: Any, path: Path) -> None:
-    from pyarrow import parquet
-
-    parquet.write_table(table, path)
+    pairs = {name: (stored.get(name), recipe.get(name)) for name in sorted({*stored, *recipe} - {"made_with"})}
+    return [f"{name}: {_short(old)} -> {_short(new)}" for name, (old, new) in pairs.items() if old != new]
 
 
 def _short(value: Any) -> str:

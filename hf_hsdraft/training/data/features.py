@@ -7,15 +7,17 @@ the drafter, as on CPUs, the disk pays from the second epoch on. A position take
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
@@ -23,10 +25,12 @@ from torch.utils.data import Dataset
 
 from ..files import write_complete
 from ..loop.progress import Stage
+from ..loss.candidates import likely_columns
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file
 _READ_AT_ONCE = 4096  # positions per forward, padding included
+_FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,15 @@ class Features:
         answer_mask: `[length]`, bool, True where the assistant wrote the token.
         taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
         final: `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head.
+        likely: `[length, n]`, int32, columns of the draft vocabulary that hold the target's most probable tokens after
+            each position, see `candidates.likely_columns`; `None` where they are not kept.
     """
 
     input_ids: torch.Tensor
     answer_mask: torch.Tensor
     taps: torch.Tensor
     final: torch.Tensor
+    likely: torch.Tensor | None = None
 
 
 def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
@@ -59,10 +66,8 @@ def cache_features(
     folder: str | os.PathLike[str],
     identity: str = "",
     stage: Stage | None = None,
-    share: tuple[int, int] = (0, 1),
-    wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
-    """Runs the target over all conversations and stores its features in shards.
+    """Runs the target over all conversations and stores its features in shards. Processes share the work.
 
     A shard's name has a digest of target, taps and tokens: existing shards of the same settings are kept, others are
     not used. If the disk lacks room for the missing shards, an OSError is raised and nothing is written.
@@ -70,10 +75,8 @@ def cache_features(
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
-        share: index of this process, and number of processes that share the work.
-        wait: waits for the other processes.
     """
-    folder = Path(folder)
+    folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
     paths = [
@@ -82,32 +85,26 @@ def cache_features(
     ]
     missing = [index for index, path in enumerate(paths) if not path.exists()]
     tokens = sum(len(chat.input_ids) for index in missing for chat in shards[index])
-    _check_room(folder, feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size))
-    wait()  # until all processes know which shards are missing
-    number, of = share
-    done = len(shards) - len(missing)
-    if stage is not None:
-        stage.start(len(shards), done)
-    for begin in range(0, len(missing), of):
-        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
-        index = missing[min(begin + number, len(missing) - 1)]
-        shard = shards[index]
-        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
-        _write_shard(target, tap_layers, shard, groups, paths[index])
-        if stage is not None:
-            stage.advance(done + min(begin + of, len(missing)))
-    wait()
-    return FeatureDataset(paths)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    needed = feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size)
+    if needed > (free := shutil.disk_usage(folder).free):
         raise OSError(
             errno.ENOSPC,
             f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
             "some space, or train without --cache-taps",
         )
+    state.wait_for_everyone()  # until all processes know which shards are missing
+    of, done = state.num_processes, len(shards) - len(missing)
+    stage = stage or Stage("taps", "files")
+    stage.start(len(shards), done)
+    for begin in range(0, len(missing), of):
+        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
+        index = missing[min(begin + state.process_index, len(missing) - 1)]
+        shard = shards[index]
+        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
+        _write_shard(target, tap_layers, shard, groups, paths[index])
+        stage.advance(done + min(begin + of, len(missing)))
+    state.wait_for_everyone()
+    return FeatureDataset(paths)
 
 
 def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
@@ -128,10 +125,9 @@ def _write_shard(
     """Writes a shard; each group of indices is read in one forward."""
     tensors: dict[str, torch.Tensor] = {}
     for indices in groups:
-        for index, features in zip(
-            indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
-        ):
-            tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
+        read = read_features(target, tap_layers, [shard[i] for i in indices])
+        for index, features in zip(indices, read, strict=True):
+            tensors |= {f"{index}.{name}": getattr(features, name) for name in _FIELDS}
     write_complete(path, lambda temporary: save_file(tensors, temporary))
 
 
@@ -183,10 +179,48 @@ def read_features(
     return features
 
 
-class FeatureDataset(Dataset[Features]):
-    """Features in shards, read on access."""
+@torch.inference_mode()
+def keep_likely(
+    dataset: FeatureDataset,
+    head: torch.Tensor,
+    vocab_ids: torch.Tensor,
+    count: int,
+    stage: Stage,
+) -> FeatureDataset:
+    """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    Processes share the work.
+
+    Args:
+        head: `[V', D]`, the target's output rows of the draft vocabulary.
+        vocab_ids: `[V']`, int64, its token ids.
+        count: number of tokens at each position.
+    """
+    state = PartialState()
+    digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
+    beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in dataset.paths}
+    missing = [path for path, kept in beside.items() if not kept.exists()]
+    state.wait_for_everyone()  # until all processes know which are missing
+    stage.start(len(beside), done := len(beside) - len(missing))
+    for at, path in enumerate(missing):
+        if at % state.num_processes == state.process_index:
+            with safe_open(path, framework="pt") as file:
+                finals = {key: file.get_tensor(key) for key in file.keys() if key.endswith(".final")}  # noqa: SIM118
+            found = {
+                key.replace("final", "likely"): likely_columns(final.to(head.device), head, count).cpu()
+                for key, final in finals.items()
+            }
+            write_complete(beside[path], functools.partial(save_file, found))
+        stage.advance(done + at + 1)
+    state.wait_for_everyone()
+    return FeatureDataset(dataset.paths, list(beside.values()))
+
+
+class FeatureDataset(Dataset[Features]):
+    """Features in shards, read on access; `likely` are files of `keep_likely`, one a shard."""
+
+    def __init__(self, paths: Sequence[Path], likely: Sequence[Path] = ()) -> None:
+        self.paths, self._likely = list(paths), dict(zip(paths, likely, strict=False))
         self._entries = []
         for path in paths:
             with safe_open(path, framework="pt") as file:
@@ -199,6 +233,8 @@ class FeatureDataset(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         path, number = self._entries[index]
         with safe_open(path, framework="pt") as file:
-            return Features(
-                *(file.get_tensor(f"{number}.{name}") for name in ("input_ids", "answer_mask", "taps", "final"))
-            )
+            features = Features(*(file.get_tensor(f"{number}.{name}") for name in _FIELDS))
+        if path not in self._likely:
+            return features
+        with safe_open(self._likely[path], framework="pt") as file:
+            return replace(features, likely=file.get_tensor(f"{number}.likely"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from transformers import __version__ as transformers_version
 from ..._version import __version__
 from ...runtime.target_loading import is_sharded
 from ..loop.progress import Reporter
-from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
+from .answers import Answered, OnSkip, answer_prompts, prompts_that_fit, row_of, store_answers
 from .conversations import (
     Chat,
     Conversation,
@@ -36,27 +37,25 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
-
+_INVENTED_AT_ONCE = 1024  # prompts that a stream invents before the target answers them
+_LEAST_BATCH = 16  # conversations that a stream hands over together
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
 
-def check_not_empty(path: str) -> None:
-    """Raises a ValueError for a file of prompts without any line; the lines are not parsed."""
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            if not any(line.strip() for line in file):
-                raise ValueError(_NO_PROMPTS.format(path))
-
-
 def most_in_sources(plan: TrainingPlan) -> int | None:
-    """Upper bound of the conversations and prompts in a plan's sources; `None` if it is unknown."""
-    if (plan.dataset is not None and plan.num_prompts is None) or not all(map(os.path.isfile, plan.prompts)):
-        return None
+    """Upper bound of the conversations and prompts in a plan's sources, without parsing lines; `None` if unknown.
+
+    A file without any line is a ValueError.
+    """
     count = plan.num_prompts or 0 if plan.dataset is not None else 0
-    for path in plan.prompts:
+    for path in filter(os.path.isfile, plan.prompts):
         with open(path, "rb") as file:
-            count += sum(bool(line.strip()) for line in file)
-    return count
+            lines = sum(bool(line.strip()) for line in file)
+        if not lines:
+            raise ValueError(_NO_PROMPTS.format(path))
+        count += lines
+    unknown = plan.dataset is not None and plan.num_prompts is None
+    return None if unknown or not all(map(os.path.isfile, plan.prompts)) else count
 
 
 def read_sources(
@@ -94,115 +93,174 @@ def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> li
     return kept
 
 
-def answer_all(
-    target: Any,
-    tokenizer: Any,
-    plan: TrainingPlan,
-    seed: int,
-    identity: str,
-    prompts: Sequence[Prompt],
-    out: Path,
-    report: Reporter,
-) -> list[Conversation]:
-    """Lets the target answer all prompts, and invent them first if the plan says so. Rows on disk are not made again.
+@dataclass(frozen=True)
+class Answering:
+    """Lets the target answer the prompts of a run, and invent them first if the plan says so.
 
-    `identity` is the target's fingerprint, `out` the folder of the run.
+    Rows on disk are not made again. `identity` is the target's fingerprint.
     """
-    state = PartialState()
-    recipe = recipe_of(target, tokenizer, plan, seed, identity)
-    # A conversation is cut at `max_length`, so a prompt must leave room for an answer, and both must fit the window.
-    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
-    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
-    if plan.invents:
-        prompts = _invented(target, tokenizer, plan, seed, recipe, limit, out, report)
-    together = is_sharded(target) and plan.answers_from is None
-    rows = _same_rows(state) if together else RowFolder
-    store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
-    done = store.keys()
-    pending = [prompt for prompt in prompts if prompt.key not in done]
-    if not prompts:
-        return []
-    state.wait_for_everyone()  # until all processes have read the same rows
-    share = pending if together else pending[state.process_index :: state.num_processes]
-    skipped: list[str] = []
 
-    def skip(prompt: Prompt, why: str) -> None:
-        skipped.append(why)
+    target: Any
+    tokenizer: Any
+    plan: TrainingPlan
+    seed: int
+    identity: str
+    report: Reporter
 
-    share = prompts_that_fit(tokenizer, share, limit, on_skip=skip)
-    expected = _own_answers(target, tokenizer) if plan.answers_from is not None and pending else None
-    batches = _batches(target, tokenizer, plan, seed, share, expected, skip)
-    with report.stage("answering", "prompts", len(share)) as stage:
-        store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
-    if skipped:
-        report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
-    state.wait_for_everyone()
-    wanted = {prompt.key for prompt in prompts}
-    return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Everything that decides the answers."""
+        return {
+            "target": self.identity,
+            "target_name": self.plan.drafter.get("target_name", ""),
+            "target_revision": getattr(self.target.config, "_commit_hash", None),
+            "chat_template": hashlib.sha256(str(self.tokenizer.chat_template).encode()).hexdigest()[:16],
+            "temperatures": list(self._temperatures),
+            "top_k": 0,
+            "top_p": 1.0,
+            "max_new_tokens": self.plan.max_new_tokens,
+            "invented_turns": self.plan.invented_turns,
+            "seed": self.seed,
+            "made_with": {"hf_hsdraft": __version__, "transformers": transformers_version},
+        }
+
+    def all(self, prompts: Sequence[Prompt]) -> list[Conversation]:
+        """Returns the answered chats of all prompts."""
+        state = PartialState()
+        if self.plan.invents:
+            prompts = self._invented(self.plan.num_prompts or INVENTED_PROMPTS)
+        together = is_sharded(self.target) and self.plan.answers_from is None
+        store = self._store(_same_rows(state) if together else RowFolder, state.process_index)
+        done = store.keys()
+        pending = [prompt for prompt in prompts if prompt.key not in done]
+        if not prompts:
+            return []
+        state.wait_for_everyone()  # until all processes have read the same rows
+        share = pending if together else pending[state.process_index :: state.num_processes]
+        expected = self._own_answers() if pending else None
+        skipped: list[str] = []
+        share = prompts_that_fit(self.tokenizer, share, self._longest, lambda prompt, why: skipped.append(why))
+        batches = self._batches(share, expected, lambda prompt, why: skipped.append(why))
+        with self.report.stage("answering", "prompts", len(share)) as stage:
+            store_answers(batches, store, lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
+        if skipped:
+            self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
+        state.wait_for_everyone()
+        wanted = {prompt.key for prompt in prompts}
+        return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+    def stream(self, prompts: Sequence[Prompt]) -> Iterator[list[Conversation]]:
+        """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
+
+        The target invents prompts as they are needed. Batches are in random order, so that each is much like the whole.
+        """
+        store = self._store()
+        yield [Conversation.of(row["messages"]) for row in store.rows()]
+        wanted = self.plan.num_prompts or INVENTED_PROMPTS
+        counts = range(_INVENTED_AT_ONCE, wanted + _INVENTED_AT_ONCE, _INVENTED_AT_ONCE) if self.plan.invents else [0]
+        for count in counts:
+            if self.plan.invents:
+                prompts = self._invented(min(count, wanted))
+            done = store.keys()
+            pending = [prompt for prompt in prompts if prompt.key not in done]
+            pending = prompts_that_fit(self.tokenizer, pending, self._longest, _ignore)
+            expected = self._own_answers() if pending else None
+            for batch in _of_some_size(self._batches(pending, expected, _ignore, shuffled=True)):
+                store.append([row_of(answered) for answered in batch])
+                yield [Conversation.of(answered.messages) for answered in batch]
+
+    @property
+    def _temperatures(self) -> Sequence[float]:
+        return (0.0,) if self.plan.greedy_only else self.plan.temperatures
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a first turn at most: it leaves room for an answer within `max_length`, and both fit the window."""
+        plan = self.plan
+        limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+        window = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        return limit if window is None else min(limit, window - plan.max_new_tokens)
+
+    def _store(self, rows: type[RowFolder] = RowFolder, writer: int = 0) -> RowFolder:
+        return rows(Path(self.plan.out) / "data", "Chats answered by the target.", self.recipe, writer)
+
+    def _invented(self, count: int) -> list[Prompt]:
+        """Lets the target invent prompts, until there are `count`."""
+        target, tokenizer, plan, state = self.target, self.tokenizer, self.plan, PartialState()
+        kinds = kinds_to_invent(plan, tokenizer)
+        invented: dict[str, Any] = {"openings": list(plan.openings)}
+        if not plan.openings:
+            shares = {kind.name: kind.share for kind in kinds}
+            invented = {"kinds": shares, "max_prompt_tokens": self._longest}
+        folder = Path(plan.out) / "prompts"
+        made = _same_rows(state)(folder, "Prompts a chat model invented.", {**self.recipe, **invented})
+        if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
+            own = self._own_answers() or ()
+            check_server(plan.answers_from, plan.server_model, self._temperatures, own)
+        if state.is_main_process or is_sharded(target):
+            with self.report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
+                invent_prompts(
+                    target,
+                    tokenizer,
+                    count,
+                    made,
+                    kinds,
+                    max_prompt_tokens=self._longest,
+                    seed=self.seed,
+                    on_batch=stage.advance,
+                    on_given_up=lambda name: self.report(
+                        f"the target invents too few prompts of kind {name}: others do"
+                    ),
+                )
+        state.wait_for_everyone()
+        prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], self.report)
+        found = Counter(prompt.category for prompt in prompts)
+        self.report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
+        return prompts
+
+    def _batches(
+        self, prompts: Sequence[Prompt], expected: list[str] | None, skip: OnSkip, shuffled: bool = False
+    ) -> Iterable[Sequence[Answered]]:
+        """Returns the answers in batches, from the plan's server or else from the target.
+
+        `expected` are the target's answers to `PROBES`; `skip` gets each prompt that the server does not answer, and
+        why.
+        """
+        plan, temperatures = self.plan, self._temperatures
+        common: dict[str, Any] = {"temperatures": temperatures, "max_new_tokens": plan.max_new_tokens}
+        common["seed"] = self.seed
+        if plan.answers_from is None or not prompts:
+            turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
+            return answer_prompts(self.target, self.tokenizer, prompts, **common, **turns, shuffled=shuffled)
+        served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
+        answers = answer_by_server(plan.answers_from, prompts, **common, **served, expected=expected, on_skip=skip)
+        return ([answered] for answered in answers)
+
+    def _own_answers(self) -> list[str] | None:
+        """The target's greedy answers to `PROBES`; `None` without a server.
+
+        All processes of a sharded target have to take part.
+        """
+        if self.plan.answers_from is None:
+            return None
+        histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
+        return [text for text, _ in reply(self.target, self.tokenizer, histories, 0.0, PROBE_TOKENS)]
 
 
-def _invented(
-    target: Any,
-    tokenizer: Any,
-    plan: TrainingPlan,
-    seed: int,
-    recipe: dict[str, Any],
-    limit: int,
-    out: Path,
-    report: Reporter,
-) -> list[Prompt]:
-    """Lets the target invent the prompts of a plan; `limit` is the greatest number of tokens of a first turn."""
-    state, count, kinds = PartialState(), plan.num_prompts or INVENTED_PROMPTS, kinds_to_invent(plan, tokenizer)
-    invented = (
-        {"openings": list(plan.openings)}
-        if plan.openings
-        else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
-    )
-    made = _same_rows(state)(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
-    if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
-        own = _own_answers(target, tokenizer)
-        check_server(plan.answers_from, plan.server_model, _temperatures(plan), own)
-    if state.is_main_process or is_sharded(target):
-        with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
-            invent_prompts(
-                target,
-                tokenizer,
-                count,
-                made,
-                kinds,
-                max_prompt_tokens=limit,
-                seed=seed,
-                on_batch=stage.advance,
-                on_given_up=lambda name: report(f"the target invents too few prompts of kind {name}: others do"),
-            )
-    state.wait_for_everyone()
-    prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], report)
-    found = Counter(prompt.category for prompt in prompts)
-    report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
-    return prompts
+def _ignore(prompt: Prompt, why: str) -> None:
+    pass
 
 
-def _batches(
-    target: Any,
-    tokenizer: Any,
-    plan: TrainingPlan,
-    seed: int,
-    prompts: Sequence[Prompt],
-    expected: list[str] | None,
-    skip: Callable[[Prompt, str], None],
-) -> Iterable[Sequence[Answered]]:
-    """Returns the answers in batches, from the plan's server or else from the target.
-
-    `expected` are the target's answers to `PROBES`; `skip` gets each prompt that the server does not answer, and why.
-    """
-    common: dict[str, Any] = {"temperatures": _temperatures(plan), "max_new_tokens": plan.max_new_tokens, "seed": seed}
-    if plan.answers_from is None or not prompts:
-        turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
-        return answer_prompts(target, tokenizer, prompts, **common, **turns)
-    served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size, "expected": expected}
-    answers = answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
-    return ([answered] for answered in answers)
+def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answered]]:
+    """Joins batches until each has `_LEAST_BATCH` answers or more, the last one excepted."""
+    waiting: list[Answered] = []
+    for batch in batches:
+        waiting += batch
+        if len(waiting) >= _LEAST_BATCH:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
@@ -223,12 +281,6 @@ def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
     return kinds
 
 
-def _own_answers(target: Any, tokenizer: Any) -> list[str]:
-    """The target's greedy answers to `PROBES`. All processes of a sharded target have to take part."""
-    histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
-    return [text for text, _ in reply(target, tokenizer, histories, 0.0, PROBE_TOKENS)]
-
-
 class _UnwrittenRows(RowFolder):
     """Rows that another process makes too, and writes."""
 
@@ -238,27 +290,6 @@ class _UnwrittenRows(RowFolder):
 def _same_rows(state: PartialState) -> type[RowFolder]:
     """The class for rows that all processes make alike: only the main process writes."""
     return RowFolder if state.is_main_process else _UnwrittenRows
-
-
-def _temperatures(plan: TrainingPlan) -> Sequence[float]:
-    return (0.0,) if plan.greedy_only else plan.temperatures
-
-
-def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
-    """Returns everything that decides the answers."""
-    return {
-        "target": identity,
-        "target_name": plan.drafter.get("target_name", ""),
-        "target_revision": getattr(target.config, "_commit_hash", None),
-        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
-        "temperatures": list(_temperatures(plan)),
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_new_tokens": plan.max_new_tokens,
-        "invented_turns": plan.invented_turns,
-        "seed": seed,
-        "made_with": {"hf_hsdraft": __version__, "transformers": transformers_version},
-    }
 
 
 def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:

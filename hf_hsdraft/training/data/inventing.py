@@ -15,6 +15,7 @@ from .generating import continue_texts, reply, seeded, user_header
 from .kinds import Kind, Sketch, quotas, sketch
 
 _SHORTEST_PROMPT, _SHORTEST_DOCUMENT = 12, 40  # characters
+_TURN_TOKENS = 96  # of a user's further turn
 _PATIENCE = 10  # number of batches without a new prompt after which a kind is given up
 _SENTENCES = re.compile(r".*[.!?\u3002\uff01\uff1f\n]", re.DOTALL)
 
@@ -86,12 +87,10 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     return Prompt.of(row["turns"], row.get("kind", "invented"))
 
 
-def invent_turns(
-    target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], *, max_new_tokens: int = 96, seed: int = 0
-) -> list[str]:
+def invent_turns(target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], seed: int) -> list[str]:
     """Lets the target guess the user's next turn in each chat; `""` where the text does not end."""
     headers = [user_header(tokenizer, history) for history in histories]
-    return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, max_new_tokens, seed)]
+    return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, _TURN_TOKENS, seed)]
 
 
 def _invent(

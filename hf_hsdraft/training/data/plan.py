@@ -35,6 +35,8 @@ class TrainingPlan:
         exclude_near: JSONL files of evaluation prompts. Training leaves out their near-duplicates, see `overlap`.
         skip_bad_lines: whether unusable lines of `prompts` are reported and left out.
         cache_taps: whether the target's hidden states are kept on disk, not computed in every step.
+        stream: whether the drafter learns while the target still invents and answers prompts, see `ChatStream`.
+        passes: how often a stream learns from each conversation, on average.
         eval_conversations: number of held-out conversations.
         eval_prompts: number of held-out prompts that measure tau.
         init_from: drafter to start from.
@@ -64,6 +66,8 @@ class TrainingPlan:
     exclude_near: Sequence[str] = ()
     skip_bad_lines: bool = False
     cache_taps: bool = False
+    stream: bool = False
+    passes: int = 3
     eval_conversations: int = 48
     eval_prompts: int = 16
     init_from: str | None = None
@@ -94,8 +98,8 @@ class TrainingPlan:
         shares = [name if share == 1 else f"{name} x {share:g}" for name, share in self.kinds.items()]
         return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
 
-    def check_invents(self) -> None:
-        """Raises a ValueError if options of inventing contradict others."""
+    def check(self, processes: int) -> None:
+        """Raises a ValueError if options contradict each other, or the number of processes."""
         if self.answers_from is not None and self.invented_turns:
             raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
         for name, given in (("kinds", self.kinds), ("opening", self.openings)):
@@ -103,6 +107,10 @@ class TrainingPlan:
                 raise ValueError(f"--{name} is for invented prompts: leave it out, or --prompts and --dataset")
         if self.kinds and self.openings:
             raise ValueError("--kinds and --opening are two ways to say what the target invents: give one of them")
+        if self.passes < 1:
+            raise ValueError(f"passes={self.passes} is invalid: expected 1 or more")
+        if self.stream and processes > 1:
+            raise ValueError("--stream takes one process: leave it out, or start without `accelerate launch`")
 
     def check_publishes(self, prompts: int) -> None:
         """Raises a ValueError if chats are to be published and the target answers none of the `prompts` given."""

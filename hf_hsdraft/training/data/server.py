@@ -12,10 +12,8 @@ from itertools import islice
 from threading import Event, Semaphore, Thread
 from typing import Any
 
-from .answers import TEMPERATURES, Answered, temperature_of
+from .answers import TEMPERATURES, Answered, OnSkip, temperature_of
 from .conversations import Message, Prompt
-
-_OnSkip = Callable[[Prompt, str], None] | None
 
 # Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers
 # apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
@@ -47,7 +45,7 @@ def answer_by_server(
     seed: int = 0,
     max_retries: int = 5,
     expected: Sequence[str] | None = None,
-    on_skip: _OnSkip = None,
+    on_skip: OnSkip | None = None,
 ) -> Iterator[Answered]:
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
@@ -120,10 +118,7 @@ def _draw(prompt: Prompt, temperatures: Sequence[float], seed: int) -> tuple[Pro
 
 
 def _as_they_finish(
-    server: _Server,
-    drawn: Iterator[tuple[Prompt, float, int]],
-    concurrency: int,
-    on_skip: Callable[[Prompt, str], None] | None,
+    server: _Server, drawn: Iterator[tuple[Prompt, float, int]], concurrency: int, on_skip: OnSkip | None
 ) -> Iterator[Answered]:
     cancelled, turn = Event(), Semaphore(concurrency)
     pending: dict[Future[Answered], Prompt] = {}

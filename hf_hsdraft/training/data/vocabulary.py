@@ -28,13 +28,19 @@ def choose_draft_vocabulary(
 
     Ids in `always`, such as the end of a turn, are picked however rare they are.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for conversation in conversations:
-        counts += torch.bincount(conversation.input_ids[conversation.answer_mask], minlength=vocab_size)
+    counts = answer_counts(conversations, vocab_size)
     ranked = counts.clone()
     ranked[list(always)] = torch.iinfo(torch.long).max
     ids = ranked.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
     return DraftVocabulary(ids.tolist(), float(counts[ids].sum() / counts.sum().clamp(min=1)))
+
+
+def answer_counts(conversations: Iterable[TokenizedConversation], vocab_size: int) -> torch.Tensor:
+    """Counts each token in the answers: `[V]`, int64."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for conversation in conversations:
+        counts += torch.bincount(conversation.input_ids[conversation.answer_mask], minlength=vocab_size)
+    return counts
 
 
 @torch.no_grad()

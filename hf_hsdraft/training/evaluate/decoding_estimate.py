@@ -7,7 +7,7 @@ Other kernels and the host's work are not counted, so the estimate is a limit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ...drafters.base.protocol import Drafter
 from .estimate import Arithmetic, Estimate, target_parts
@@ -16,14 +16,6 @@ _NOT_COUNTED = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "
     "temporary results. All experts of a mixture count as read."
 )
-
-
-@runtime_checkable
-class KeepsTexts(Protocol):
-    """A drafter that keeps keys and values of whole texts."""
-
-    def numbers_kept(self, length: int) -> int:
-        """Returns how many numbers it keeps of a text of `length` tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +45,6 @@ class Drafting:
     length: int = 1024
 
 
-def _cache_sizes(sizes: Any) -> tuple[int, int, int]:
-    """Returns layers, heads and head size of a target's cache."""
-    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    return sizes.num_hidden_layers, kv_heads, head_dim
-
-
 def estimate_decoding(
     config: Any, drafter: Drafter, plan: Drafting, device: Device, bytes_per_weight: int = 2
 ) -> Estimate:
@@ -84,11 +69,14 @@ def estimate_decoding(
     add, width = sheet.add, bytes_per_weight
     add("target in memory", "B", "weights x bytes", sum(parts.values()), width)
     add("drafter in memory", "B", "its own weights that a draft reads x bytes", own, width)
-    if isinstance(drafter, KeepsTexts):
+    if hasattr(drafter, "numbers_kept"):  # of whole texts
         kept = drafter.numbers_kept(plan.length)
         add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
     formula = "2 x layers x heads x head size x tokens x bytes"
-    keys = add("keys and values", "B", formula, 2, *_cache_sizes(sizes), plan.length, width)
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    cache = sizes.num_hidden_layers, kv_heads, head_dim
+    keys = add("keys and values", "B", formula, 2, *cache, plan.length, width)
     read_weights = parts["body"] + head
     formula = "(layers + output head) x bytes + keys and values"
     read_bytes = add("read by a forward of the target", "B", formula, read_weights * width, keys, sign="+")

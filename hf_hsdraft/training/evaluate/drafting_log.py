@@ -105,6 +105,3 @@ def log_drafting(trainer: Any, attachment: Attachment, window: int = 4) -> Draft
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())
     return callback
-
-
-__all__ = ["DraftingLog", "log_drafting"]

@@ -26,14 +26,8 @@ _NOT_COUNTED = (
 )
 # Parts of a drafter by its modules; all others belong to the roll step.
 _PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
-_PARTS |= {
-    "layers": "layers",
-    "step_modules": "step modules",
-    "injector": "injector",
-    "lm_head": "head",
-}
-
-
+_PARTS |= {"layers": "layers", "step_modules": "step modules", "injector": "injector", "lm_head": "head"}
+_TARGET_BYTES = 2  # per weight of the target, and of the weights that the drafter borrows
 _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 
 
@@ -79,16 +73,11 @@ class Estimate:
     Attributes:
         figures: value of each figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
             parts), operations ("operations" of the whole run and its parts), and seconds ("time", if it is known).
-        lines: the same figures as text, each with its formula and numbers.
+        lines: the same figures as text, each with its formula and numbers, and then what is not counted.
     """
 
     figures: Mapping[str, float]
     lines: tuple[str, ...]
-
-
-def explain(estimate: Estimate) -> list[str]:
-    """Returns every figure with its arithmetic, and then what is not counted."""
-    return [*estimate.lines, _NOT_COUNTED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +92,8 @@ class Work:
         conversations_tokens_per_step: number of positions that one device reads in one step.
         cached: whether the target's features are computed once and kept, not in every epoch.
         flops_per_second: operations per second of one device; `None` to leave the time out.
-        target_bytes: bytes per weight of the target, and of the weights that the drafter borrows.
         world_size: number of devices, each with other conversations.
         sharded: whether every device holds only its share of the target.
-        chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
 
     Raises:
         ValueError: a number is out of range.
@@ -119,10 +106,8 @@ class Work:
     conversations_tokens_per_step: int
     cached: bool
     flops_per_second: float | None = None
-    target_bytes: int = 2
     world_size: int = 1
     sharded: bool = False
-    chunk_logits: int = CHUNK_LOGITS["cuda"]
 
     def __post_init__(self) -> None:
         positive = {**vars(self), "cached": 1, "sharded": 1, "rolled_fraction": 1}
@@ -158,7 +143,7 @@ def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> E
     sheet.add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
     _add_bytes(sheet, run, drafter, parts)
     _add_operations(sheet, run, drafter, parts, target["body"])
-    return Estimate(sheet.figures, tuple(sheet.lines))
+    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED))
 
 
 def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:
@@ -169,14 +154,14 @@ def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[st
         add("target weights", "B", "none, the features are read from disk")
     else:
         add("taps on disk", "B", "none, the target runs in every step")
-        held = (known["target parameters"], run.target_bytes, 1 / run.world_size if run.sharded else 1)
+        held = (known["target parameters"], _TARGET_BYTES, 1 / run.world_size if run.sharded else 1)
         add("target weights", "B", "parameters x bytes x share of a device", *held)
     formula = "parameters x (4 weight + 4 gradient + 8 Adam) bytes"
     add("drafter and optimiser", "B", formula, known["drafter parameters"], 16)
     copies, tables = 1 if parts["head"] else 2, 1 if run.cached else 0
     formula = f"({copies} x draft vocabulary + {tables} x vocabulary) x hidden x bytes"
     vocab, rows = d.draft_vocab_size, known["layer rows"]
-    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, run.target_bytes)
+    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, _TARGET_BYTES)
     add("trunk inputs", "B", "tokens x 3 x (taps + 1) x hidden x 4 bytes", positions, 3, features, wide, 4)
     queries, keys = d.num_attention_heads * d.head_dim, d.num_key_value_heads * d.head_dim
     row = 4 * d.hidden_size + 2 * queries + 4 * keys + 4 * d.intermediate_size
@@ -184,7 +169,7 @@ def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[st
     add("layer activations", "B", formula, positions, rows, row, 4)
     formula = "tokens x layer rows x heads x tokens x 4 bytes"
     add("attention weights", "B", formula, positions, rows, d.num_attention_heads, positions, 4)
-    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(run.chunk_logits, vocab), 4)
+    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(CHUNK_LOGITS["cuda"], vocab), 4)
     sheet.total("memory", "B", "target weights")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...hub.model_card import circumstances
+from ..files import write_complete
 from ..loop.progress import Stage
 
 if TYPE_CHECKING:
@@ -118,9 +119,7 @@ def new_figure(width: float, height: float) -> Figure:
 def save_figure(figure: Figure, path: Path) -> Path:
     """Writes a figure as PNG, and creates the folder. Only a finished picture replaces an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    write_complete(path, lambda partial: figure.savefig(partial, format="png"))
     return path
 
 
@@ -226,6 +225,3 @@ def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float
     bottom.bar([(i + 0.5) * size for i in range(len(bins))], [count for *_, count in bins], 0.94 * size, color=GREY)
     style(bottom, "", "confidence (0 to 1)", "tokens" if first else "")
     bottom.locator_params(axis="y", nbins=3)
-
-
-__all__ = ["draw_pictures", "draw_speed_up"]

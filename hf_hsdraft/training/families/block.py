@@ -23,9 +23,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class BlockPredictions(Predictions):
-    """Predictions of slots that are drafted together. A head may give each slot the token before it.
+    """Predictions of slots that are drafted together, and leave the network normed.
 
-    The parent of the first depth is the anchor's token, which the head gets too.
+    A head may give each slot the token before it. The parent of the first depth is the anchor's token, which the head
+    gets too.
     """
 
     drafter: BlockDrafter
@@ -50,12 +51,11 @@ class BlockPredictions(Predictions):
             result.append(state)
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         logits, head = self.drafter.logits(hidden, self.weights), self.drafter.token_head
         return logits if head is None or states is None else head.keep_candidates(logits) + head(hidden, states)
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden  # slots leave the network normed
 
 
 class BlockFamily(PublishedFamily):

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration import EagleConfig
 from ...drafters.eagle.drafter import EagleDrafter
-from ..loss.predictions import Predictions, trained
+from ..loss.predictions import StatePredictions
 from .family import Choose
 from .published import PublishedFamily
 
 
-@dataclass(frozen=True)
-class EaglePredictions(Predictions):
+class EaglePredictions(StatePredictions):
     """Predictions of states that have read the tokens of their path."""
-
-    drafter: EagleDrafter
-    weights: TargetWeights
 
     @property
     def reads_tokens(self) -> bool:  # type: ignore[override]
         return self.drafter.config.mask_token_id is None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.norm, self.drafter.lm_head)
 
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
         if self.reads_tokens:
@@ -38,12 +27,6 @@ class EaglePredictions(Predictions):
         mask = torch.tensor(self.drafter.config.mask_token_id, device=tokens.device)
         shape = len(tokens), self.drafter.num_draft_steps, -1
         return {"path_embeds": self.weights.embed(mask).expand(shape)}
-
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.logits(hidden)
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drafter.norm(hidden)
 
 
 class EagleFamily(PublishedFamily):
@@ -63,10 +46,7 @@ class EagleFamily(PublishedFamily):
         return config
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> EagleDrafter:
-        config = self.config_for(target, fields)
-        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            config = self.config_for(target, {**fields, "draft_vocab_ids": choose(config.draft_vocab_size)})
-        drafter = EagleDrafter(config)
+        drafter: EagleDrafter = self.with_chosen_vocabulary(target, fields, choose)
         self.set_options(drafter, fields)
         return drafter
 

@@ -8,15 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.checks import public_name
 from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.predictions import Predictions
-from ..loss.timid import start_timidly
 
 Choose = Callable[[int], list[int]]
+OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
+_HEAD, _UP = 0.3, 0.2  # scales of the head and of the token bias of a fresh drafter
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
+
+
+def name_of(target: Any, name: str | None = None) -> str:
+    """Returns a target's name as it may be published: `name`, or else the one by which it was loaded."""
+    return public_name(name or getattr(target, "name_or_path", "") or "")
 
 
 class TrainableFamily:
@@ -73,6 +80,14 @@ class TrainableFamily:
         """
         raise NotImplementedError
 
+    def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
+        """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
+        config = self.config_for(target, fields)
+        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
+            ids = choose(config.draft_vocab_size)
+            config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
+        return self.drafter(config)
+
     def untrained(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns a drafter of the right sizes, to count or time; the target may be on the meta device."""
         return self.drafter(self.config_for(target, fields))
@@ -113,6 +128,13 @@ class TrainableFamily:
         """
         raise NotImplementedError
 
+    def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        """Sets the drafting options among some fields; an invalid one is a ValueError."""
+        for name in OPTIONS:
+            if name in fields:
+                setattr(drafter.generation_config, name, fields[name])
+        drafter.check_options()
+
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
         """Initialises the norm, head and token bias of a fresh drafter of the target's width from the target.
 
@@ -121,7 +143,7 @@ class TrainableFamily:
         if self.width(drafter.config) == drafter.config.target_hidden_size:
             rows = target.get_output_embeddings().weight.detach()
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-            start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
+            _start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
 
     def bias_rows(self, drafter: Any) -> torch.Tensor | None:
         """Returns the weight `[V', r]` of the last product of the drafter's token bias; None if it has no such bias."""
@@ -172,3 +194,37 @@ class TrainableFamily:
     def describe(self, drafter: Any) -> str:
         """Describes what is special about a drafter of this family, for its recipe."""
         raise NotImplementedError
+
+
+@torch.no_grad()
+def _start_timidly(
+    norm: torch.Tensor,
+    rows: torch.Tensor,
+    finals: torch.Tensor,
+    up: torch.Tensor | None = None,
+    head: nn.Linear | None = None,
+) -> None:
+    """Initialises a drafter of the target's width from the target, so that it can use the head from the first step on.
+
+    An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps to
+    unlearn that, so they are scaled down. The final norm gets the scale of the target's final hidden states, and a bias
+    of low rank the leading directions of the target's head.
+
+    Args:
+        norm: `[D]`, weight of the final norm, which is changed.
+        rows: `[V', D]`, the target's output rows of the draft vocabulary.
+        finals: `[N, D]`, float32, some final hidden states of the target.
+        up: `[V', r]`, weight of the last product of a bias of rank r, which is changed; `None` for no such bias.
+        head: the drafter's own head, which becomes the target's; `None` if it has none.
+    """
+    norm.copy_(finals.pow(2).mean(dim=0).sqrt())
+    rows = rows.to(norm.device, torch.float32)
+    if head is not None:
+        head.weight.copy_(rows)
+    if up is not None:
+        # After the norm's scale, states vary equally in all directions, so the head is scaled in the same way.
+        scaled = rows * norm
+        directions = torch.linalg.eigh(scaled.T @ scaled).eigenvectors.flip(dims=[1])  # the leading directions first
+        leading = scaled @ directions[:, : up.shape[1]]
+        up[:, : leading.shape[1]].copy_(_UP * leading)
+    norm.mul_(_HEAD)

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.cache_name import CACHE, returned_cache
+from ...core.tensors import biased
 from ...drafters.base.refiners import NOT_REFINED
-from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
-from ..loss.predictions import Predictions, trained
+from ..loss.predictions import StatePredictions, head_logits, some_columns, trained
 from .travelling import TravellingFamily, record_name
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS = 96
 
 
-@dataclass(frozen=True)
-class InjectedPredictions(Predictions):
+class InjectedPredictions(StatePredictions):
     """Predictions of states that are drafted without tokens; an injector adds the tokens of a path.
 
     The first depth needs none: its states have read the parent.
     """
-
-    drafter: HSDrafter
-    weights: TargetWeights
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -48,12 +43,18 @@ class InjectedPredictions(Predictions):
             result.append(states)
         return result
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        logits = self.drafter.logits(hidden, self.weights)
-        return logits if states is None else self.drafter.injector.told(logits, hidden, states)
+    @property
+    def by_columns(self) -> bool:  # type: ignore[override]
+        return self.drafter.config.injector != "selector"  # which chooses among all columns
 
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drafter.norm(hidden)
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits, injector = head_logits(self.drafter, hidden, self.weights, columns), self.drafter.injector
+        if states is None:
+            return logits
+        bias = some_columns(injector.up, injector.code(injector.project(hidden), states), columns)
+        return biased(logits, bias, injector.reach(logits))
 
 
 class HiddenStateFamily(TravellingFamily):

@@ -18,10 +18,9 @@ from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.branches import Branches
-from .family import Choose, TrainableFamily
+from .family import OPTIONS, Choose, TrainableFamily, name_of
 from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
 
-_OPTIONS = ("tree_size", "beam_width")  # drafting options, which do not affect the weights
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 
 
@@ -39,7 +38,7 @@ class LMFamily(TrainableFamily):
 
     @property
     def fields(self) -> set[str]:
-        return {"target_name", "num_draft_steps", "num_hidden_layers", *_OPTIONS}
+        return {"target_name", "num_draft_steps", "num_hidden_layers", *OPTIONS}
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> LMTrainingConfig:
         config, steps = text_config(target), self._steps(fields, self.steps)
@@ -110,12 +109,9 @@ class LMFamily(TrainableFamily):
             size, draft_vocab_size=size, num_draft_steps=steps, target_name=name, hidden_size=config.hidden_size
         )
         drafter.num_draft_steps = steps
-        for name in _OPTIONS:
-            if name in fields:
-                setattr(options, name, fields[name])
         if "num_draft_steps" in fields:
             options.num_assistant_tokens = steps
-        drafter.check_options()
+        self.set_options(drafter, fields)
         return drafter
 
     def snapshot(self, drafter: Any) -> Any:
@@ -142,8 +138,7 @@ class LMFamily(TrainableFamily):
         """A language model starts from its own weights."""
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
-        own_name = name or getattr(target, "name_or_path", "") or ""
-        drafter.config = replace(drafter.config, target_name=public_name(own_name))
+        drafter.config = replace(drafter.config, target_name=name_of(target, name))
         drafter.tokenizer = drafter.tokenizer or tokenizer
 
     def describe(self, drafter: Any) -> str:

@@ -12,9 +12,7 @@ import torch
 from ...core.checks import public_name
 from ...drafters.base.decoder_layer import LayerSizes
 from ...drafters.base.refiners import leave_folder
-from .family import TrainableFamily
-
-_OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold
+from .family import OPTIONS, TrainableFamily, name_of
 
 
 class PublishedFamily(TrainableFamily):
@@ -31,7 +29,7 @@ class PublishedFamily(TrainableFamily):
     @property
     def fields(self) -> set[str]:
         own = {field.name for kind in (self.config, LayerSizes) for field in fields_of(kind)}
-        return own | {"num_draft_steps", "draft_vocab_ids", *_OPTIONS}
+        return own | {"num_draft_steps", "draft_vocab_ids", *OPTIONS}
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         config = self.derived(target, fields)
@@ -41,18 +39,11 @@ class PublishedFamily(TrainableFamily):
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns a configuration. By default a quarter of the vocabulary is drafted."""
-        own = {name: value for name, value in fields.items() if name not in _OPTIONS}
+        own = {name: value for name, value in fields.items() if name not in OPTIONS}
         size = target.config.get_text_config().vocab_size
         ids = own.get("draft_vocab_ids")
         own.setdefault("draft_vocab_size", max(1, size // 4) if ids is None else len(ids))
         return self.config.for_target(target, **_named(own))
-
-    def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
-        """Sets the drafting options among some fields; an invalid one is a ValueError."""
-        for name in _OPTIONS:
-            if name in fields:
-                setattr(drafter.generation_config, name, fields[name])
-        drafter.check_options()
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         self.check_trainable(drafter.config)
@@ -62,7 +53,7 @@ class PublishedFamily(TrainableFamily):
         drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps
         self.set_options(drafter, fields)
         for name, value in fields.items():
-            if name in (*_OPTIONS, *self.free):
+            if name in (*OPTIONS, *self.free):
                 continue
             found = _found(drafter.config, name)
             wanted = tuple(value) if isinstance(value, list) else value
@@ -74,11 +65,9 @@ class PublishedFamily(TrainableFamily):
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
         drafter.check(target)
-        own_name = getattr(target, "name_or_path", "") or ""
         architecture = type(target).__name__.removeprefix("FSDP")  # a sharded target is the same target
-        drafter.config = replace(
-            drafter.config, target_name=public_name(name or own_name), target_architectures=(architecture,)
-        )
+        told = {"target_name": name_of(target, name), "target_architectures": (architecture,)}
+        drafter.config = replace(drafter.config, **told)
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, Any]:

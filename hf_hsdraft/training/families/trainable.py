@@ -14,12 +14,7 @@ from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
 
-_CORE: tuple[TrainableFamily, ...] = (
-    HiddenStateFamily(),
-    BlockFamily(),
-    EagleFamily(),
-    LMFamily(),
-)
+_CORE: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily(), LMFamily())
 TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
 
 

@@ -152,8 +152,7 @@ class LMPredictions(Predictions):
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
         return {"path_embeds": self.weights.embed(tokens)}
 
-    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.drafter.logits(hidden)[..., : len(self.weights.vocab_ids)]
-
-    def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden

@@ -8,11 +8,10 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from ...core.checks import public_name
 from ...drafters.base.refiners import leave_folder
 from ...drafters.hidden_state.target_match import tokenizer_hash
 from ..data.vocabulary import with_draft_vocabulary
-from .family import Choose, TrainableFamily
+from .family import Choose, TrainableFamily, name_of
 
 _SHORTEST_WINDOW = 128
 _FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend
@@ -27,14 +26,6 @@ class TravellingFamily(TrainableFamily):
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         # Training never looks back further than the longest text.
         return self.with_chosen_vocabulary(target, {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}, choose)
-
-    def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
-        """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
-        config = self.config_for(target, fields)
-        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            ids = choose(config.draft_vocab_size)
-            config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
-        return self.drafter(config)
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
@@ -65,9 +56,8 @@ def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = No
     """Records the target's name, tokenizer and special tokens in a drafter's configuration."""
     drafter.check(target)
     config = drafter.config
-    own_name = getattr(target, "name_or_path", "") or ""
-    config.target_name = public_name(name or own_name)
-    config.target_revision = _revision(own_name)
+    config.target_name = name_of(target, name)
+    config.target_revision = _revision(getattr(target, "name_or_path", "") or "")
     config.target_tokenizer_hash = tokenizer_hash(tokenizer)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(target.config.get_text_config(), token, None))

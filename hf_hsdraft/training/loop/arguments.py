@@ -52,6 +52,8 @@ class DrafterTrainingArguments(TrainingArguments):
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
             for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
             estimate of how far each chain is accepted, see `depth_weights.d_pace`.
+        valid_prefix: whether only the depths of a chain count that greedy decoding would reach, see
+            `depth_weights.reached`. The loss is then a mean over predictions.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
@@ -59,6 +61,9 @@ class DrafterTrainingArguments(TrainingArguments):
         regression_steps: number of steps over which `regression_weight` falls to 0.
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
+        candidates: number of the target's most probable tokens at each position that the loss compares, for all
+            predictions that are compared together; 0 to compare the whole draft vocabulary. See `loss.candidates`.
+        drawn_candidates: number of further tokens that it compares, drawn by frequency.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
         max_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
             `TimeBudget`. The learning rate rises for a twentieth of the training and falls as a cosine. `max_steps`,
@@ -95,6 +100,7 @@ class DrafterTrainingArguments(TrainingArguments):
     )
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
     depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
+    valid_prefix: bool = field(default=False, metadata={"help": "Count only depths that greedy decoding reaches."})
     depth_decay: float = field(default=_DEPTH_DECAY, metadata={"help": "Depth d weighs depth_decay ** d."})
     depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
     regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
@@ -102,6 +108,8 @@ class DrafterTrainingArguments(TrainingArguments):
     cosine_weight: float = field(default=0.0, metadata={"help": "Cosine distance of drafted and final states."})
     chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
     rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
+    candidates: int = field(default=0, metadata={"help": "Likely tokens of the target a position that the loss sees."})
+    drawn_candidates: int = field(default=1024, metadata={"help": "Further tokens that it sees, by frequency."})
     eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
     max_minutes: float | None = field(default=None, metadata={"help": "Minutes from the first step to the end."})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
@@ -125,9 +133,9 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
             raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
-        least = dict.fromkeys(("chains_per_conversation", "gradient_accumulation_steps"), 1)
+        least = dict.fromkeys(("chains_per_conversation", "gradient_accumulation_steps", "drawn_candidates"), 1)
         least |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
-        for name, number in {**least, "cosine_weight": 0, "learning_rate": 0}.items():
+        for name, number in {**least, "cosine_weight": 0, "learning_rate": 0, "candidates": 0}.items():
             if getattr(self, name) < number:
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected {number} or more")
         if self.fp16:

@@ -7,7 +7,6 @@ any of them. An average costs nothing when drafting. Which shares are best has t
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,11 @@ def average_folders(
         _check_target(name, drafter, target, tokenizer)
     record_target(result, target, tokenizer, target_name or drafters[0].config.target_name or None)
     _warn_of_loss(result, drafters)
-    recipe = _recipe(_distinct([public_name(name) for name in names]), shares, drafters)
+    told = [public_name(name) for name in names]
+    numbered = [
+        f"{name} ({told[: at + 1].count(name)})" if told.count(name) > 1 else name for at, name in enumerate(told)
+    ]
+    recipe = _recipe(numbered, shares, drafters)
     with complete_folder(out) as partial:
         result.to(torch.bfloat16).save_pretrained(partial)
         write_json(partial / RECIPE, recipe)
@@ -173,13 +176,3 @@ def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HS
     if len(licences) == 1 and None not in licences:
         together["license"] = licences.pop()
     return together
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Numbers names that occur several times."""
-    count, seen = Counter(names), Counter[str]()
-    result = []
-    for name in names:
-        seen[name] += 1
-        result.append(f"{name} ({seen[name]})" if count[name] > 1 else name)
-    return result

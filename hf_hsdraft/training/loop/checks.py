@@ -15,7 +15,7 @@ from ...hub.drafter_files import CONFIG
 from ...hub.fetching import find_folder, loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
-from ..data.gather import check_not_empty, most_in_sources
+from ..data.gather import most_in_sources
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
 from ..families.family import TrainableFamily
@@ -34,18 +34,21 @@ def prepared(
         TypeError: there is no such argument.
         OSError: there is no such drafter to start from.
     """
-    plan.check_invents()
+    plan.check(PartialState().num_processes)
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
     family_for(plan).check_policy(args.data_policy)
+    if plan.stream:
+        args.ignore_data_skip = True  # a resumed run goes on with new conversations
+        args.accelerator_config.dispatch_batches = False  # of conversations, not of tensors
+        if args.max_steps <= 0:
+            raise ValueError("a stream has no epochs: give --max-minutes or --max-steps")
     if args.objective in WHOLE_LOSSES:
         plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
         family_for(plan)  # raises for fields that such a drafter lacks
     if plan.init_from is not None:
         with loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))
-    for path in plan.prompts:
-        check_not_empty(path)
     if (most := most_in_sources(plan)) is not None:
         plan.check_amount(most)
     return plan, args

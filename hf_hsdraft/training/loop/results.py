@@ -117,15 +117,22 @@ def _recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily
 
 
 def what_is_computed(trainer: DrafterTrainer) -> str:
-    """Describes the terms of the loss, and how many predictions are compared at a time."""
-    args, loss = trainer.args, trainer.loss
+    """Describes the terms of the loss, and what is compared at a time."""
+    args = trainer.args
     options = "".join(f" ({name} {value})" for name, value in args.method_options.items())
     return (
         f"{_terms(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
         f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, "
-        f"{_weights(trainer)}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} "
-        "tokens at a time"
+        f"{_weights(trainer)}; {_compared(trainer)}"
     )
+
+
+def _compared(trainer: DrafterTrainer) -> str:
+    args = trainer.args
+    if getattr(trainer.loss, "candidates", None) is not None:
+        return f"the {args.candidates} likely tokens of each position compared, and {args.drawn_candidates} drawn ones"
+    size = len(trainer.weights.vocab_ids)
+    return f"logits of {trainer.loss.rows_per_chunk} predictions x {size:,} tokens at a time"
 
 
 def _terms(args: DrafterTrainingArguments) -> str:
@@ -140,8 +147,9 @@ def _terms(args: DrafterTrainingArguments) -> str:
 
 
 def _weights(trainer: DrafterTrainer) -> str:
+    reached = ", of the depths that greedy decoding reaches" if trainer.args.valid_prefix else ""
     if trainer.args.depth_weighting == "d-pace":
-        return "depth weights by D-PACE"
+        return f"depth weights by D-PACE{reached}"
     numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)
     by_prediction = trainer.args.depth_weighting == "by-prediction"
-    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}"
+    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}{reached}"

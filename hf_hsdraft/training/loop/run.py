@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback
 
 from ...hub.pushing import prepare_repository
 from ...runtime.prompt_inputs import encode_prompt
+from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import (
     Conversation,
@@ -27,10 +28,12 @@ from ..data.conversations import (
     check_template_keeps_turns,
     tokenize_conversation,
 )
-from ..data.features import cache_features, feature_bytes, read_features
-from ..data.gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of
+from ..data.features import cache_features, feature_bytes, keep_likely, read_features
+from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
+from ..data.stream import ChatStream
+from ..data.vocabulary import answer_counts
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
@@ -50,8 +53,10 @@ from .run_folder import (
     only_run,
     settings_of,
 )
-from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter, with_lora
+from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
+
+BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
 
 @patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
@@ -91,7 +96,8 @@ def train(
     if push:
         _, repository, _ = prepare_repository(args.hub_model_id or out.resolve().name, {**hub})
     if plan.publish_data is not None and state.is_main_process:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(run.recipe)
+        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub)
+        chats = chats.prepare(run.answering.recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_run(out) if state.is_main_process else contextlib.nullcontext():
@@ -101,8 +107,7 @@ def train(
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
             else:
                 torch.manual_seed(args.seed)
-                answered = answer_all(target, tokenizer, plan, args.seed, run.identity, prompts, out, report)
-                run.learn_from(finished + answered, start)
+                run.answer_and_learn(finished, prompts, start)
             if chats is not None:  # before the drafter, as its card names them
                 report(f"chats sent: {chats.send(out / 'data')}")
                 name_data_set(out, chats.name)
@@ -129,8 +134,8 @@ class _Run:
     report: Reporter
 
     @property
-    def recipe(self) -> dict[str, Any]:
-        return recipe_of(self.target, self.tokenizer, self.plan, self.args.seed, self.identity)
+    def answering(self) -> Answering:
+        return Answering(self.target, self.tokenizer, self.plan, self.args.seed, self.identity, self.report)
 
     def start(self) -> Any:
         """Returns the drafter to start from, if any; a ValueError if what the plan asks for cannot be trained."""
@@ -156,17 +161,29 @@ class _Run:
             check_template_keeps_turns(self.tokenizer)
         return finished, prompts
 
-    def learn_from(self, conversations: Sequence[Conversation], start: Any) -> None:
-        """Trains a drafter, `start` or a fresh one, and saves the best."""
+    def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
+        """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
+        if self.plan.stream:
+            groups = self.answering.stream(prompts)
+            self.learn_from(_enough(groups, finished), start, groups)
+        else:
+            self.learn_from(finished + self.answering.all(prompts), start)
+
+    def learn_from(
+        self, conversations: Sequence[Conversation], start: Any, groups: Iterator[list[Conversation]] | None = None
+    ) -> None:
+        """Trains a drafter, `start` or a fresh one, and saves the best. `groups` yields further conversations."""
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        out, state = Path(plan.out), PartialState()
-        pairs = self._tokenized(in_order(conversations, args.seed))
+        # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
+        first = len(conversations) if groups is None else BEFORE_LEARNING
+        pairs = self._tokenized([*in_order(conversations[:first], args.seed), *conversations[first:]])
         tokenized = [pair[1] for pair in pairs]
-        tokens, answers = (sum(map(int, counts)) for counts in zip(*map(_counted, tokenized), strict=True))
-        report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
-        drafter = self._drafter(start, tokenized)
+        counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
+        tokens = sum(length for length, _ in counts)
+        report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
+        drafter = self._drafter(start, tokenized[:first])
         taps = family.taps(drafter, target)
-        dataset: Any = self._cached(taps, tokenized, tokens) if plan.cache_taps else tokenized
+        dataset: Any = self._cached(drafter, taps, tokenized, tokens) if plan.cache_taps else tokenized
         drafter = drafter.to(args.device)
         if not start:
             sample = read_features(target, taps, tokenized[: min(16, len(tokenized))])
@@ -175,13 +192,18 @@ class _Run:
         size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
         whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
         report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
-        last, patience = last_checkpoint(out), args.early_stopping_patience
+        last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
+        train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
+        if groups is not None:
+            further = (self._features(drafter, taps, group, counts) for group in groups)
+            train_dataset = ChatStream(train_dataset, further, plan.passes, args.seed, learned=last is not None)
         trainer = DrafterTrainer(
             model,
             args,
             target=target,
             tau_prompts=self._tau_prompts([chat for chat, _ in pairs[: plan.eval_conversations]]),
-            train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
+            token_counts=answer_counts(tokenized, text_config(target).vocab_size),
+            train_dataset=train_dataset,
             eval_dataset=Subset(dataset, range(plan.eval_conversations)),
             budget=None if args.max_minutes is None else TimeBudget.resumed(args.max_minutes, clock_of(last)),
             report=report,
@@ -190,20 +212,38 @@ class _Run:
         report(what_is_computed(trainer))
         begin = time.perf_counter()
         _learn(trainer, last, report)
+        self._keep(trainer, counts, begin)
+
+    def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
+        """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
+        target, plan, family, report = self.target, self.plan, self.family, self.report
+        out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
                 family.record_target(trainer.drafter, target, self.tokenizer, plan.drafter.get("target_name"))
             except Exception as error:  # the drafter is saved all the same
                 report(f"what the target writes could not be recorded: {error}")
         if state.is_main_process:
-            amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
+            amount = f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens, by the target itself"
             save(trainer, plan, family, {"data": amount, "prompts": plan.describe_prompts()}, report)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(args))
+            finish(out, trainer.state.global_step, limits_of(self.args))
         state.wait_for_everyone()
+
+    def _features(
+        self, drafter: Any, taps: Sequence[int], conversations: Sequence[Conversation], counts: list[tuple[int, int]]
+    ) -> Any:
+        """Returns conversations of a stream as the trainer reads them, and adds their lengths to `counts`."""
+        tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
+        tokenized = [chat for chat in tokenized if bool(chat.answer_mask[2:].any())]
+        counts += [_counted(chat) for chat in tokenized]
+        self.report(f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens")
+        if not self.plan.cache_taps or not tokenized:
+            return tokenized
+        return self._cached(drafter, taps, tokenized, sum(len(chat.input_ids) for chat in tokenized))
 
     def _tokenized(self, conversations: Sequence[Conversation]) -> list[tuple[Conversation, TokenizedConversation]]:
         """Returns conversations with something to learn, each with its tokens; a ValueError if too few are left."""
@@ -223,29 +263,33 @@ class _Run:
 
     def _drafter(self, start: Any, tokenized: Sequence[TokenizedConversation]) -> Any:
         """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
+
+        def choose(size: int) -> list[int]:
+            return draft_vocabulary(self.target, self.tokenizer, tokenized, size, self.report)
+
         wanted = self.plan.drafter.get("draft_vocab_size")
         if start and wanted not in (None, start.config.draft_vocab_size):
-            ids = draft_vocabulary(self.target, self.tokenizer, tokenized, wanted, self.report)
-            start = self.family.with_draft_vocabulary(start, ids, self.target.get_output_embeddings().weight)
+            rows = self.target.get_output_embeddings().weight
+            start = self.family.with_draft_vocabulary(start, choose(wanted), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
-        return start or fresh_drafter(self.family, self.target, self.tokenizer, tokenized, self.plan, self.report)
+        longest = max(len(chat.input_ids) for chat in tokenized)
+        return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
 
-    def _cached(self, taps: Sequence[int], tokenized: Sequence[TokenizedConversation], tokens: int) -> Any:
+    def _cached(
+        self, drafter: Any, taps: Sequence[int], tokenized: Sequence[TokenizedConversation], tokens: int
+    ) -> Any:
         """Returns the features of all conversations, after this process has written its share."""
-        state = PartialState()
         size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
         self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
+        folder = Path(self.plan.out) / "features"
         with self.report.stage("taps", "files") as stage:
-            return cache_features(
-                self.target,
-                taps,
-                tokenized,
-                Path(self.plan.out) / "features",
-                self.identity,
-                stage=stage,
-                share=(state.process_index, state.num_processes),
-                wait=state.wait_for_everyone,
-            )
+            dataset = cache_features(self.target, taps, tokenized, folder, self.identity, stage)
+        if not self.args.candidates:
+            return dataset
+        head, ids = self.target.get_output_embeddings().weight.detach(), drafter.draft_vocab_ids()
+        with self.report.stage("likely tokens", "files") as stage:
+            rows = head[ids.to(head.device)].to(torch.bfloat16)
+            return keep_likely(dataset, rows, ids, self.args.candidates, stage)
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
@@ -256,9 +300,23 @@ class _Run:
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 
+def _enough(groups: Iterator[list[Conversation]], finished: Sequence[Conversation]) -> list[Conversation]:
+    """Returns the finished conversations and, behind them, those of a stream until there are `BEFORE_LEARNING`."""
+    taken = list(finished)
+    for group in groups:
+        taken += group
+        if len(taken) >= BEFORE_LEARNING:
+            break
+    return taken
+
+
 def _counted(chat: TokenizedConversation) -> tuple[int, int]:
     """Number of tokens of a conversation and of its answers."""
     return len(chat.input_ids), int(chat.answer_mask.sum())
+
+
+def _answer_tokens(counts: Iterable[tuple[int, int]]) -> int:
+    return sum(answers for _, answers in counts)
 
 
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:

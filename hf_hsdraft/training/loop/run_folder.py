@@ -37,6 +37,9 @@ _FIXED = (
     "cosine_weight",
     "chains_per_conversation",
     "rolled_fraction",
+    "candidates",
+    "drawn_candidates",
+    "valid_prefix",
     "seed",
     "bf16",
 )

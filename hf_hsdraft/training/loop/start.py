@@ -35,22 +35,6 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
     return drafter
 
 
-def fresh_drafter(
-    family: TrainableFamily,
-    target: Any,
-    tokenizer: Any,
-    tokenized: Sequence[Any],
-    plan: TrainingPlan,
-    report: Report,
-) -> Any:
-    """Returns a fresh drafter, whose draft vocabulary is chosen by the conversations `tokenized`."""
-
-    def choose(size: int) -> list[int]:
-        return draft_vocabulary(target, tokenizer, tokenized, size, report)
-
-    return family.fresh(target, plan.drafter, max(len(chat.input_ids) for chat in tokenized), choose)
-
-
 def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
     """Returns the token ids of a draft vocabulary of some size, see `choose_draft_vocabulary`."""
     always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -29,6 +29,7 @@ from ..data.features import Features, read_features
 from ..evaluate.calibration import Calibration
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
+from ..loss.candidates import Candidates
 from ..loss.data_policies import DATA_POLICIES, PolicyStep
 from ..loss.loss import (
     CHUNK_LOGITS,
@@ -61,6 +62,8 @@ class DrafterTrainer(Trainer):
         model: a drafter of a family that can be trained, or a PEFT model of one.
         target: makes features that are not on disk, labels for drafted tokens, and the texts for tau.
         tau_prompts: inputs of `generate()` for measuring tau.
+        token_counts: `[V]`, how often the answers have each token, for the columns that `candidates` draws; `None` for
+            equally often.
         budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
         report: reports how far evaluations are; `None` to report nothing, and to leave printing to the Trainer.
         kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
@@ -78,6 +81,7 @@ class DrafterTrainer(Trainer):
         *,
         target: Any,
         tau_prompts: Sequence[dict[str, torch.Tensor]] = (),
+        token_counts: torch.Tensor | None = None,
         budget: TimeBudget | None = None,
         report: Reporter | None = None,
         **kwargs: Any,
@@ -93,7 +97,7 @@ class DrafterTrainer(Trainer):
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
         self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
-        self.loss = _loss(args, drafter, self.weights, self.teacher_head)
+        self.loss = _loss(args, drafter, self.weights, self.teacher_head, token_counts)
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
             _recompute_layers(drafter)
@@ -315,7 +319,13 @@ class DrafterTrainer(Trainer):
         return family_of(model).snapshot(model).eval()
 
 
-def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor) -> Any:
+def _loss(
+    args: DrafterTrainingArguments,
+    drafter: Any,
+    weights: TargetWeights,
+    head: torch.Tensor,
+    token_counts: torch.Tensor | None,
+) -> Any:
     on_cpu = drafter.device.type == "cpu"
     if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
@@ -327,10 +337,18 @@ def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, 
         objective_of(args.objective, args.ce_share),
         args.weights_of_depths(drafter.num_draft_steps),
         d_pace=args.depth_weighting == "d-pace",
+        valid_prefix=args.valid_prefix,
         cosine_weight=args.cosine_weight,
         by_prediction=args.depth_weighting == "by-prediction",
+        candidates=_candidates(args, weights, token_counts) if args.candidates else None,
         **chunks,
     )
+
+
+def _candidates(args: DrafterTrainingArguments, weights: TargetWeights, counts: torch.Tensor | None) -> Candidates:
+    ids = weights.vocab_ids
+    own = torch.ones(len(ids)) if counts is None else counts[ids.to(counts.device)]
+    return Candidates.of(args.candidates, args.drawn_candidates, own.to(ids.device))
 
 
 def _recompute_layers(drafter: Any) -> None:
@@ -378,6 +396,3 @@ def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
 def _base(model: Any) -> Any:
     """Returns the drafter inside a PEFT model, or the drafter itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-__all__ = ["DrafterTrainer", "DrafterTrainingArguments", "TrainingDiverged"]

@@ -18,16 +18,18 @@ import torch.nn.functional as F
 from ...drafters.base.target_weights import TargetWeights
 from ..data.features import Features
 from ..families.trainable import family_of
+from .candidates import Candidates, Columns, likely_columns
 from .chunks import sum_over_chunks
-from .depth_weights import d_pace, mean_of_depths, mean_of_predictions
+from .depth_weights import d_pace, mean_of_depths, mean_of_predictions, reached
 from .objectives import Objective, hard_labels
 from .predictions import Predictions
 
-# Takes logits of drafter and target, `[N, V']`, and the places of their predictions, `[N]`. Returns a sum over them and
-# a detached value of each.
-Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Takes logits of drafter and target, `[N, V']`, the places of their predictions and the columns of the target's first
+# choices, `[N]`. Returns a sum over them and a detached value of each.
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
+_CANDIDATE_ROWS = 512  # predictions that share their columns: more share more, but have more of them
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Pack:
         document_ids: `[T]`, int64, index of each token's conversation; -1 for padding.
         taps: `[T, taps * D]`, see `Features`.
         final: `[T, D]`, see `Features`.
+        likely: `[T, n]`, int32, see `Features`; `None` where they are not known.
     """
 
     input_ids: torch.Tensor
@@ -49,6 +52,7 @@ class Pack:
     document_ids: torch.Tensor
     taps: torch.Tensor
     final: torch.Tensor
+    likely: torch.Tensor | None = None
 
     @classmethod
     def of(cls, conversations: Sequence[Features], pad_to_multiple_of: int = 1) -> Pack:
@@ -61,6 +65,7 @@ class Pack:
             return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding), value=value)
 
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        likely = [features.likely for features in conversations if features.likely is not None]
         return cls(
             input_ids=joined(features.input_ids for features in conversations),
             answer_mask=joined(features.answer_mask for features in conversations),
@@ -68,11 +73,13 @@ class Pack:
             document_ids=joined([documents], value=-1),
             taps=joined(features.taps for features in conversations),
             final=joined(features.final for features in conversations),
+            likely=joined(likely) if len(likely) == len(conversations) else None,
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
         floating = {"taps": self.taps.to(device, dtype), "final": self.final.to(device, dtype)}
-        return Pack(**{name: value.to(device) for name, value in vars(self).items()} | floating)
+        known = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return Pack(**known | floating)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class ChainLabels:
     Attributes:
         tokens: `[S, K]`, int64, the parents: the last token that the prediction knows.
         teacher: `[U, D]`, final hidden states of the target.
+        likely: `[U, n]`, int32, its most probable columns there; `None` where they are not known.
         rows: `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token.
         valid: `[S, K]`, bool, True where the loss counts the prediction.
         count: `[K]`, divisor of the loss of each depth, the same in all processes of a step.
@@ -123,6 +131,7 @@ class ChainLabels:
     regression: float = 0.0
     measured: bool = True
     further: FurtherTerm | None = None
+    likely: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,7 @@ def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
     valid &= (parents < last) & chains.real[:, None]
     valid[chains.num_rolled :, 1:] = False
     parents = parents.clamp(max=last)
-    return ChainLabels(pack.input_ids[parents], pack.final, parents, valid, valid.sum(dim=0))
+    return ChainLabels(pack.input_ids[parents], pack.final, parents, valid, valid.sum(dim=0), likely=pack.likely)
 
 
 def unroll(
@@ -250,9 +259,13 @@ class ChainLoss:
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
         d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more without
             gradients, which takes another product with the drafter's head and the target's for each prediction.
+        valid_prefix: whether only the depths count that greedy decoding would reach, see `depth_weights.reached`; it
+            takes the same further products.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
-        by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, and
-            with a further term.
+        by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, with
+            `valid_prefix`, and with a further term.
+        candidates: chooses the columns of the vocabulary that gradients are computed for, where predictions can be
+            computed by columns; `None` for all. Evaluations compare all.
     """
 
     weights: TargetWeights
@@ -262,8 +275,10 @@ class ChainLoss:
     chunk_logits: int = CHUNK_LOGITS["cpu"]
     scored_logits: int = 2**18
     d_pace: bool = False
+    valid_prefix: bool = False
     cosine_weight: float = 0.0
     by_prediction: bool = False
+    candidates: Candidates | None = None
 
     @property
     def rows_per_chunk(self) -> int:
@@ -278,26 +293,32 @@ class ChainLoss:
         steps = len(hidden_states)
         predictions = family_of(drafter).predictions(drafter, self.weights)
         states = predictions.states(labels.tokens, hidden_states)
-        total = functools.partial(self._sum, predictions, hidden_states, states, labels)
+        by_columns = torch.is_grad_enabled() and predictions.by_columns and labels.further is None
+        candidates = self.candidates if by_columns else None
+        total = functools.partial(self._sum, predictions, hidden_states, states, labels, candidates)
         place = torch.cat(_places(hidden_states))
         weights, further = torch.tensor(list(self.depth_weights), device=device), labels.further
         assert len(weights) == steps, "one weight a depth"
-        if self.d_pace and torch.is_grad_enabled():  # the loss of an evaluation is not used
-            weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
-        by_prediction = self.by_prediction or self.d_pace or further is not None
+        if (self.d_pace or self.valid_prefix) and torch.is_grad_enabled():  # the loss of an evaluation is not used
+            probability, right = _foreseen(total, place, labels)
+            if self.d_pace:
+                weights = weights * d_pace(probability, labels.valid)
+            if self.valid_prefix:
+                weights = weights * reached(right, labels.valid)
+        by_prediction = self.by_prediction or self.d_pace or self.valid_prefix or further is not None
         mean = mean_of_predictions if by_prediction else mean_of_depths
         coefficients = mean(weights, labels.valid, labels.count).flatten()
         if further is not None:
             costs = mean(further.weights, further.weights > 0, labels.count).flatten()
 
         def score(
-            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
+            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor, best: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            distance = self.objective(logits, teacher)
+            distance = self.objective(logits, teacher, best)
             loss = (distance * coefficients[place]).sum()
             if further is not None:
                 loss = loss + (further(logits, teacher, place) * costs[place]).sum()
-            return loss, _statistics(logits, teacher, distance, labels.measured)
+            return loss, _statistics(logits, best, distance, labels.measured)
 
         loss, statistics = total(score)
         regression = torch.zeros((), device=device)
@@ -323,6 +344,7 @@ class ChainLoss:
         hidden_states: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor | None],
         labels: ChainLabels,
+        candidates: Candidates | None,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums `score` over all predictions, depth by depth; returns the sum and its values."""
@@ -331,15 +353,23 @@ class ChainLoss:
         def compare(
             hidden: torch.Tensor, place: torch.Tensor, states: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            teacher = self._teacher_logits(labels.teacher, rows[place])
-            logits = predictions.logits(hidden, states)
-            return sum_over_chunks(precisely, [logits, teacher, place], [], self._rows(self.scored_logits))
+            columns = None if candidates is None else self._columns(candidates, labels, rows[place])
+            index = None if columns is None else columns.index
+            teacher = self._teacher_logits(labels.teacher, rows[place], index)
+            logits = predictions.logits(hidden, states, index)
 
-        def precisely(
-            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.autocast(device.type, enabled=False):
-                return score(logits.float(), teacher.float(), place)
+            def precisely(
+                logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                with torch.autocast(device.type, enabled=False):
+                    logits, teacher = logits.float(), teacher.float()
+                    best = teacher[:, : columns.sure if columns else None].max(dim=-1).indices
+                    if columns is not None:
+                        logits, teacher = logits + columns.log_weight, teacher + columns.log_weight
+                    return score(logits, teacher, place, best)
+
+            size = max(1, self.scored_logits // logits.shape[1])
+            return sum_over_chunks(precisely, [logits, teacher, place], [], size)
 
         total, values, places = torch.zeros((), device=device), list[torch.Tensor](), _places(hidden_states)
         # Depths whose logits do not depend on the paths are compared apart from the others.
@@ -350,17 +380,31 @@ class ChainLoss:
             # Predictions of the same token are adjacent, so that the target's logits are computed once.
             order = rows[parts[1]].argsort()
             more, further = sum_over_chunks(
-                compare, [part[order] for part in parts], predictions.parameters, self.rows_per_chunk
+                compare,
+                [part[order] for part in parts],
+                predictions.parameters,
+                self.rows_per_chunk if candidates is None else _CANDIDATE_ROWS,
             )
             total = total + more
             values.append(torch.empty_like(further).index_copy_(0, order, further))
         return total, torch.cat(values)
 
     @torch.no_grad()
-    def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits `[N, V']` by the rows `[N]`, ascending, of its hidden states `[U, D]`."""
+    def _columns(self, candidates: Candidates, labels: ChainLabels, rows: torch.Tensor) -> Columns:
+        """Returns the columns to compare for predictions of the rows `[N]`, ascending, of `labels.teacher`."""
+        distinct = rows.unique_consecutive()
+        if labels.likely is None:
+            return candidates.columns(likely_columns(labels.teacher[distinct], self.teacher_head, candidates.count))
+        return candidates.columns(labels.likely[distinct, : candidates.count])
+
+    @torch.no_grad()
+    def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+        """Returns the target's logits `[N, C]` by the rows `[N]`, ascending, of its hidden states `[U, D]`.
+
+        `columns` `[C]`, int64, are those of the draft vocabulary; `None` for all.
+        """
         distinct, index = rows.unique_consecutive(return_inverse=True)
-        logits = F.linear(teacher[distinct], self.teacher_head)
+        logits = F.linear(teacher[distinct], self.teacher_head if columns is None else self.teacher_head[columns])
         return logits if len(distinct) == len(rows) else logits[index]
 
 
@@ -371,32 +415,39 @@ def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _label_probabilities(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
-    """Returns `[S, K]`, the drafter's probabilities of the labels of `hard_labels`; 1 where it predicts nothing.
+def _foreseen(
+    total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the drafter's probabilities of the labels of `hard_labels`, and whether they are its first choices.
 
-    The weights of a chain's first depth need the last depth's, so all logits are computed once more beforehand.
+    Both are `[S, K]`; 1 and True where it predicts nothing. The weights of a chain's first depth need the last depth's,
+    so all logits are computed once more beforehand.
     """
 
-    def score(logits: torch.Tensor, teacher: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        probability = hard_labels(logits, teacher).neg().exp()
-        return probability.sum(), probability
+    def score(
+        logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor, best: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probability = hard_labels(logits, teacher, best).neg().exp()
+        right = logits.max(dim=-1).indices == best
+        return probability.sum(), torch.stack([probability, right.to(probability.dtype)], dim=-1)
 
     kind = place.device.type
     # Parameters that are cast here, without gradients, must not stand in for those that need them.
     with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
         _, found = total(score)
-    probabilities = found.new_ones(labels.valid.numel())
-    probabilities[place] = found
-    return probabilities.view_as(labels.valid)
+    known = found.new_ones(labels.valid.numel(), 2)
+    known[place] = found
+    probability, right = known.unbind(dim=-1)
+    return probability.view_as(labels.valid), right.view_as(labels.valid) > 0
 
 
-def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
-    """Returns `[N, 3]`: the objective, the confidence of the first choice, and whether it is the target's."""
+def _statistics(logits: torch.Tensor, goal: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
+    """Returns `[N, 3]`: the objective, the confidence of the first choice, and whether it is `goal`, the target's."""
     logits, distance = logits.detach(), distance.detach()
     if not measured:
         return torch.stack([distance, torch.zeros_like(distance), torch.zeros_like(distance)], dim=-1)
     best = logits.max(dim=-1)  # on CPUs several times faster than argmax
-    right = best.indices == teacher.max(dim=-1).indices
+    right = best.indices == goal
     confidence = (best.values - logits.logsumexp(dim=-1)).exp()
     return torch.stack([distance, confidence, right.to(distance.dtype)], dim=-1)
 

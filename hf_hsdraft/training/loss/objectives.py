@@ -1,8 +1,9 @@
 """Training objectives: how far the drafter's distribution q is from the target's p.
 
-Each takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one value for
-each row, `[N]`, in nats. All but `hard_labels`, `ce_tv` and `kl_ce` are zero exactly where both distributions are
-equal.
+A divergence takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one
+value for each row, `[N]`, in nats. It is zero exactly where both distributions are equal. Where columns stand for all
+of the vocabulary, the logarithm of a column's weight is added to both logits, and each divergence is the weighted sum
+over the columns (see `candidates`).
 
 The divergences are from DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
 sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` defines.
@@ -10,10 +11,9 @@ sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` d
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ...core.methods import Registry
 
-Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 CE_SHARES = {"ce_tv": 0.1, "kl_ce": 0.5}  # default shares of the cross-entropy
 _LK_DECAY = 3.0
@@ -47,25 +47,6 @@ def jensen_shannon(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def total_variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Half the sum of the absolute differences: the share that rejection sampling rejects."""
     return (logits.softmax(dim=-1) - teacher.softmax(dim=-1)).abs().sum(dim=-1) / 2
-
-
-def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the target's first choice, which is all that greedy decoding asks for."""
-    return F.cross_entropy(logits, teacher.max(dim=-1).indices, reduction="none")
-
-
-def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["ce_tv"]) -> torch.Tensor:
-    """`ce_share` of `hard_labels` and the rest of `total_variation` (the loss of DSpark).
-
-    The parts follow the package speculators. DeepSpec takes the cross-entropy with the text's token and the whole L1
-    distance, not half of it: its second part weighs twice as much at the same share.
-    """
-    return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
-
-
-def kl_ce(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["kl_ce"]) -> torch.Tensor:
-    """`ce_share` of `hard_labels` and the rest of `forward_kl`: two of the three parts of FastVLM's loss."""
-    return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * forward_kl(logits, teacher)
 
 
 def nla(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -94,16 +75,49 @@ def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return torch.minimum(log_p, log_q).logsumexp(dim=-1)
 
 
+@dataclass(frozen=True)
+class Objective:
+    """A divergence, mixed with the cross-entropy with the target's first choice, all that greedy decoding asks for.
+
+    Attributes:
+        divergence: see above; `None` where the cross-entropy is all.
+        ce_share: share of the cross-entropy, 0 to 1.
+    """
+
+    divergence: Divergence | None
+    ce_share: float = 0.0
+
+    def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, best: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the value of each row, `[N]`.
+
+        `best` `[N]`, int64, are the columns of the target's first choices; `None` for the largest of `teacher`.
+        """
+        if self.divergence is None:
+            return hard_labels(logits, teacher, best)
+        if not self.ce_share:
+            return self.divergence(logits, teacher)
+        entropy = hard_labels(logits, teacher, best)
+        return self.ce_share * entropy + (1 - self.ce_share) * self.divergence(logits, teacher)
+
+
+def hard_labels(logits: torch.Tensor, teacher: torch.Tensor, best: torch.Tensor | None = None) -> torch.Tensor:
+    """Cross-entropy with the target's first choice `best`, see `Objective`."""
+    return F.cross_entropy(logits, teacher.max(dim=-1).indices if best is None else best, reduction="none")
+
+
 OBJECTIVES: dict[str, Objective] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jensen_shannon": jensen_shannon,
-    "total_variation": total_variation,
-    "hard_labels": hard_labels,
-    "kl_ce": kl_ce,
-    "ce_tv": ce_tv,
-    "nla": nla,
-    "lk_hybrid": lk_hybrid,
+    "forward_kl": Objective(forward_kl),
+    "reverse_kl": Objective(reverse_kl),
+    "jensen_shannon": Objective(jensen_shannon),
+    "total_variation": Objective(total_variation),
+    "hard_labels": Objective(None),
+    # Two of the three parts of FastVLM's loss.
+    "kl_ce": Objective(forward_kl, CE_SHARES["kl_ce"]),
+    # The loss of DSpark, as the package speculators has it. DeepSpec takes the cross-entropy with the text's token and
+    # the whole L1 distance, not half of it: its second part weighs twice as much at the same share.
+    "ce_tv": Objective(total_variation, CE_SHARES["ce_tv"]),
+    "nla": Objective(nla),
+    "lk_hybrid": Objective(lk_hybrid),
 }
 
 
@@ -133,14 +147,13 @@ def objective_of(name: str, ce_share: float | None = None) -> Objective:
     """
     if ce_share is None:
         return OBJECTIVES[name]
-    mixed = {"ce_tv": ce_tv, "kl_ce": kl_ce}
-    if name not in mixed:
+    if name not in CE_SHARES:
         raise ValueError(
             f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv' or 'kl_ce'"
         )
     if not 0.0 <= ce_share <= 1.0:
         raise ValueError(f"ce_share={ce_share} is invalid: expected 0 to 1")
-    return functools.partial(mixed[name], ce_share=ce_share)
+    return replace(OBJECTIVES[name], ce_share=ce_share)
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

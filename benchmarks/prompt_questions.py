@@ -1,6 +1,6 @@
 """Writes questions with checkable answers for `hsdraft quality --questions`, from prompts that have no answers.
 
-    python -m hf_hsdraft.methods.lossy.prompt_questions prompts.jsonl questions.jsonl
+    python benchmarks/prompt_questions.py prompts.jsonl questions.jsonl
 
 A prompt's question is dropped: no rule knows its answer. The first sentences of its longest paragraph become the text
 of other questions, whose answers follow from that text by rule:
@@ -13,25 +13,20 @@ of other questions, whose answers follow from that text by rule:
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ...training.data.conversations import Prompt, read_rows
-from ...training.files import write_complete
-from .checked_tasks import WORDS
+from runner import options
 
 _SHORTEST, _LONGEST = 60, 240  # characters of a text
 _SHORT = 40  # characters; a shorter sentence is not copied
 _END = re.compile(r"[a-z0-9)][.?!](?=\s|$)")
 _AMOUNT = re.compile(r"\$(\d+(?:,\d{3})*(?:\.\d+)?)")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-_IN_WORDS = re.compile(rf"\b({'|'.join(WORDS['in numbers'])})\b", re.IGNORECASE)
 _JOINED = re.compile(r"[^\s\d.,($\"']\d|\d(?:[A-Za-z/:]|[-\u2013]\w)")  # -12, B12, 3rd, 1/2, 10:30, 2-3
 _WORD = re.compile(r"\b[a-z]{6,12}\b")
 
@@ -54,7 +49,14 @@ def _copying(text: str, others: Sequence[str]) -> Asked | None:
 
 def _is_unclear(text: str) -> bool:
     """Whether a text has numbers that can be read other than by their digits."""
-    return bool(_IN_WORDS.search(text) or _JOINED.search(text))
+    return bool(_in_words().search(text) or _JOINED.search(text))
+
+
+@functools.cache
+def _in_words() -> re.Pattern[str]:
+    from hf_hsdraft.methods.lossy.checked_tasks import WORDS
+
+    return re.compile(rf"\b({'|'.join(WORDS['in numbers'])})\b", re.IGNORECASE)
 
 
 def _amount(text: str, others: Sequence[str]) -> Asked | None:
@@ -109,23 +111,22 @@ def questions_of(prompts: Sequence[str], name: str, seed: int = 0) -> Iterator[d
                 yield {"turns": [asked[0]], "category": f"{name}: {kind}", **asked[1]}
 
 
-def main(
-    prompts: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file with `turns`.")],
-    out: Annotated[Path, typer.Argument(help="JSONL file to write.")],
-    seed: Annotated[int, typer.Option(help="Of the order of the questions.")] = 0,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the questions to a file."""
-    found = [prompt.turns[0] for _, prompt in read_rows(prompts) if isinstance(prompt, Prompt)]
-    questions = list(questions_of(found, out.stem, seed))
+    from hf_hsdraft.training.data.conversations import read_prompts
+
+    parser = options(__doc__, seed=0)
+    parser.add_argument("prompts", type=Path, help="JSONL file with `turns`")
+    parser.add_argument("out", type=Path, help="JSONL file to write")
+    given = parser.parse_args(arguments)
+    found = [prompt.turns[0] for prompt in read_prompts(given.prompts)]
+    questions = list(questions_of(found, given.out.stem, given.seed))
     if not questions:
-        raise typer.BadParameter(
-            f"{prompts} has no text to ask about: expected sentences, {_SHORTEST} characters or more"
-        )
-    lines = [json.dumps(question) + "\n" for question in questions]
-    write_complete(out, lambda temporary: Path(temporary).write_text("".join(lines), encoding="utf-8"))
+        parser.error(f"{given.prompts} has no text to ask about: expected sentences, {_SHORTEST} characters or more")
+    given.out.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
     for kind in KINDS:
         print(f"{kind}: {sum(str(question['category']).endswith(f': {kind}') for question in questions)} questions")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,0 +1,82 @@
+"""Columns of a draft vocabulary that stand for all of it in the loss.
+
+The head over a whole vocabulary, at every depth of every chain, is most of a training step. Predictions need few of its
+columns: those that the target finds probable for one of them, and a sample of the others. A column v of the sample was
+drawn with probability pi(v) and weighs w(v) = 1 / pi(v), the others weigh 1 (Horvitz and Thompson). So the weighted sum
+over the columns estimates a sum over the vocabulary without bias: the normaliser of the drafter's softmax (sampled
+softmax; Bengio and Senecal 2008), and any divergence that is a sum over tokens. It is enough to add log w(v) to the
+logits of drafter and target: softmax(l + log w) = w(v) q(v), and the weights cancel in each ratio of p and q. The
+logarithm of the estimated normaliser is biased by about minus half its relative variance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+_POWER = 0.75  # of frequencies in the sample: rare tokens are drawn more often than they occur
+_ROWS = 512  # of hidden states whose logits are computed at a time
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns to compare.
+
+    Attributes:
+        index: `[C]`, int64, columns of the draft vocabulary; the first `sure` ones weigh 1.
+        log_weight: `[C]`, float32.
+    """
+
+    index: torch.Tensor
+    log_weight: torch.Tensor
+    sure: int
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Chooses columns.
+
+    Attributes:
+        count: number of the target's most probable tokens at each position that are compared, for all predictions that
+            are compared together.
+        inclusion: `[V']`, float32, probability with which each column is drawn besides.
+    """
+
+    count: int
+    inclusion: torch.Tensor
+
+    @classmethod
+    def of(cls, count: int, drawn: int, token_counts: torch.Tensor) -> Candidates:
+        """Draws about `drawn` columns, by how often tokens occur: `token_counts` `[V']`."""
+        frequency = (token_counts.float() + 1.0) ** _POWER
+        inclusion, share = torch.zeros_like(frequency), frequency / frequency.sum()
+        for _ in range(8):  # what is certain leaves its share to the others
+            certain = inclusion >= 1.0
+            room = max(drawn - int(certain.sum()), 0)
+            rest = torch.where(certain, 0.0, share)
+            inclusion = torch.where(certain, 1.0, room * rest / rest.sum().clamp(min=1e-9)).clamp(max=1.0)
+        return cls(count, inclusion)
+
+    def columns(self, likely: torch.Tensor) -> Columns:
+        """Returns the columns for predictions whose likely ones are `likely` `[U, count]`, see `likely_columns`."""
+        known = torch.zeros_like(self.inclusion, dtype=torch.bool)
+        known[likely.flatten().long()] = True
+        drawn = torch.rand_like(self.inclusion) < self.inclusion
+        sure, others = torch.nonzero(known).squeeze(-1), torch.nonzero(drawn & ~known).squeeze(-1)
+        weight = torch.cat([self.inclusion.new_zeros(len(sure)), -self.inclusion[others].log()])
+        return Columns(torch.cat([sure, others]), weight, len(sure))
+
+
+@torch.no_grad()
+def likely_columns(states: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the columns of the target's most probable tokens: `[N, count]`, int32.
+
+    Args:
+        states: `[N, D]`, final hidden states of the target.
+        head: `[V', D]`, its output rows of the draft vocabulary.
+    """
+    count = min(count, len(head))
+    parts = [F.linear(part.to(head.dtype), head).topk(count, sorted=False).indices for part in states.split(_ROWS)]
+    return torch.cat(parts).to(torch.int32) if parts else torch.zeros(0, count, dtype=torch.int32)

@@ -1,0 +1,191 @@
+"""Names and commands of drafters of all families: each takes a drafter of any format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import as_plain, edited, make_drafter, make_target
+from family_helpers import make_block_drafter, make_eagle
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, attach
+from hf_hsdraft.cli._describe import cached_drafters
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.base.formats import formats
+from hf_hsdraft.hub.checkpoint import Checkpoint
+
+COMMANDED = ("block", "eagle", "language model", "cacheback")
+commanded = pytest.mark.parametrize("kind", COMMANDED)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, target, tokenizer):
+    """Folders of the target and of a drafter of each kind."""
+    kinds = "target", "hidden states", *COMMANDED
+    made = {name: tmp_path_factory.mktemp("folders") / name.replace(" ", "-") for name in kinds}
+    target.save_pretrained(made["target"])
+    tokenizer.save_pretrained(made["target"])
+    make_block_drafter(target, block_size=4, target_name="org/big").save_pretrained(made["block"])
+    make_eagle(target).save_pretrained(made["eagle"])
+    make_drafter(target).save_pretrained(made["hidden states"])
+    CachebackDrafter(node_cost=0.0, depth_cost=0.0).save_pretrained(made["cacheback"])
+    CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(made["language model"])
+    return {name: str(folder) for name, folder in made.items()}
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exception is None, result.exception
+    return " ".join(result.output.split())
+
+
+def refused(*arguments: str) -> str:
+    return str(CliRunner().invoke(app, list(arguments)).exception)
+
+
+def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
+    for kind, told in {
+        "block": ("speculators (dflash, dflash2, dspark)", "block_size: 4", "MB", "aux_hidden_state_layer_ids: ["),
+        "eagle": ("speculators eagle3 and peagle", "target_hidden_size: 32"),
+        "language model": ("causal language model", "reads: the text alone", "vocab_size: 97", "assistant_tokens: 5"),
+    }.items():
+        said = run("info", folders[kind])
+        assert f"format: {told[0]}" in said and all(part in said for part in told), kind
+        checkpoint = Checkpoint.open(folders[kind])
+        form = next(form for form in formats() if form.matches(checkpoint))
+        assert all(text.isprintable() for each in form.describe(checkpoint).items() for text in each)
+    said = run("info", folders["cacheback"])
+    assert "family: cacheback, CachebackDrafter" in said and "ngram_length: 4" in said
+    target.base_model.save_pretrained(tmp_path)
+    error = refused("info", str(tmp_path))
+    assert "is no drafter of a known format" in error
+    assert all((form.name in error) == form.loads for form in formats())
+
+
+@commanded
+def test_commands_decode_with_drafters_of_any_format(kind, folders, tmp_path):
+    both = "--target", folders["target"], "--drafter", folders[kind]
+    said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
+    if kind == "cacheback":  # which cannot be trained
+        assert "same texts: 3 of 3; tau" in said and said.endswith("passed: every text is that of plain decoding")
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["w1 w2 w3"]}))
+        sizes = "--batch-sizes", "1", "--calls", "1", "--max-new-tokens", "4"
+        run("throughput", *sizes, "--prompts", str(tmp_path / "prompts.jsonl"), *both)
+    else:
+        assert "right in training right in decoding" in said
+        assert said.endswith("depths") and "passed: training and decoding agree at all" in said
+    said = run("bench", "--variants", "default,chain,tree24x6", "--max-new-tokens", "4", "--limit", "1", *both)
+    assert "no --prompts given: 6 prompts" in said
+    said = run("demo", "w1 w2 w3", "--max-new-tokens", "4", *both)
+    assert "same text yes" in said and "\x1b" not in said
+
+
+def test_several_drafters_of_different_kinds_are_compared(folders):
+    names = [argument for kind in COMMANDED for argument in ("--drafter", folders[kind])]
+    said = run("bench", "--variants", "tree24x6", "--max-new-tokens", "4", "--limit", "1", "--target",
+               folders["target"], *names)  # fmt: skip
+    assert "tree24x4" in said or ("tree24x3" in said and "tree24x6" in said)
+
+
+@commanded
+def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
+    drafted = as_plain(target, folders[kind], prompt, max_new_tokens=16)
+    with attach(target, folders[kind]) as attachment:
+        assert target.generate(prompt, max_new_tokens=16, do_sample=False).tolist() == drafted.sequences.tolist()
+    assert attachment.statistics.calls == 1 and not attachment.statistics.stepped_aside
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
+    out = tmp_path / "out"
+    run("export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
+    document = edited(out)
+    assert document["speculators_model_type"] == {"block": "dspark", "eagle": "eagle3"}[kind]
+    assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
+    assert "org/a-target" in (out / "README.md").read_text()
+    before, after = (AutoDrafter.from_pretrained(folder) for folder in (folders[kind], out))
+    assert after.config.target_name == "org/a-target"
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name])
+    with pytest.raises(ValueError, match=r"cannot be written in the format 'other': .* speculators only"):
+        after.export("other", tmp_path / "again")
+    assert CliRunner().invoke(app, ["export", folders[kind], "--out", str(out)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("cacheback", "it has no weights"),
+        ("hidden states", "states roll on"),
+        ("language model", "take as their draft model as it is"),
+    ],
+)
+def test_what_no_other_format_holds_is_not_exported(kind, reason, folders, tmp_path):
+    error = refused("export", folders[kind], "--to", "speculators", "--out", str(tmp_path / "out"))
+    assert "cannot be written in the format 'speculators'" in error and reason in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands_for_hidden_states_say_so(folders):
+    error = refused("card", folders["cacheback"])
+    assert "needs a hidden-state drafter" in error and "is a CachebackDrafter" in error
+
+
+def test_a_check_ends_with_its_verdict(folders, monkeypatch, tmp_path):
+    def checked(*arguments: str):
+        return CliRunner().invoke(app, ["check", folders["cacheback"], *arguments])
+
+    monkeypatch.setattr("hf_hsdraft.engine.divergence.first_divergence", lambda *_, **__: "differs at token 3")
+    result = checked(folders["target"], "--max-new-tokens", "8")
+    assert result.exit_code == 1
+    assert " ".join(result.output.split()).endswith("FAILED: a drafted text is not that of plain decoding")
+    result = checked(folders["target"], "--max-new-tokens", "8", "--dtype", "bfloat16")
+    assert result.exception is None and " ".join(result.output.split()).endswith("check with --dtype float32")
+    (tmp_path / "none.jsonl").write_text("")
+    # Before anything is loaded, and no verdict about nothing.
+    assert "no prompts:" in checked("missing", "--prompts", str(tmp_path / "none.jsonl")).output
+
+
+@pytest.mark.parametrize("command", ["demo", "check", "bench", "plan"])
+def test_a_prompt_beyond_the_window_is_refused_before_anything_is_decoded(command, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the target ran"))
+    long = " ".join(["w1"] * 300)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": [long]}))
+    prompts = [long] if command == "demo" else ["--prompts", str(tmp_path / "prompts.jsonl")]
+    drafter, model = folders["cacheback"], folders["target"]
+    pair = [drafter, model] if command == "check" else ["--drafter", drafter, "--target", model]
+    result = CliRunner().invoke(app, [command, *prompts, *pair])
+    assert "model's context window is 256: shorten it" in f"{result.exception} {' '.join(result.output.split())}"
+
+
+def test_the_cache_lists_drafters_of_every_format(folders, tmp_path):
+    for name in ("target", "block", "eagle", "language model", "hidden states"):  # the target is no drafter
+        place = tmp_path / "cache" / f"models--user--{name.split()[0]}"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text("c" * 40)
+        shutil.copytree(folders[name], place / "snapshots" / ("c" * 40))
+    found = cached_drafters(str(tmp_path / "cache"))
+    assert {each.name: (each.format, each.target) for each in found} == {
+        "user/block": ("speculators (dflash, dflash2, dspark)", "org/big"),
+        "user/eagle": ("speculators eagle3 and peagle", ""),
+        "user/language": ("causal language model", ""),
+        "user/hidden": ("2", ""),
+    }
+    assert all(each.bytes and not each.problem for each in found)
+
+
+def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(folders, tmp_path):
+    make_target(hidden_size=96).save_pretrained(tmp_path)
+    drafted = "--tau", "2", "--drafter", folders["block"]
+    assert "41 rows" in run("estimate", folders["target"], *drafted)
+    assert "hidden_size=96" in refused("estimate", str(tmp_path), *drafted)
+    assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2

@@ -1,0 +1,90 @@
+"""A drafter that learns while the target still answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+from conftest import write_prompts
+from test_pipeline import keys_of, plan, run
+from training_helpers import kill_at_step_three
+
+from hf_hsdraft.training.data import gather
+from hf_hsdraft.training.data.stream import ChatStream
+from hf_hsdraft.training.loop import run as run_module
+
+
+def test_each_conversation_is_learned_about_as_often_as_asked_for():
+    groups = [list(range(10 * n, 10 * n + 10)) for n in range(1, 20)]
+    learned = list(itertools.islice(ChatStream(range(10), groups, passes=3, seed=0), 600))
+    for at in range(0, 600, 30):  # a group's conversations come when the group does
+        group = set(range(at // 3, at // 3 + 10))
+        assert group <= set(learned[at : at + 30])
+    assert max(learned[:300]) < 100  # nothing is learned before it is answered
+    counts = Counter(learned)
+    assert len(counts) == 200 and sum(counts.values()) / len(counts) == 3
+
+
+def test_a_stream_that_ends_is_learned_again():
+    learned = list(itertools.islice(ChatStream([1, 2], [[3]], passes=1, seed=0), 12))
+    assert set(learned[:2]) == {1, 2} and learned[2] == 3
+    assert all(set(learned[at : at + 3]) == {1, 2, 3} for at in (3, 6, 9))
+
+
+def test_a_resumed_stream_begins_with_what_is_new():
+    assert set(itertools.islice(ChatStream([1, 2], [[3, 4]], passes=1, seed=0, learned=True), 2)) == {3, 4}
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(run_module, "BEFORE_LEARNING", 6)
+    monkeypatch.setattr(gather, "_LEAST_BATCH", 2)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["taps in every step", "taps on disk"])
+def test_a_killed_stream_answers_nothing_twice(chatty, tokenizer, tmp_path, monkeypatch, small_groups, cached):
+    steps = kill_at_step_three(monkeypatch)
+    prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 30))]
+    streamed = plan(tmp_path, prompts=prompts, stream=True, passes=1, cache_taps=cached, answer_batch_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, streamed)
+    begun = keys_of(tmp_path / "out" / "data")
+    assert 6 <= len(begun) < 20  # it learned before all was answered
+    held_out = []
+    evaluated = run_module.DrafterTrainer.evaluate
+
+    def noting(self, *args, **kwargs):
+        held_out.append([tuple(self.eval_dataset[n].input_ids.tolist()) for n in range(len(self.eval_dataset))])
+        return evaluated(self, *args, **kwargs)
+
+    monkeypatch.setattr(run_module.DrafterTrainer, "evaluate", noting)
+    drafter = run(chatty, tokenizer, streamed)
+    assert steps[-1] == 3 and drafter.generation_config.tree_size == 6
+    keys = keys_of(tmp_path / "out" / "data")
+    assert len(set(keys)) == len(keys) and keys[: len(begun)] == begun
+    assert held_out and all(each == held_out[0] for each in held_out)
+    recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
+    assert f"{len(keys)} conversations" in recipe["data"]
+
+
+def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch, small_groups):
+    monkeypatch.setattr(gather, "_INVENTED_AT_ONCE", 6)
+    few = {"num_prompts": 40, "kinds": {"mathematics": 1.0}, "max_length": 100}
+    invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
+    run(chatty, tokenizer, invented, max_steps=2)
+    assert len(keys_of(tmp_path / "out" / "prompts")) < 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({"passes": 0}, {}, "passes=0 is invalid: expected 1 or more"),
+        ({}, {"num_train_epochs": 2, "max_steps": -1}, "a stream has no epochs: give --max-minutes or --max-steps"),
+    ],
+)
+def test_streams_that_cannot_be_learned_are_refused(chatty, tokenizer, tmp_path, fields, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(chatty, tokenizer, plan(tmp_path, stream=True, **fields), **arguments)
+    assert not (tmp_path / "out").exists()
