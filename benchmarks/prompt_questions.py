@@ -1,4 +1,4 @@
-"""Writes questions with checkable answers for `hsdraft quality --questions`, from prompts that have no answers.
+"""Writes questions with checkable answers for `hsdraft measure quality --questions`, from prompts that have no answers.
 
     python benchmarks/prompt_questions.py prompts.jsonl questions.jsonl
 

@@ -1,6 +1,4 @@
-"""`hsdraft info` and `hsdraft list`: describes drafters from their files, building nothing and running none of their
-code.
-"""
+"""`hsdraft info` and `hsdraft hub list`: describes drafters from their files; builds nothing and runs none of their code."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def lm_eval(
 ) -> None:
     """Evaluates a target on tasks of lm-evaluation-harness, its texts drafted."""
     if find_spec("lm_eval") is None:
-        raise ImportError("`hsdraft lm-eval` needs lm_eval: pip install -e '.[lm-eval]' in a checkout")
+        raise ImportError("`hsdraft measure lm-eval` needs lm_eval: pip install -e '.[lm-eval]' in a checkout")
     if plain and compare:
         raise typer.BadParameter("--compare runs with the drafter too: leave --plain out", param_hint="--plain")
     if not re.fullmatch(r"[1-9]\d*|auto(:[1-9]\d*)?", batch_size):

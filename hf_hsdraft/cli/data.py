@@ -1,6 +1,4 @@
-"""`hsdraft coverage` and `hsdraft overlap`: what training chats hold, and whether they overlap with evaluation
-prompts.
-"""
+"""`hsdraft data coverage` and `hsdraft data overlap`: what training chats hold, and whether prompts are among them."""
 
 from __future__ import annotations
 

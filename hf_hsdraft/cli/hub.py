@@ -1,4 +1,4 @@
-"""`hsdraft push`, `pull`, `info`, `list`, `card` and `export`: drafters as files, here and on the Hub.
+"""`hsdraft hub push`, `pull`, `info`, `list`, `card` and `export`: drafters as files, here and on the Hub.
 
 The token is the one of `hf auth login`, or HF_TOKEN.
 """
@@ -109,7 +109,7 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
         return
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
-        fits = "this drafter does not record what its target writes; `hsdraft card --target` does"
+        fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
     say(explain_mismatch(model, drafter, tokenizer) or fits)
 
 
@@ -163,7 +163,7 @@ def card(
     from ..training.files import write_json
 
     drafter = load_drafter(str(folder))
-    _check_hidden_state(drafter, str(folder), "`hsdraft card`")
+    _check_hidden_state(drafter, str(folder), "`hsdraft hub card`")
     if target is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""`hsdraft verify-server` and `hsdraft fleet`."""
+"""`hsdraft remote serve` and `hsdraft remote fleet`."""
 
 from __future__ import annotations
 

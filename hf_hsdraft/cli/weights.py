@@ -1,4 +1,4 @@
-"""`hsdraft average` and `prune`: new weights from old ones, without training."""
+"""`hsdraft make average` and `prune`: new weights from old ones, without training."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def connect(
     patience: float = 60.0,
     timeout: float = 60.0,
 ) -> RemoteModel:
-    """Connects to a server that verifies drafts made here, see `hsdraft verify-server`.
+    """Connects to a server that verifies drafts made here, see `hsdraft remote serve`.
 
     Args:
         url: `https://host:port`, or `http://` on this machine or where no token is needed.

@@ -79,7 +79,7 @@ def _fields_of(name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any],
         seen = printable(kind or config.get("model_type"))
         raise ValueError(
             f"vLLM does not draft with {name}, whose config.json says {seen}: expected a hidden-state drafter, one in "
-            f"the format of speculators ({', '.join(_FIELDS)}), or {NGRAMS!r}. `hsdraft export` writes that format"
+            f"the format of speculators ({', '.join(_FIELDS)}), or {NGRAMS!r}. `hsdraft hub export` writes that format"
         )
     head = config.get("markov_head_type") or "vanilla"
     if kind == "dspark" and head != "vanilla":

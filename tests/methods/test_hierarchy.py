@@ -1,4 +1,4 @@
-"""`hsdraft plan`: its arithmetic against rounds that are played out, and what it recommends."""
+"""`hsdraft make plan`: its arithmetic against rounds that are played out, and what it recommends."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_few_rounds_are_said_to_be_few():
 
 @pytest.fixture
 def arguments(target, tokenizer, tmp_path) -> list[str]:
-    """Those of `hsdraft plan` for a target and a middle model that were saved."""
+    """Those of `hsdraft make plan` for a target and a middle model that were saved."""
     for name, model in (("middle", near(target, 0.001, layers=4)), ("target", target)):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)

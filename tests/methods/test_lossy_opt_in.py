@@ -193,7 +193,7 @@ def test_a_missing_damaged_or_foreign_classifier_is_told_before_work(target, pla
     ids, _ = plain
     drafter = make_drafter(target)
     drafter.generation_config.verification = "pivot"
-    with pytest.raises(ValueError, match=r"train one by `hsdraft train-verifier`, for a hidden-state, SpecFormer or"):
+    with pytest.raises(ValueError, match=r"train one by `hsdraft make verifier`, for a hidden-state, SpecFormer or"):
         target.generate(ids, **NEW, assistant_model=drafter)
     drafter.save_pretrained(tmp_path)
     drafter.loaded_from = tmp_path
@@ -204,7 +204,7 @@ def test_a_missing_damaged_or_foreign_classifier_is_told_before_work(target, pla
     with pytest.raises(ValueError, match="is damaged"):
         target.generate(ids, **NEW, assistant_model=drafter)
     save_file({"x": torch.zeros(1)}, tmp_path / FILE)
-    with pytest.raises(ValueError, match="expected a file that `hsdraft train-verifier` wrote"):
+    with pytest.raises(ValueError, match="expected a file that `hsdraft make verifier` wrote"):
         target.generate(ids, **NEW, assistant_model=drafter)
 
 

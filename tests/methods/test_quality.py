@@ -1,4 +1,4 @@
-"""`hsdraft quality` and `train-verifier`: questions with answers, figures by their definitions, labels and training."""
+"""`measure quality` and `make verifier`: questions with answers, figures by their definitions, labels, training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hsdraft fleet` and `verify-server`, and the parts of the bench of many devices."""
+"""`hsdraft remote fleet` and `verify-server`, and the parts of the bench of many devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of a target's layers as an ordinary model: `hsdraft prune`."""
+"""Some of a target's layers as an ordinary model: `hsdraft make prune`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_ngrams_need_no_drafter():
 
 
 def test_what_vllm_does_not_draft_with_is_refused_before_it_starts(tmp_path):
-    with pytest.raises(ValueError, match=r"specformer.*`hsdraft export`"):
+    with pytest.raises(ValueError, match=r"specformer.*`hsdraft hub export`"):
         speculation_of(written(tmp_path / "slots", model_type="specformer"))
     selector = make_drafter(make_target(), target_tap_layers=[1, 2], injector="selector")
     selector.save_pretrained(tmp_path / "selector")

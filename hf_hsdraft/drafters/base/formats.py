@@ -51,7 +51,7 @@ class Format:
     drafter: Any = None  # class of the drafters; None if unknown before loading
     # Quick check of a config.json before looking at the weights
     possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
-    # Whether `hsdraft list` shows a checkpoint of this format
+    # Whether `hsdraft hub list` shows a checkpoint of this format
     listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
     loads: bool = True  # False if `load` only raises an explanation
 

@@ -1,4 +1,4 @@
-"""Output of `hsdraft plan`: the arithmetic of a plan, and measured beside expected figures."""
+"""Output of `hsdraft make plan`: the arithmetic of a plan, and measured beside expected figures."""
 
 from __future__ import annotations
 

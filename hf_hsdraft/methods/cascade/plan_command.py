@@ -1,4 +1,4 @@
-"""`hsdraft plan`: the best hierarchy of drafters for a target on this machine."""
+"""`hsdraft make plan`: the best hierarchy of drafters for a target on this machine."""
 
 from __future__ import annotations
 

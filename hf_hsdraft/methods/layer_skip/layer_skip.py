@@ -110,7 +110,7 @@ class LayerSkipDrafter(WeightlessDrafter):
             raise DraftingRefused(
                 f"the target has num_hidden_layers={layers}, this drafter leaves out layers of one with "
                 f"{self.config.num_hidden_layers} ({printable(self.config.target_name) or 'not named'}). Search a list "
-                "for this target by `hsdraft skip-layers`."
+                "for this target by `hsdraft make skip-layers`."
             )
         reason = ability_of(drafting_part(target, self.config)).reason
         if reason:

@@ -1,4 +1,4 @@
-"""`hsdraft skip-layers`: the layers that a target can leave out when it drafts."""
+"""`hsdraft make skip-layers`: the layers that a target can leave out when it drafts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Lossy rules of verification, what they cost (`hsdraft quality`), and the classifier of one (`train-verifier`)."""
+"""Lossy rules of verification, what they cost (`hsdraft measure quality`), and the classifier of `pivot`."""

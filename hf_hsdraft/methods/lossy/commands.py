@@ -1,4 +1,4 @@
-"""`hsdraft quality`: what lossy verification costs and gains. `hsdraft train-verifier`: the classifier of `pivot`."""
+"""`hsdraft measure quality`: what lossy rules cost and gain. `hsdraft make verifier`: the classifier of `pivot`."""
 
 from __future__ import annotations
 

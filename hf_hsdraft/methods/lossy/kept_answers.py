@@ -1,4 +1,4 @@
-"""Answers of `hsdraft quality` and labels of `train-verifier`, appended to a JSONL file so that a run can resume."""
+"""Answers of `measure quality` and labels of `make verifier`, appended to a JSONL file so that a run can resume."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LEAST_PROBABILITY = 1e-4  # of a token by the target; a less probable one is nev
 _FORMAT = "hsdraft-pivot-1"
 _LARGEST = 64 * 2**20  # bytes of a file; one for a target of width 8192 has two million
 _STATES, _FIGURES, _INNER = 64, 8, 128  # widths of the paper
-_REMEDY = "expected a file that `hsdraft train-verifier` wrote"
+_REMEDY = "expected a file that `hsdraft make verifier` wrote"
 
 
 class PivotClassifier(nn.Module):
@@ -111,7 +111,7 @@ class Pivot(Relaxed):
 
     A drafted token is accepted in place of the target's choice if the classifier's probability that it is a pivot
     is below `pivot_threshold`, and the target's probability of the token is at least 0.0001. The classifier is
-    stored beside the drafter. `hsdraft train-verifier` trains it for a target and for tasks with a checker.
+    stored beside the drafter. `hsdraft make verifier` trains it for a target and for tasks with a checker.
 
     With `pivot_threshold=0` the rule is exact.
     """
@@ -141,7 +141,7 @@ class Pivot(Relaxed):
         if path is None or not path.is_file():
             raise ValueError(
                 f"verification='pivot' needs a trained classifier, {FILE} beside the drafter's weights, and there is "
-                "none: train one by `hsdraft train-verifier`, for a hidden-state, SpecFormer or self-speculation "
+                "none: train one by `hsdraft make verifier`, for a hidden-state, SpecFormer or self-speculation "
                 "drafter in this package's own format, then load the drafter again; or choose another rule"
             )
         made = Pivot(_loaded(path, path.stat().st_mtime_ns))
@@ -168,13 +168,13 @@ class Pivot(Relaxed):
             of = f" of a target of {found.layers} layers" if found.layers else ""
             raise ValueError(
                 f"{FILE} was trained for hidden state {found.tap}{of} of width {found.width}: the target has hidden "
-                f"states 0 to {layers} of width {width}; train a classifier for this target by `hsdraft train-verifier`"
+                f"states 0 to {layers} of width {width}; train a classifier for this target by `hsdraft make verifier`"
             )
         trained_for = found.recipe.get("target")
         if isinstance(trained_for, str) and _differ(trained_for, name):
             logger.warning_once(
                 f"{FILE} was trained for {printable(trained_for)}, and the target is {printable(name)}: of another "
-                "target it knows nothing. If they differ, train a classifier for this one by `hsdraft train-verifier`"
+                "target it knows nothing. If they differ, train a classifier for this one by `hsdraft make verifier`"
             )
 
     def accepts(self, mismatch: Mismatch) -> bool:

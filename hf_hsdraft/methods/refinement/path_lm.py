@@ -121,7 +121,7 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
         raise ValueError(
             f"the refiner in {drafter.loaded_from} is for embeddings of {model.sizes.embedding_size} and "
             f"{model.sizes.draft_vocab_size} drafted tokens, this target and drafter have {width} and {drafted}: train "
-            "one for them by `hsdraft train-refiner`"
+            "one for them by `hsdraft make refiner`"
         )
     return model.to(drafter.device, drafter.dtype)
 
@@ -160,7 +160,7 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
     if document.get("vocabulary") != _digest(vocab_ids):
         raise ValueError(
             f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
-            "`hsdraft train-refiner`"
+            "`hsdraft make refiner`"
         )
     with torch.device("meta"):
         model = PathLM(sizes)

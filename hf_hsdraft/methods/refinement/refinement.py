@@ -67,7 +67,7 @@ class Refiner(refiners.Refiner):
         if not has_refiner(drafter):
             raise ValueError(
                 f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by "
-                "`hsdraft train-refiner` and load the drafter again, or set refinement to 0"
+                "`hsdraft make refiner` and load the drafter again, or set refinement to 0"
             )
 
     @classmethod

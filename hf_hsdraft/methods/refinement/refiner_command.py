@@ -1,4 +1,4 @@
-"""`hsdraft train-refiner`: trains a tiny model of the target's answers that refines a drafter's drafts."""
+"""`hsdraft make refiner`: trains a tiny model of the target's answers that refines a drafter's drafts."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def draw_pictures(
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
     """Draws `speed_up.png`: speed-up and tau by category, for the drafter's fastest variant in each benchmark.
 
-    `benchmarks` are as `hsdraft card` enters them into `figures.json`. Returns `None` if none of them has categories.
+    `benchmarks` are as `hsdraft hub card` enters them into `figures.json`. Returns `None` if none has categories.
     """
     panels = [each for each in benchmarks if len(each["by_category"].get(each["ours"][0], {})) > 1]
     if not panels:

@@ -25,7 +25,7 @@ _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 
 
 class LMFamily(TrainableFamily):
-    """Small language models with the target's tokenizer, as `hsdraft prune` makes them."""
+    """Small language models with the target's tokenizer, as `hsdraft make prune` makes them."""
 
     name = "lm"
     drafter: Any = TrainedLM
@@ -94,7 +94,7 @@ class LMFamily(TrainableFamily):
         if fields.get("num_hidden_layers", found) != found:
             raise ValueError(
                 f"num_hidden_layers={fields['num_hidden_layers']} is invalid: the drafter to start from has {found}; "
-                "leave it out, or make one by `hsdraft prune`"
+                "leave it out, or make one by `hsdraft make prune`"
             )
         self._ready(drafter, fields)
 
