@@ -1,4 +1,4 @@
-"""`hsdraft info` and `hsdraft hub list`: describes drafters from their files; builds nothing and runs none of their code."""
+"""`hsdraft info` and `hsdraft hub list`: describes drafters by their files, without building or running any."""
 
 from __future__ import annotations
 
