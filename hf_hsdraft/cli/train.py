@@ -49,9 +49,11 @@ class Head(StrEnum):
     "--num-train-epochs, "
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
     "--max-minutes, --ce-share, --depth-weighting, --depth-decay, --depth-weights, --regression-weight, "
-    "--regression-steps, --cosine-weight, --chains-per-conversation, --rolled-fraction, --eval-new-tokens and "
+    "--regression-steps, --cosine-weight, --valid-prefix, --candidates, --drawn-candidates, --chains-per-conversation, "
+    "--rolled-fraction, --eval-new-tokens and "
     f"--early-stopping-patience; and of methods {_OF_METHODS}. --max-minutes bounds the time from the first "
-    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
+    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps, except those "
+    "behind the first 1,024 chats of a --stream. "
     "Run the same command again to resume.",
 )
 def train(

@@ -26,7 +26,8 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
 def is_unhooked(module: nn.Module) -> bool:
     """Whether calling a module runs only its class's forward, on weights where they are."""
     own = vars(module)
-    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return not (any(own[name] for name in hooks) or "forward" in own)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:

@@ -92,8 +92,11 @@ def _with_suppressed_begin(processors: Any, tokens: Any, input_ids: Any) -> Any:
     return LogitsProcessorList([*processors[:first], suppressing, *processors[first:]])
 
 
-def _validate_mode(original: Any, target: Any, mode: Any, config: Any, kwargs: Any) -> Any:
+def _validate_mode(
+    original: Any, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
+) -> Any:
     """Checks the target first: transformers would answer another vocabulary with advice about tokenizers."""
+    mode, kwargs = generation_mode, generation_mode_kwargs
     assistant = kwargs.get("assistant_model")
     if isinstance(assistant, type):
         raise ValueError(f"assistant_model={told_of_class(assistant)}")
@@ -102,9 +105,9 @@ def _validate_mode(original: Any, target: Any, mode: Any, config: Any, kwargs: A
         check_drafter(drafter, target)
         check_inputs(target)  # before the prompt is streamed
         # Several sequences, stateful caches and other encoders are checked by the runtime, not by mode.
-        mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+        mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
-    return original(target, mode, config, kwargs)
+    return original(target, mode, generation_config, kwargs)
 
 
 def _validate_model_kwargs(original: Any, target: Any, model_kwargs: dict[str, Any]) -> None:

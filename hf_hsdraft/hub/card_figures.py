@@ -37,6 +37,8 @@ def _chain_length(variant: str) -> int:
 def read_figures(folder: Path) -> dict[str, Any]:
     """Measurements of the drafter in a folder; malformed ones count as not measured."""
     figures = read_document(folder / FIGURES)
+    if "history" in figures:  # format 1
+        figures = {"training": figures}
     benchmarks, training = figures.get("benchmarks"), figures.get("training")
     history = training.get("history") if isinstance(training, dict) else None
     whole = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)

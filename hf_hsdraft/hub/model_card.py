@@ -20,6 +20,7 @@ from .drafter_files import CARD, CONFIG, OPTIONS, PICTURES, RECIPE, header, weig
 from .speculators_format import target_of
 
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
+_OLD_MARK = "<!-- written by hsdraft train -->"
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
@@ -276,4 +277,5 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
 
 def is_generated(card: Path) -> bool:
     """Whether a card was generated, and may be generated again."""
-    return MARK in card.read_text(encoding="utf-8", errors="replace")
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return MARK in text or _OLD_MARK in text

@@ -9,7 +9,7 @@ import torch
 from conftest import make_target
 from test_acceptance_losses import some_chains
 from test_pipeline import plan, run
-from test_trainable import KINDS, borrow, loss_of
+from test_trainable import KINDS, loss_of
 
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loss.candidates import Candidates, likely_columns
@@ -122,11 +122,11 @@ def test_evaluations_compare_the_whole_vocabulary(target):
     torch.testing.assert_close(losses[0].divergence, losses[1].divergence)
 
 
-def test_kinds_that_compute_columns_say_so(target):
+def test_families_that_compute_columns_say_so(target):
     for kind in KINDS:
         drafter, *_ = some_chains(target, kind)
-        predictions = family_of(drafter).predictions(drafter, borrow(drafter, target))
-        assert predictions.by_columns == (kind.startswith(BY_COLUMNS) and "selector" not in kind), kind
+        expected = kind.startswith(BY_COLUMNS) and "selector" not in kind
+        assert family_of(drafter).by_columns(drafter.config) == expected, kind
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["taps in every step", "taps on disk"])

@@ -19,7 +19,7 @@ from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
-from .network import HSDraftNetwork
+from .network import HSDraftLayer, HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
 from .static_roll_out import static_roll_out
 from .static_session import StaticSession
@@ -173,7 +173,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
 def _with_joined_weights(layer: Any) -> Layer:
     """The products of a layer; the layer itself where its forward is wrapped, as for activation checkpointing."""
-    return layer.products(joined) if is_unhooked(layer) else layer
+    return layer.products(joined) if type(layer) is HSDraftLayer and is_unhooked(layer) else layer
 
 
 __all__ = ["HSDrafter"]

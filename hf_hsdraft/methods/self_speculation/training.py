@@ -30,6 +30,9 @@ class SelfFamily(TravellingFamily):
     }  # fmt: skip
     follows_drafts = False
 
+    def by_columns(self, config: Any) -> bool:
+        return True
+
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> SelfDrafter:
         drafter: SelfDrafter = self.with_chosen_vocabulary(target, fields, choose)
         return drafter

@@ -107,7 +107,7 @@ def _check(config: Any, args: Any) -> None:
         raise ValueError(f"ctc_labels={labels} is invalid: expected at most num_draft_steps={config.num_draft_steps}")
     only_values = {
         "data_policy": "teacher", "depth_weighting": "fixed", "rolled_fraction": 1.0, "regression_weight": 0.0,
-        "cosine_weight": 0.0,
+        "cosine_weight": 0.0, "valid_prefix": False, "candidates": 0,
     }  # fmt: skip
     for name, only in only_values.items():
         value = getattr(args, name)

@@ -26,8 +26,6 @@ class FramePredictions(StatePredictions):
     So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
 
-    by_columns = False
-
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [*super().parameters, self.drafter.blank]
@@ -59,6 +57,9 @@ class SpecFormerFamily(TravellingFamily):
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
     plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
+
+    def by_columns(self, config: SpecFormerConfig) -> bool:
+        return not config.ctc
 
     def only_objective(self, config: SpecFormerConfig) -> str:
         return "ctc" if config.ctc else ""

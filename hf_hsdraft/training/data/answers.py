@@ -68,7 +68,7 @@ def answer_prompts(
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
     Args:
-        shuffled: whether the batches behind the first come in random order, for who learns from them as they come.
+        shuffled: whether the batches behind the first come in random order, for learning from them as they arrive.
         temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
     """

@@ -37,7 +37,7 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
-_INVENTED_AT_ONCE = 1024  # prompts that a stream invents before the target answers them
+_INVENTED_AT_ONCE = 128  # prompts that a stream invents before the target answers them
 _LEAST_BATCH = 16  # conversations that a stream hands over together
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
@@ -152,22 +152,36 @@ class Answering:
     def stream(self, prompts: Sequence[Prompt]) -> Iterator[list[Conversation]]:
         """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
 
-        The target invents prompts as they are needed. Batches are in random order, so that each is much like the whole.
+        The target invents prompts as they are needed, and as many as it can. Batches come in random order.
         """
-        store = self._store()
-        yield [Conversation.of(row["messages"]) for row in store.rows()]
+        store, skipped = self._store(), list[str]()
+        keys = {prompt.key for prompt in (self._made() if self.plan.invents else prompts)}
+        yield [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in keys]
         wanted = self.plan.num_prompts or INVENTED_PROMPTS
         counts = range(_INVENTED_AT_ONCE, wanted + _INVENTED_AT_ONCE, _INVENTED_AT_ONCE) if self.plan.invents else [0]
         for count in counts:
             if self.plan.invents:
-                prompts = self._invented(min(count, wanted))
+                try:
+                    prompts = self._invented(min(count, wanted))
+                except ValueError as error:  # training goes on with what is there
+                    self.report(f"no further prompts: {error}")
+                    return
             done = store.keys()
             pending = [prompt for prompt in prompts if prompt.key not in done]
-            pending = prompts_that_fit(self.tokenizer, pending, self._longest, _ignore)
+            pending = prompts_that_fit(self.tokenizer, pending, self._longest, lambda prompt, why: skipped.append(why))
             expected = self._own_answers() if pending else None
-            for batch in _of_some_size(self._batches(pending, expected, _ignore, shuffled=True)):
+            answers = self._batches(pending, expected, lambda prompt, why: skipped.append(why), shuffled=True)
+            for batch in _of_some_size(answers):
                 store.append([row_of(answered) for answered in batch])
                 yield [Conversation.of(answered.messages) for answered in batch]
+            if skipped:
+                self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
+                skipped.clear()
+
+    def _made(self) -> list[Prompt]:
+        """The invented prompts on disk that the plan does not exclude."""
+        rows = RowFolder(Path(self.plan.out) / "prompts").rows()
+        return leave_near_out(self.plan, [prompt_of(row) for row in rows], self.report)
 
     @property
     def _temperatures(self) -> Sequence[float]:
@@ -209,7 +223,7 @@ class Answering:
                     seed=self.seed,
                     on_batch=stage.advance,
                     on_given_up=lambda name: self.report(
-                        f"the target invents too few prompts of kind {name}: others do"
+                        f"the target invents too few prompts of kind {name}: other kinds take its share"
                     ),
                 )
         state.wait_for_everyone()
@@ -245,10 +259,6 @@ class Answering:
             return None
         histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
         return [text for text, _ in reply(self.target, self.tokenizer, histories, 0.0, PROBE_TOKENS)]
-
-
-def _ignore(prompt: Prompt, why: str) -> None:
-    pass
 
 
 def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answered]]:

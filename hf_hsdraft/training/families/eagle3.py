@@ -53,6 +53,9 @@ class EagleFamily(PublishedFamily):
     def check_trainable(self, config: EagleConfig) -> None:
         _ = config.window  # raises where layers differ
 
+    def by_columns(self, config: EagleConfig) -> bool:
+        return True
+
     def width(self, config: EagleConfig) -> int:
         return config.layer.hidden_size
 

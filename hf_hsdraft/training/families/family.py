@@ -161,6 +161,10 @@ class TrainableFamily:
         """Name of the only objective that a drafter can learn by; empty if there are others."""
         return ""
 
+    def by_columns(self, config: Any) -> bool:
+        """Whether `Predictions.logits` can compute some columns alone, as the loss on candidates wants."""
+        return False
+
     def check_policy(self, data_policy: str) -> None:
         """Raises a ValueError for a data policy that chains of this family cannot follow."""
         if data_policy != "teacher" and not self.follows_drafts:

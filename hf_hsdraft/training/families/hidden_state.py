@@ -43,10 +43,6 @@ class InjectedPredictions(StatePredictions):
             result.append(states)
         return result
 
-    @property
-    def by_columns(self) -> bool:  # type: ignore[override]
-        return self.drafter.config.injector != "selector"  # which chooses among all columns
-
     def logits(
         self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -66,6 +62,10 @@ class HiddenStateFamily(TravellingFamily):
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
     plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
+
+    def by_columns(self, config: Any) -> bool:
+        chooses: bool = config.injector == "selector"  # among all columns
+        return not chooses
 
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
         drafter.config.target_reference = None  # it is recorded again at the end

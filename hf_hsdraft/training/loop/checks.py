@@ -43,6 +43,10 @@ def prepared(
         args.accelerator_config.dispatch_batches = False  # of conversations, not of tensors
         if args.max_steps <= 0:
             raise ValueError("a stream has no epochs: give --max-minutes or --max-steps")
+        if args.dataloader_num_workers or args.auto_find_batch_size:
+            raise ValueError(
+                "a stream is read once, in this process: leave the loader's workers and the search for a batch size out"
+            )
     if args.objective in WHOLE_LOSSES:
         plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
         family_for(plan)  # raises for fields that such a drafter lacks
@@ -72,6 +76,11 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
     """Raises a ValueError where a drafter with this configuration cannot be trained as the arguments ask."""
     _check_objective(family, config, args)
     family.check_policy(args.data_policy)
+    if args.candidates and not family.by_columns(config):
+        raise ValueError(
+            f"candidates={args.candidates} is invalid for this drafter of family {family.name!r}, whose logits are "
+            "computed for the whole draft vocabulary at once: leave it out"
+        )
     width, wanted = family.width(config), text_config(target).hidden_size
     for name in ("regression_weight", "cosine_weight"):
         if getattr(args, name) > 0 and width != wanted:

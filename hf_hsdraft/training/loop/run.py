@@ -176,7 +176,8 @@ class _Run:
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
         first = len(conversations) if groups is None else BEFORE_LEARNING
-        pairs = self._tokenized([*in_order(conversations[:first], args.seed), *conversations[first:]])
+        pairs = self._tokenized(in_order(conversations[:first], args.seed), plan.eval_conversations)
+        first, pairs = len(pairs), [*pairs, *self._tokenized(conversations[first:], -1)]
         tokenized = [pair[1] for pair in pairs]
         counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
         tokens = sum(length for length, _ in counts)
@@ -202,7 +203,7 @@ class _Run:
             args,
             target=target,
             tau_prompts=self._tau_prompts([chat for chat, _ in pairs[: plan.eval_conversations]]),
-            token_counts=answer_counts(tokenized, text_config(target).vocab_size),
+            token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
             eval_dataset=Subset(dataset, range(plan.eval_conversations)),
             budget=None if args.max_minutes is None else TimeBudget.resumed(args.max_minutes, clock_of(last)),
@@ -245,9 +246,14 @@ class _Run:
             return tokenized
         return self._cached(drafter, taps, tokenized, sum(len(chat.input_ids) for chat in tokenized))
 
-    def _tokenized(self, conversations: Sequence[Conversation]) -> list[tuple[Conversation, TokenizedConversation]]:
-        """Returns conversations with something to learn, each with its tokens; a ValueError if too few are left."""
-        most, held_out, pairs = self.plan.max_length, self.plan.eval_conversations, []
+    def _tokenized(
+        self, conversations: Sequence[Conversation], held_out: int
+    ) -> list[tuple[Conversation, TokenizedConversation]]:
+        """Returns conversations with something to learn, each with its tokens.
+
+        A ValueError is raised unless more than `held_out` are left.
+        """
+        most, pairs = self.plan.max_length, list[tuple[Conversation, TokenizedConversation]]()
         with self.report.stage("tokenizing", "conversations", len(conversations)) as stage:
             for chat in conversations:
                 pairs.append((chat, tokenize_conversation(self.tokenizer, chat, most)))

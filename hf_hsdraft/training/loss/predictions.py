@@ -25,12 +25,10 @@ class Predictions:
         weights: what the drafter borrows of its target.
         reads_tokens: whether drafted states depend on the path's tokens. If they do, each further token of a path takes
             another forward.
-        by_columns: whether `logits` can compute some columns alone.
     """
 
     weights: TargetWeights
     reads_tokens: bool = False
-    by_columns: bool = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -54,7 +52,8 @@ class Predictions:
     ) -> torch.Tensor:
         """Returns logits `[N, V']` of drafted states `[N, D]`, with `states` `[N, ...]` of their paths if there are.
 
-        `columns` `[C]`, int64, are those of the draft vocabulary to compute, `[N, C]`; `None` for all.
+        `columns` `[C]`, int64, are those of the draft vocabulary to compute, `[N, C]`; `None` for all. Only families
+        that say so (`TrainableFamily.by_columns`) are asked for some.
         """
         raise NotImplementedError
 
@@ -69,7 +68,6 @@ class StatePredictions(Predictions):
 
     drafter: Any
     weights: TargetWeights
-    by_columns = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
