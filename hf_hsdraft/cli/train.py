@@ -52,8 +52,8 @@ class Head(StrEnum):
     "--regression-steps, --cosine-weight, --valid-prefix, --candidates, --drawn-candidates, --chains-per-conversation, "
     "--rolled-fraction, --eval-new-tokens and "
     f"--early-stopping-patience; and of methods {_OF_METHODS}. --max-minutes bounds the time from the first "
-    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps, except those "
-    "behind the first 1,024 chats of a --stream. "
+    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps, "
+    "except those behind the first 1,024 chats of a --stream. "
     "Run the same command again to resume.",
 )
 def train(
