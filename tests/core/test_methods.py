@@ -171,7 +171,7 @@ print("loaded:", *({"torch", "transformers"} & sys.modules.keys()))
         assert f"hsdraft {command} [OPTIONS]" in printed and printed.endswith("loaded:\n")
     command = [sys.executable, "-X", "importtime", "-m", "hf_hsdraft.cli", "--help"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=package, check=True)
-    assert "\n  plan " in run.stdout and not re.search(r"\| +(torch|transformers)$", run.stderr, re.MULTILINE)
+    assert "\n  make " in run.stdout and not re.search(r"\| +(torch|transformers)$", run.stderr, re.MULTILINE)
 
 
 def test_all_that_is_offered_is_there():

@@ -248,5 +248,5 @@ def test_wrong_numbers_or_weights_of_a_classifier_are_told(tmp_path, head, dtype
     weights = {name: tensor.to(dtype) for name, tensor in a_classifier().state_dict().items()}
     numbers = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3"}
     save_file(weights, tmp_path / FILE, metadata=numbers | head)
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged \({told}\): expected a file that `hsdraft train-ver"):
+    with pytest.raises(ValueError, match=rf"{FILE} is damaged \({told}\): expected a file that `hsdraft make ver"):
         PivotClassifier.load(tmp_path / FILE)

@@ -319,7 +319,7 @@ def test_systems_answer_the_same_questions(target, tokenizer):
         assert all(each.log_probability == plain.log_probability
                    for each, plain in zip(found[EXACT], found[PLAIN], strict=True))  # fmt: skip
     assert drafter.generation_config.verification == "walk"
-    with pytest.raises(ValueError, match="train-verifier"):
+    with pytest.raises(ValueError, match="make verifier"):
         systems_of(drafter, [Rule("pivot")])
 
 

@@ -214,7 +214,7 @@ def test_it_is_off_by_default_and_changed_from_call_to_call(target, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "share", "told"),
     [("", share, "=.* is invalid: expected a number from 0") for share in (-0.1, 1.0, "much", math.nan)]
-    + [("", 0.2, "=0.2 is invalid: this drafter has no refiner beside its weights; train one by `hsdraft train-ref"),
+    + [("", 0.2, "=0.2 is invalid: this drafter has no refiner beside its weights; train one by `hsdraft make ref"),
        ("frames", 0.2, r"=0\.2 is invalid for this drafter: its slots are frames.*set it")],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(kind, share, told, target):
@@ -366,7 +366,7 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
 
 
 def command(folder, *options: str, chats: str | None = None):
-    """Runs `train-refiner` for the drafter in a folder, on 40 chats."""
+    """Runs `make refiner` for the drafter in a folder, on 40 chats."""
     rows = [
         {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
         for n in range(40)

@@ -424,7 +424,7 @@ def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_pat
     drafter = make_drafter(make_target())
     with pytest.raises(ValueError, match="verification='none' is invalid: expected one of walk, rejection, fly"):
         set_verification(drafter, "none")
-    with pytest.raises(ValueError, match="train-verifier"):
+    with pytest.raises(ValueError, match="make verifier"):
         set_verification(drafter, "pivot")
     set_verification(drafter, "fly+fly_window=2+ngram_continuation=8")
     options = DraftOptions.of(drafter)
