@@ -1,4 +1,4 @@
-"""`hsdraft hub push`, `pull`, `info`, `list`, `card` and `export`: drafters as files, here and on the Hub.
+"""`hsdraft info` and `hsdraft hub push`, `pull`, `list`, `card` and `export`: drafters as files, here and on the Hub.
 
 The token is the one of `hf auth login`, or HF_TOKEN.
 """

@@ -177,7 +177,8 @@ class _Run:
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
         first = len(conversations) if groups is None else BEFORE_LEARNING
         pairs = self._tokenized(in_order(conversations[:first], args.seed), plan.eval_conversations)
-        first, pairs = len(pairs), [*pairs, *self._tokenized(conversations[first:], -1)]
+        further = conversations[first:]
+        first, pairs = len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
         counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
         tokens = sum(length for length, _ in counts)
@@ -196,8 +197,8 @@ class _Run:
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
-            further = (self._features(drafter, taps, group, counts) for group in groups)
-            train_dataset = ChatStream(train_dataset, further, plan.passes, args.seed, learned=last is not None)
+            answered = (self._features(drafter, taps, group, counts) for group in groups)
+            train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, learned=last is not None)
         trainer = DrafterTrainer(
             model,
             args,

@@ -79,4 +79,4 @@ def likely_columns(states: torch.Tensor, head: torch.Tensor, count: int) -> torc
     """
     count = min(count, len(head))
     parts = [F.linear(part.to(head.dtype), head).topk(count, sorted=False).indices for part in states.split(_ROWS)]
-    return torch.cat(parts).to(torch.int32) if parts else torch.zeros(0, count, dtype=torch.int32)
+    return torch.cat(parts).to(torch.int32)
