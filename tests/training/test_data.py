@@ -23,7 +23,7 @@ from hf_hsdraft.training.data.conversations import (
     tokenize_conversation,
 )
 from hf_hsdraft.training.data.dataset import RowFolder
-from hf_hsdraft.training.data.generating import user_header
+from hf_hsdraft.training.data.generating import DrawnToken, user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
 from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
@@ -122,6 +122,19 @@ def test_greedy_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
         alone = chatty.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
         assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True).strip()
         assert row["new_tokens"] == len(alone)
+
+
+def test_drawn_tokens_have_the_probabilities_of_the_softmax():
+    torch.manual_seed(0)
+    logits, draws, temperature = torch.randn(1, 12), 40_000, 0.7
+    logits[:, [0, 5, 11]] = float("-inf")
+    scores = DrawnToken(temperature)(torch.zeros(draws, 1, dtype=torch.int64), logits.expand(draws, -1))
+    assert (scores.isfinite().sum(dim=-1) == 1).all()
+    counts = torch.bincount(scores.argmax(dim=-1), minlength=12)
+    expected = draws * torch.softmax(logits[0] / temperature, dim=-1)
+    assert not counts[expected == 0].any()
+    found, wanted = counts[expected > 0], expected[expected > 0]
+    assert ((found - wanted) ** 2 / wanted).sum() < 26.1  # chi-square of 8 degrees of freedom: one in a thousand
 
 
 def test_chats_go_on_with_turns_the_target_invents(chatty, tokenizer, tmp_path):
@@ -256,7 +269,7 @@ def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, m
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(10, 5, 100))
     chat = tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2"))), 100)
     with pytest.raises(OSError, match="without --cache-taps"):
-        features.cache_features(chatty, [1, 2], [chat], tmp_path)
+        features.FeatureCache(chatty, [1, 2], tmp_path).dataset([chat])
     assert not list(tmp_path.iterdir())
 
 
@@ -277,7 +290,7 @@ def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatt
         tokenize_conversation(tokenizer, Conversation((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
         for length in (9, 1, 60, 4, 2, 11, 3)
     ]
-    dataset = features.cache_features(chatty, [1, 2], chats, tmp_path)
+    dataset = features.FeatureCache(chatty, [1, 2], tmp_path).dataset(chats)
     assert len(dataset) == len(chats) and sorted(map(len, forwards)) == [1, 2, 4]
     assert all(len(lengths) * max(lengths) <= 40 or len(lengths) == 1 for lengths in forwards)
     for chat, cached in zip(chats, dataset, strict=True):
@@ -285,3 +298,7 @@ def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatt
         assert torch.equal(cached.input_ids, chat.input_ids) and torch.equal(cached.answer_mask, chat.answer_mask)
         torch.testing.assert_close(cached.taps, alone.taps, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(cached.final, alone.final, atol=1e-4, rtol=1e-4)
+    forwards.clear()
+    again = features.FeatureCache(chatty, [1, 2], tmp_path).dataset([chats[5], *chats[:2], chats[5]])  # other company
+    assert not forwards
+    assert [len(each.input_ids) for each in again] == [len(chats[index].input_ids) for index in (5, 0, 1, 5)]

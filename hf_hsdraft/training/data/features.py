@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,77 +58,81 @@ def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
     return tokens * (num_taps + 1) * hidden_size * 2
 
 
-@torch.inference_mode()
-def cache_features(
-    target: Any,
-    tap_layers: Sequence[int],
-    conversations: Sequence[TokenizedConversation],
-    folder: str | os.PathLike[str],
-    identity: str = "",
-    stage: Stage | None = None,
-) -> FeatureDataset:
-    """Runs the target over all conversations and stores its features in shards. Processes share the work.
+class FeatureCache:
+    """Features of a target on disk, in shards: those of a conversation are computed once, whatever it comes with.
 
-    A shard's name has a digest of target, taps and tokens: existing shards of the same settings are kept, others are
-    not used. If the disk lacks room for the missing shards, an OSError is raised and nothing is written.
+    Keys are digests of target, taps and tokens. Processes share the work.
 
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
     """
-    folder, state = Path(folder), PartialState()
-    folder.mkdir(parents=True, exist_ok=True)
-    shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
-    paths = [
-        folder / f"features-{n:05d}-{_digest(identity, shard, tap_layers)}.safetensors"
-        for n, shard in enumerate(shards)
-    ]
-    missing = [index for index, path in enumerate(paths) if not path.exists()]
-    tokens = sum(len(chat.input_ids) for index in missing for chat in shards[index])
-    needed = feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size)
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise OSError(
-            errno.ENOSPC,
-            f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
-            "some space, or train without --cache-taps",
-        )
-    state.wait_for_everyone()  # until all processes know which shards are missing
-    of, done = state.num_processes, len(shards) - len(missing)
-    stage = stage or Stage("taps", "files")
-    stage.start(len(shards), done)
-    for begin in range(0, len(missing), of):
-        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
-        index = missing[min(begin + state.process_index, len(missing) - 1)]
-        shard = shards[index]
-        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
-        _write_shard(target, tap_layers, shard, groups, paths[index])
-        stage.advance(done + min(begin + of, len(missing)))
-    state.wait_for_everyone()
-    return FeatureDataset(paths)
 
+    def __init__(self, target: Any, tap_layers: Sequence[int], folder: str | os.PathLike[str], identity: str = ""):
+        self._target, self._taps, self._identity, self._folder = target, list(tap_layers), identity, Path(folder)
+        self._shards: dict[str, Path] | None = None  # of each key
 
-def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
-    digest = hashlib.sha256(repr((identity, list(tap_layers))).encode())
-    for conversation in shard:
+    @torch.inference_mode()
+    def dataset(self, conversations: Sequence[TokenizedConversation], stage: Stage | None = None) -> FeatureDataset:
+        """Returns the features of conversations, after those that are missing have been computed.
+
+        If the disk lacks room for them, an OSError is raised and nothing is written.
+        """
+        state = PartialState()
+        if self._shards is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            paths = sorted(self._folder.glob("features-*.safetensors"))
+            self._shards = {key: path for path in paths for key in _keys(path)}
+            state.wait_for_everyone()  # until all processes know which are there
+        keys = [self._key(conversation) for conversation in conversations]
+        missing = {key: chat for key, chat in zip(keys, conversations, strict=True) if key not in self._shards}
+        self._check_room(sum(len(chat.input_ids) for chat in missing.values()))
+        order = list(missing)
+        shards = [order[start : start + _SHARD] for start in range(0, len(order), _SHARD)]
+        stage = stage or Stage("taps", "files")
+        stage.start(len(shards))
+        for begin in range(0, len(shards), state.num_processes):
+            # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
+            shard = shards[min(begin + state.process_index, len(shards) - 1)]
+            self._write({key: missing[key] for key in shard})
+            stage.advance(min(begin + state.num_processes, len(shards)))
+        state.wait_for_everyone()
+        self._shards |= {key: self._path(shard) for shard in shards for key in shard}
+        return FeatureDataset([(self._shards[key], key) for key in keys])
+
+    def _key(self, conversation: TokenizedConversation) -> str:
+        digest = hashlib.sha256(repr((self._identity, self._taps)).encode())
         digest.update(conversation.input_ids.numpy().tobytes())
         digest.update(conversation.answer_mask.numpy().tobytes())
-    return digest.hexdigest()[:12]
+        return digest.hexdigest()[:24]
+
+    def _path(self, keys: Sequence[str]) -> Path:
+        digest = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:24]
+        return self._folder / f"features-{digest}.safetensors"
+
+    def _check_room(self, tokens: int) -> None:
+        needed = feature_bytes(tokens, len(self._taps), self._target.config.get_text_config().hidden_size)
+        if needed > (free := shutil.disk_usage(self._folder).free):
+            raise OSError(
+                errno.ENOSPC,
+                f"the taps still to be written take {needed / 1e9:,.2f} GB, {self._folder} has {free / 1e9:,.2f} GB "
+                "left; free some space, or train without --cache-taps",
+            )
+
+    def _write(self, shard: dict[str, TokenizedConversation]) -> None:
+        chats, keys = list(shard.values()), list(shard)
+        groups = [list(range(len(chats)))] if PartialState().num_processes > 1 else of_similar_lengths(chats)
+        tensors: dict[str, torch.Tensor] = {}
+        for indices in groups:  # each is read in one forward
+            read = read_features(self._target, self._taps, [chats[index] for index in indices])
+            for index, features in zip(indices, read, strict=True):
+                tensors |= {f"{keys[index]}.{name}": getattr(features, name) for name in _FIELDS}
+        write_complete(self._path(keys), lambda temporary: save_file(tensors, temporary))
 
 
-def _write_shard(
-    target: Any,
-    tap_layers: Sequence[int],
-    shard: Sequence[TokenizedConversation],
-    groups: Iterable[list[int]],
-    path: Path,
-) -> None:
-    """Writes a shard; each group of indices is read in one forward."""
-    tensors: dict[str, torch.Tensor] = {}
-    for indices in groups:
-        read = read_features(target, tap_layers, [shard[i] for i in indices])
-        for index, features in zip(indices, read, strict=True):
-            tensors |= {f"{index}.{name}": getattr(features, name) for name in _FIELDS}
-    write_complete(path, lambda temporary: save_file(tensors, temporary))
+def _keys(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
@@ -198,7 +202,8 @@ def keep_likely(
     """
     state = PartialState()
     digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
-    beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in dataset.paths}
+    paths = dict(dataset.entries)
+    beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in paths}
     missing = [path for path, kept in beside.items() if not kept.exists()]
     state.wait_for_everyone()  # until all processes know which are missing
     stage.start(len(beside), done := len(beside) - len(missing))
@@ -213,28 +218,23 @@ def keep_likely(
             write_complete(beside[path], functools.partial(save_file, found))
         stage.advance(done + at + 1)
     state.wait_for_everyone()
-    return FeatureDataset(dataset.paths, list(beside.values()))
+    return FeatureDataset(dataset.entries, beside)
 
 
 class FeatureDataset(Dataset[Features]):
-    """Features in shards, read on access; `likely` are files of `keep_likely`, one a shard."""
+    """Features in shards, read on access. `entries` are shards and keys, `likely` the files of `keep_likely`."""
 
-    def __init__(self, paths: Sequence[Path], likely: Sequence[Path] = ()) -> None:
-        self.paths, self._likely = list(paths), dict(zip(paths, likely, strict=False))
-        self._entries = []
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                count = sum(1 for key in file.keys() if key.endswith(".input_ids"))  # noqa: SIM118
-            self._entries += [(path, index) for index in range(count)]
+    def __init__(self, entries: Sequence[tuple[Path, str]], likely: Mapping[Path, Path] | None = None) -> None:
+        self.entries, self._likely = list(entries), likely or {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __getitem__(self, index: int) -> Features:
-        path, number = self._entries[index]
+        path, key = self.entries[index]
         with safe_open(path, framework="pt") as file:
-            features = Features(*(file.get_tensor(f"{number}.{name}") for name in _FIELDS))
+            features = Features(*(file.get_tensor(f"{key}.{name}") for name in _FIELDS))
         if path not in self._likely:
             return features
         with safe_open(self._likely[path], framework="pt") as file:
-            return replace(features, likely=file.get_tensor(f"{number}.likely"))
+            return replace(features, likely=file.get_tensor(f"{key}.likely"))

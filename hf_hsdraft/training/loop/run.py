@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..data.conversations import (
     check_template_keeps_turns,
     tokenize_conversation,
 )
-from ..data.features import cache_features, feature_bytes, keep_likely, read_features
+from ..data.features import FeatureCache, feature_bytes, keep_likely, read_features
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
@@ -185,7 +185,8 @@ class _Run:
         report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
         drafter = self._drafter(start, tokenized[:first])
         taps = family.taps(drafter, target)
-        dataset: Any = self._cached(drafter, taps, tokenized, tokens) if plan.cache_taps else tokenized
+        readable = self._cached(drafter, taps) if plan.cache_taps else lambda chats: chats
+        dataset: Any = readable(tokenized)
         drafter = drafter.to(args.device)
         if not start:
             sample = read_features(target, taps, tokenized[: min(16, len(tokenized))])
@@ -197,7 +198,7 @@ class _Run:
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
-            answered = (self._features(drafter, taps, group, counts) for group in groups)
+            answered = (readable(self._answered(group, counts)) for group in groups)
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, learned=last is not None)
         trainer = DrafterTrainer(
             model,
@@ -235,17 +236,15 @@ class _Run:
             finish(out, trainer.state.global_step, limits_of(self.args))
         state.wait_for_everyone()
 
-    def _features(
-        self, drafter: Any, taps: Sequence[int], conversations: Sequence[Conversation], counts: list[tuple[int, int]]
-    ) -> Any:
-        """Returns conversations of a stream as the trainer reads them, and adds their lengths to `counts`."""
+    def _answered(
+        self, conversations: Sequence[Conversation], counts: list[tuple[int, int]]
+    ) -> list[TokenizedConversation]:
+        """Returns the tokens of a stream's conversations, and adds their lengths to `counts`."""
         tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
         tokenized = [chat for chat in tokenized if bool(chat.answer_mask[2:].any())]
         counts += [_counted(chat) for chat in tokenized]
         self.report(f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens")
-        if not self.plan.cache_taps or not tokenized:
-            return tokenized
-        return self._cached(drafter, taps, tokenized, sum(len(chat.input_ids) for chat in tokenized))
+        return tokenized
 
     def _tokenized(
         self, conversations: Sequence[Conversation], held_out: int
@@ -282,21 +281,25 @@ class _Run:
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
 
-    def _cached(
-        self, drafter: Any, taps: Sequence[int], tokenized: Sequence[TokenizedConversation], tokens: int
-    ) -> Any:
-        """Returns the features of all conversations, after this process has written its share."""
-        size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
-        self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
-        folder = Path(self.plan.out) / "features"
-        with self.report.stage("taps", "files") as stage:
-            dataset = cache_features(self.target, taps, tokenized, folder, self.identity, stage)
-        if not self.args.candidates:
-            return dataset
-        head, ids = self.target.get_output_embeddings().weight.detach(), drafter.draft_vocab_ids()
-        with self.report.stage("likely tokens", "files") as stage:
-            rows = head[ids.to(head.device)].to(torch.bfloat16)
-            return keep_likely(dataset, rows, ids, self.args.candidates, stage)
+    def _cached(self, drafter: Any, taps: Sequence[int]) -> Callable[[Sequence[TokenizedConversation]], Any]:
+        """Returns a function that returns the features of conversations, after writing those that are missing."""
+        folder, candidates = Path(self.plan.out) / "features", self.args.candidates
+        cache = FeatureCache(self.target, taps, folder, self.identity)
+        ids = drafter.draft_vocab_ids()
+        rows = self.target.get_output_embeddings().weight.detach()[ids.to(self.target.device)].to(torch.bfloat16)
+
+        def read(chats: Sequence[TokenizedConversation]) -> Any:
+            tokens = sum(len(chat.input_ids) for chat in chats)
+            size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
+            self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
+            with self.report.stage("taps", "files") as stage:
+                dataset = cache.dataset(chats, stage)
+            if not candidates:
+                return dataset
+            with self.report.stage("likely tokens", "files") as stage:
+                return keep_likely(dataset, rows, ids, candidates, stage)
+
+        return read
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
