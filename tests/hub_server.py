@@ -230,6 +230,17 @@ def is_lfs(path: str, size: int) -> bool:
     return path.endswith(LFS_SUFFIXES) or size > LFS_SIZE
 
 
+def tags_of(commit: Commit) -> list[str]:
+    """The tags that the Hub gives a model by the metadata of its card."""
+    card = commit.files.get("README.md")
+    found = re.match(r"---\n(.*?)\n---\n", card.content.decode() if card else "", re.DOTALL)
+    metadata = (yaml.safe_load(found[1]) if found else None) or {}
+    bases = metadata.get("base_model") or []
+    bases = bases if isinstance(bases, list) else [bases]
+    library = [metadata["library_name"]] if metadata.get("library_name") else []
+    return [*library, *metadata.get("tags", []), *(f"base_model:{base}" for base in bases)]
+
+
 def damaged(body: bytes, kind: int | str | None) -> bytes:
     half = len(body) // 2
     if kind == "flip" and body:
@@ -434,7 +445,17 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
         name = repo.id.removeprefix("datasets/")
         info = {"id": name, "modelId": name, "author": repo.owner, "sha": commit.oid, "private": repo.private}
-        return as_json({**info, "gated": False, "disabled": False, "siblings": siblings, "tags": []})
+        return as_json({**info, "gated": False, "disabled": False, "siblings": siblings, "tags": tags_of(commit)})
+
+    @route("GET", "/api/models")
+    def _list_models(self, ask: Request) -> Response:
+        models = [repo for repo in self._repos.values() if repo.visible_to(ask.user) and repo.id.count("/") == 1]
+        wanted, most = ask.query.get("filter", []), int(ask.query.get("limit", ["1000"])[0])
+        listed = [(repo.id, repo.at("main")) for repo in models if {*wanted} <= {*tags_of(repo.at("main"))}]
+        listed = sorted(listed, key=lambda each: each[0])[:most]
+        infos = [{"id": name, "sha": commit.oid, "tags": tags_of(commit), "downloads": 0} for name, commit in listed]
+        files = [[{"rfilename": path} for path in sorted(commit.files)] for _, commit in listed]
+        return as_json([{**info, "siblings": each} for info, each in zip(infos, files, strict=True)])
 
     @route("GET", "/api/models/{repo}/tree/{rev}")
     def _tree(self, ask: Request) -> Response:

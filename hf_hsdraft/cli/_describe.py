@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CacheNotFound, scan_cache_dir
-
 from ..core.checks import printable
 from ..drafters.base.formats import recognise
 from ..drafters.base.registry import FAMILIES, load_families
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..hub.cached import cached_models
 from ..hub.card_figures import GAP, is_chain, read_figures, shown_figure
 from ..hub.checkpoint import Checkpoint
 from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
@@ -51,26 +50,21 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
 
     Drafters in other projects' formats need their weights, since only tensor names identify them.
     """
-    try:
-        repositories = scan_cache_dir(cache_dir).repos
-    except CacheNotFound:
-        return
-    for repository in sorted(repositories, key=lambda each: each.repo_id):
-        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
-            config = _config_in(revision.snapshot_path)
-            is_ours = str(config.get("model_type")) in FAMILIES
-            form = "" if is_ours else _format_in(repository.repo_id, revision.snapshot_path, config)
-            if not is_ours and not form:
-                continue
-            yield CachedDrafter(
-                name=repository.repo_id,
-                commit=revision.commit_hash,
-                refs=tuple(sorted(revision.refs)),
-                target=printable((config.get("target_name") if is_ours else target_of(config)[0]) or ""),
-                format=form or str(_whole(config.get("format_version", 1))),
-                bytes=_bytes(revision.snapshot_path),
-                problem=_problem(config),
-            )
+    for model in cached_models(cache_dir):
+        checkpoint, config = model.checkpoint, model.checkpoint.config
+        is_ours = str(config.get("model_type")) in FAMILIES
+        form = "" if is_ours else _format_in(checkpoint)
+        if not is_ours and not form:
+            continue
+        yield CachedDrafter(
+            name=checkpoint.name,
+            commit=model.commit,
+            refs=model.refs,
+            target=printable((config.get("target_name") if is_ours else target_of(config)[0]) or ""),
+            format=form or str(_whole(config.get("format_version", 1))),
+            bytes=_bytes(checkpoint),
+            problem=_problem(config),
+        )
 
 
 def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dict[str, str]]:
@@ -186,16 +180,8 @@ def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
     return text
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
-    try:
-        return read_json(folder / CONFIG)
-    except (OSError, ValueError):
-        return {}  # not recognisable as a drafter
-
-
-def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
-    """Returns the name of another project's format; empty if the folder holds no known one."""
-    checkpoint = Checkpoint(name, folder, config)
+def _format_in(checkpoint: Checkpoint) -> str:
+    """Returns the name of another project's format; empty if a checkpoint has no known one."""
     try:
         form = recognise(checkpoint)
     except (OSError, ValueError):
@@ -203,19 +189,19 @@ def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
     return form.name if form.listed(checkpoint) else ""
 
 
-def _problem(config: dict[str, Any]) -> str:
+def _problem(config: Mapping[str, Any]) -> str:
     if config.get("model_type") != HSDraftConfig.model_type:
         return ""
     try:
-        HSDraftConfig.from_dict(config)
+        HSDraftConfig.from_dict(dict(config))
     except (TypeError, ValueError) as error:
         return printable(error, 400)
     return ""
 
 
-def _bytes(folder: Path) -> int:
+def _bytes(checkpoint: Checkpoint) -> int:
     try:
-        return Checkpoint(str(folder), folder, {}).bytes
+        return checkpoint.bytes
     except (OSError, ValueError):
         return 0
 

@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server", "fleet": "fleet"}),
 }  # fmt: skip
-TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate")  # in this order
+TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find", "estimate")  # in this order
 
 
 def _commands() -> dict[str, CommandInfo]:

@@ -32,7 +32,7 @@ from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import fingerprint, no_hooks_left
-from .by_name import follow, load_for
+from .by_name import best_for, follow, load_for
 from .wrapping import wrap
 
 logger = logging.get_logger(__name__)
@@ -194,7 +194,7 @@ class Attachment:
 _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
 
 
-def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any) -> Attachment:
+def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, **loading: Any) -> Attachment:
     """Lets all calls of `model.generate()` draft from now on; their text stays the same.
 
     Calls with beams, another assistant, prompt lookup or `custom_generate`, and calls for which drafting is refused,
@@ -204,8 +204,9 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
     Args:
         model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
             wrapper. An existing attachment is replaced.
-        drafter: a drafter, or the Hub name or folder of one. A drafter that is loaded here follows the model to another
-            device and dtype.
+        drafter: a drafter, or the Hub name or folder of one. By default the best one that is on this machine, which is
+            logged; see `AutoDrafter.for_target`. A drafter that is loaded here follows the model to another device and
+            dtype.
         loading: with a name, further arguments of `AutoDrafter.from_pretrained`, such as `revision` or `subfolder`.
 
     Returns the attachment: for `with`, statistics and `detach`.
@@ -218,11 +219,13 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
     """
     target = _decoding_model(model)
     _check_decoding(target)
-    named = isinstance(drafter, str | os.PathLike)
+    owned = drafter is None or isinstance(drafter, str | os.PathLike)
     if isinstance(drafter, str | os.PathLike):
         drafter = load_for(target, drafter, **loading)
     elif loading:
         raise TypeError(f"attach() takes {', '.join(sorted(loading))} only with the name of a drafter")
+    elif drafter is None:
+        drafter = best_for(target)
     if isinstance(drafter, type):
         raise TypeError(told_of_class(drafter))
     if not isinstance(drafter, Drafter):
@@ -231,7 +234,7 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
         )
     check_drafter(drafter, target)
     DraftOptions.of(drafter)
-    attachment = Attachment(target, drafter, owned=named)
+    attachment = Attachment(target, drafter, owned=owned)
     _attachments[target] = attachment
     if getattr(target, "_cached_continuous_batching_manager", None) is not None:
         attachment.step_aside(_BATCHING)

@@ -37,7 +37,15 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
     Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
-    drafter = AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading})
+    return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
+
+
+def best_for(target: Any) -> Any:
+    """Loads the best drafter on this machine, as `load_for`, and logs which it is; n-grams where nothing else fits."""
+    return _beside(target, AutoDrafter.for_target(target, local_files_only=True))
+
+
+def _beside(target: Any, drafter: Any) -> Any:
     follow(drafter, target)
     return drafter.eval() if isinstance(drafter, nn.Module) else drafter
 

@@ -134,6 +134,11 @@ class Checkpoint:
         return {self._names[name]: shape for name, (shape, _) in self._found.items()}
 
     @property
+    def is_described(self) -> bool:
+        """Whether names and shapes of the tensors are known without fetching weights."""
+        return bool(self._headers) or self._has_weights
+
+    @property
     def bytes(self) -> int:
         """Size of the weights. Raises an OSError if there are none."""
         if self._headers:

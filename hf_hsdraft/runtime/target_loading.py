@@ -83,14 +83,14 @@ def target_folder(name: str | None, dtype: torch.dtype) -> str:
     return found if source is None else str(dequantised(source, dtype))
 
 
-def load_tokenizer(name: str | None) -> Any:
-    """Loads only the tokenizer of a target, see `load_target`."""
-    return _of_target(AutoTokenizer, name, ("tokenizer_config", "tokenizer", *_MODEL))
+def load_tokenizer(name: str | None, local_files_only: bool = False) -> Any:
+    """Loads only the tokenizer of a target, see `load_target`; from the cache alone with `local_files_only`."""
+    return _of_target(AutoTokenizer, name, ("tokenizer_config", "tokenizer", *_MODEL), local_files_only)
 
 
-def load_config(name: str | None) -> Any:
-    """Loads only the configuration of a target, see `load_target`; a path to a config.json works too."""
-    return _of_target(AutoConfig, name)
+def load_config(name: str | None, local_files_only: bool = False) -> Any:
+    """Loads only the configuration of a target, as `load_tokenizer`; a path to a config.json works too."""
+    return _of_target(AutoConfig, name, local_files_only=local_files_only)
 
 
 def check_target(name: str | None) -> None:
@@ -98,29 +98,34 @@ def check_target(name: str | None) -> None:
     _found(name)
 
 
-def _of_target(kind: Any, name: str | None, files: Sequence[str] = _MODEL) -> Any:
-    found, source = _found(name, files)
+def _of_target(kind: Any, name: str | None, files: Sequence[str] = _MODEL, local_files_only: bool = False) -> Any:
+    found, source = _found(name, files, local_files_only)
     if source is None:
-        return kind.from_pretrained(found)
+        return kind.from_pretrained(found, local_files_only=local_files_only)
     return kind.from_pretrained(str(source.parent), gguf_file=source.name)
 
 
-def _found(name: str | None, files: Sequence[str] = _MODEL) -> tuple[str, Path | None]:
+def _found(name: str | None, files: Sequence[str] = _MODEL, local_files_only: bool = False) -> tuple[str, Path | None]:
     """The name of a target, and its GGUF file, if any; raises as `load_target` does."""
     if name is not None and not name.strip():
         raise ValueError("the target's name is empty: expected a Hub name, a folder or a .gguf file")
-    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else gguf_file(str(name))
+    source = gguf_of(name)
     name = name or DEFAULT_TARGET
     if source is not None:
         return name, source
     if not os.path.exists(name):
-        _check_on_hub(name)
+        _check_on_hub(name, local_files_only)
     elif os.path.isdir(name) and not any((Path(name) / f"{file}.json").exists() for file in files):
         raise OSError(f"{name} holds no model: expected a folder with config.json, or with one .gguf file")
     return name, None
 
 
-def _check_on_hub(name: str) -> None:
+def gguf_of(name: str | None) -> Path | None:
+    """Returns the GGUF file that a target is loaded from, if it is one; raises as `gguf_file`."""
+    return embedded_gguf() if name in (None, DEFAULT_TARGET) else gguf_file(str(name))
+
+
+def _check_on_hub(name: str, local_files_only: bool) -> None:
     """Raises an OSError for a name that is neither in the cache nor on the Hub.
 
     Loading would try each of a model's files several times, for half a minute, without saying what it looked for.
@@ -129,7 +134,7 @@ def _check_on_hub(name: str) -> None:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the Hub
         raise FileNotFoundError(missing)
     try:
-        snapshot_download(name, allow_patterns=["config.json"])
+        snapshot_download(name, allow_patterns=["config.json"], local_files_only=local_files_only)
     except (HFValidationError, HTTPError, OSError) as error:
         raise OSError(f"{missing}, and {name} cannot be fetched from the Hub: {error}") from error
 

@@ -6,24 +6,35 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.utils import logging
+
+from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
+from ..ngrams.cacheback import CachebackDrafter
 from .draft_options import is_misspelt, nearest_option, option_names
+from .finding import find, train_command
 from .formats import Format, recognise
 from .loading_arguments import Placement, give_options, refuse_unknown
 from .registry import FAMILIES, Family, load_families
+from .target_info import TargetInfo
+
+logger = logging.get_logger(__name__)
 
 
 class AutoDrafter:
     """Loads drafters of all families. Other projects' drafters load unchanged, without running their code.
 
     drafter = AutoDrafter.from_pretrained("user/SmolLM2-135M-Instruct-hsdraft")
+    drafter = AutoDrafter.for_target(model)  # the best that can be found
     """
 
     def __init__(self) -> None:
-        raise TypeError("AutoDrafter is not made by itself: call AutoDrafter.from_pretrained(name)")
+        raise TypeError(
+            "AutoDrafter is not made by itself: call AutoDrafter.from_pretrained(name) or AutoDrafter.for_target(model)"
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +71,39 @@ class AutoDrafter:
         if not issubclass(family.drafter, PretrainedDrafter):
             return family.drafter.from_pretrained(name, *args, **kwargs)
         return _load_of_transformers(family, name, args, kwargs)
+
+    @classmethod
+    def for_target(cls, model: Any, tokenizer: Any = None, local_files_only: bool = False) -> Any:
+        """Returns the best drafter that `hsdraft find` lists for a loaded target, and logs in a line which it is.
+
+        Where nothing else drafts, that is a [`CachebackDrafter`], and the line says how to train a drafter. What cannot
+        be loaded is logged too. Layers that transformers drafts with itself (`use_mtp=True`) are not returned.
+
+        Args:
+            model: the target.
+            tokenizer: the target's; by default the one beside its weights.
+            local_files_only: whether to look into the cache only, instead of on the Hub too.
+        """
+        target = TargetInfo.of_model(model, tokenizer, local_files_only)
+        found, note = find(target, local_files_only)
+        for each in found:
+            if each.loading is None or (local_files_only and not each.here):
+                continue
+            loading = {"dtype": model.dtype, "local_files_only": each.here, **each.loading}
+            try:
+                drafter = cls.from_pretrained(each.name, **loading)
+                drafter.check(model)
+            except (OSError, ValueError) as error:
+                logger.warning(f"{each.name} is not used, although it fits: {error}")
+                continue
+            logger.warning(f"drafting with {each.name} ({each.kind}): {each.why}")
+            return drafter
+        named = printable(target.name) or type(model).__name__
+        logger.warning(
+            f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
+            f"`{train_command(target.place or 'path/or/name')}` trains a drafter"
+        )
+        return CachebackDrafter()
 
 
 def _load_of_transformers(

@@ -6,7 +6,7 @@ marks come before generic ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...core.checks import few, printable
 from ...core.methods import Registry
 from ...hub.checkpoint import Checkpoint
 from .registry import load_families
+from .target_info import Fit, TargetInfo
 
 # Fields on sizes and inputs of a drafter, in whichever table of config.json they are.
 _TOLD = (
@@ -54,6 +55,9 @@ class Format:
     # Whether `hsdraft hub list` shows a checkpoint of this format
     listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
     loads: bool = True  # False if `load` only raises an explanation
+    # How well a checkpoint fits a target, as `target_info.fit_of`, without loading weights; takes the targets that the
+    # files beside it name too
+    fit: Callable[[Checkpoint, TargetInfo, Collection[str]], Fit | None] = lambda checkpoint, target, named: None
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...core.checks import are_ascending, misfit_of, printable, public_name
+from ...core.checks import printable, public_name
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.speculators_format import speculators_fields
@@ -16,6 +16,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes
 from .protocol import Drafter
+from .target_info import misfit
 
 AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 _LAYER_FIELDS = (
@@ -75,19 +76,16 @@ class PublishedNetwork(nn.Module, Drafter):
         return taps if self.config.last_tap_is_normed else before_norm(taps, layers)
 
     def check(self, target: Any) -> None:
-        if misfit := misfit_of(self.config, target):
-            self.refuse(misfit)
+        if wrong := misfit(self.config, target):
+            self.refuse(wrong)
         layers = decoder_layers(text_config(target))
-        taps = self.config.taps_of(layers)
-        if not are_ascending(taps, 0, layers):
-            self.refuse(f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}")
-        if taps[-1] == layers and not self.config.last_tap_is_normed:
+        if self.config.taps_of(layers)[-1] == layers and not self.config.last_tap_is_normed:
             check_last_state(target)
 
-    def refuse(self, misfit: str) -> NoReturn:
+    def refuse(self, wrong: str) -> NoReturn:
         made_for = printable(self.config.target_name) or "another target"
         raise DraftingRefused(
-            f"{misfit}: this drafter was made for {made_for}. Use a drafter of this target, or train one."
+            f"{wrong}: this drafter was made for {made_for}. Use a drafter of this target, or train one."
         )
 
 

@@ -12,6 +12,7 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ..base.formats import Format, with_fields
 from ..base.layer_fields import drafted_ids
 from ..base.loading_arguments import Placement, take_options
+from ..base.target_info import fit_of
 from . import reading
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
@@ -78,7 +79,15 @@ def _format(name: str, rank: int, matches: Any, read: Reader, possible: Any = _O
     def load_by_name(checkpoint: Checkpoint, **kwargs: Any) -> BlockDrafter:
         return load(checkpoint, read, names, **kwargs)
 
-    return Format(name, rank, matches, load_by_name, drafter=BlockDrafter, possible=possible)
+    return Format(
+        name,
+        rank,
+        matches,
+        load_by_name,
+        drafter=BlockDrafter,
+        possible=possible,
+        fit=lambda checkpoint, *target: fit_of(read(checkpoint), *target),
+    )
 
 
 FORMATS = (

@@ -13,7 +13,7 @@ Tensors have the network's parameter names, except that the first layer may be c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from ..base.formats import fields_told
 from ..base.layer_fields import MOST_LAYERS, drafted_ids, read_rope, read_sizes, read_windows
+from ..base.target_info import Fit, TargetInfo, fit_of
 from .configuration import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # in speculators
@@ -118,6 +119,11 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     elif config.mask_token_id is None:
         told["state fed back"] = "after the norm (EAGLE-3.1)" if config.norm_output else "before the norm (EAGLE-3)"
     return told
+
+
+def fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+    """Returns how well a checkpoint fits a target, see `Format.fit`; raises as `read`."""
+    return fit_of(read(checkpoint, mask_token_id=0).config, target, named)
 
 
 def _read_speculators(checkpoint: Checkpoint) -> Reading:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...core.checks import few, printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.pretrained_drafter import stored_options
+from ..base.target_info import Evidence, Fit, TargetInfo
+from .lm_ability import what_differs
 
 # Separate from the language model's generation_config.json.
 DRAFTING_OPTIONS = "drafting_config.json"
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # any of these
 _OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+# Share of the target's parameters up to which a language model is proposed as its drafter: each drafted token runs it.
+_MOST_SHARE = 0.5
+_MOST_PADDING = (
+    1024  # rows by which vocabularies of one tokenizer may differ; models of a series are padded differently
+)
 
 # Fields and tensor names that only drafters for a specific target have, whatever architecture they name.
 _FIELDS_OF_DRAFTERS = (
@@ -121,3 +129,21 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+    """Returns how well a language model fits as a drafter: it is smaller than the target and has its tokenizer."""
+    own = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    sizes = [config.get_text_config(decoder=True).vocab_size for config in (own, target.config)]
+    if abs(sizes[0] - sizes[1]) > _MOST_PADDING or target.tokenizer is None or target.parameters is None:
+        return None
+    small = TargetInfo(own).parameters
+    if small is None or small > _MOST_SHARE * target.parameters:
+        return None
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None or what_differs(tokenizer, target.tokenizer):
+        return None
+    told = f"a language model of the same tokenizer with {small / target.parameters:.0%} of the target's parameters"
+    if (checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS).is_file() and target.is_named(named):
+        return Fit(Evidence.NAMED, f"made for this target: {told}")
+    return Fit(Evidence.SMALLER, told)

@@ -32,6 +32,7 @@ class LayerSkipConfig(PlainConfig):
     """Which layers of which target are skipped; a ValueError if it has no such layers, or none would remain."""
 
     model_type: ClassVar[str] = "layer_skip"
+    target_hidden_size: ClassVar[None] = None  # any
 
     skipped_layers: tuple[int, ...]  # ascending, from 0
     num_hidden_layers: int  # of the target
@@ -48,6 +49,10 @@ class LayerSkipConfig(PlainConfig):
                 f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
                 "once and not all of them"
             )
+
+    @property
+    def target_num_hidden_layers(self) -> int:
+        return self.num_hidden_layers
 
     @property
     def kept_layers(self) -> list[int]:

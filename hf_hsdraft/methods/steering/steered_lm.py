@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.formats import Format, register_format
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
+from ...drafters.base.target_info import Evidence, Fit, TargetInfo
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_files import describe, why_no_causal_lm, why_not_by_config
+from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts
 from ...hub.checkpoint import Checkpoint
@@ -210,6 +211,12 @@ def load_steering(checkpoint: Checkpoint) -> Steering:
     return steering.eval()
 
 
+def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+    """A steering was trained for one target, so a target that is not named is another one."""
+    found = fit(checkpoint, target, named)
+    return found if found is not None and found.evidence == Evidence.NAMED else None
+
+
 def _sizes(text: str) -> SteeringSizes:
     fields = json.loads(text)
     given = fields if isinstance(fields, dict) else {}
@@ -231,5 +238,6 @@ register_format(
         describe=lambda checkpoint: {**describe(checkpoint), "reads": "the text, and the target's hidden states"},
         drafter=SteeredLMDrafter,
         possible=lambda config: not why_not_by_config(config),
+        fit=_fit,
     )
 )

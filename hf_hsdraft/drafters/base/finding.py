@@ -1,0 +1,254 @@
+"""What drafts for a target: in the checkpoint, in the cache, on the Hub. No weights are loaded or fetched."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, ModelInfo
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from transformers import PreTrainedConfig
+
+from ...core.checks import printable
+from ...hub.cached import CachedModel, cached_models, named_targets
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import CONFIG, INDEX, read_json
+from ...runtime.target_loading import default_drafter
+from .formats import recognise
+from .registry import FAMILIES, load_families
+from .saved_drafter import WeightlessDrafter
+from .target_info import Evidence, Fit, TargetInfo, empty_model, fit_of
+
+# Tags of cards that mark a drafter, and parts of names that do where a card has no such tag.
+_TAGS = ("speculative-decoding", "hsdraft", "speculators", "eagle3", "dflash", "dspark")
+_PARTS_OF_NAMES = ("eagle", "dflash", "dspark", "draft", "specul")
+_MOST_LISTED = 100  # models of one answer of the Hub
+_UNUSABLE = (OSError, TypeError, ValueError, AttributeError, LookupError)  # gated, incomplete, damaged, no drafter
+_PATIENCE = 10.0  # seconds to wait for its first answer
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way to draft for a target.
+
+    Attributes:
+        name: Hub name or folder; of others what they are.
+        kind: class of the drafter, and the format of its files.
+        why: why it drafts for this target.
+        bytes: size of the weights; None if it is unknown.
+        use: a line of code that uses it.
+        trained: whether it was trained for this target, or for one like it.
+        here: whether it can be used without the network.
+        loading: arguments of `AutoDrafter.from_pretrained` beside the name; None where that does not load it.
+    """
+
+    name: str
+    kind: str
+    why: str
+    bytes: int | None
+    use: str
+    trained: bool = True
+    here: bool = True
+    loading: Mapping[str, Any] | None = field(default_factory=dict)
+
+
+_NGRAMS = Found(
+    "n-grams",
+    "CachebackDrafter",
+    "for any target: repeats phrases of the text and its prompt",
+    0,
+    "model.generate(**inputs, assistant_model=CachebackDrafter())",
+    trained=False,
+    loading=None,
+)
+
+
+def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found], str]:
+    """Returns what drafts for a target, the best first, and a line on why the Hub was not asked, or an empty one.
+
+    The order: prediction layers of the checkpoint, drafters in the cache, published ones, smaller language models,
+    n-grams; the same by how well they fit.
+    """
+    load_families()
+    cached = _cached(target)
+    here = {found.name for _, found in cached if found.here}
+    published, note = ([], "") if local_files_only else _published(target, here)
+    asked = {found.name for _, found in published}
+    every = [each for each in cached if each[1].here or each[1].name not in asked] + published
+    every.sort(key=lambda each: (each[0] == Evidence.SMALLER, not each[1].here, each[0]))
+    own = list(_own_layers(target, local_files_only))
+    return [*own, *(found for _, found in every), _NGRAMS], note
+
+
+def train_command(place: str) -> str:
+    """Returns the command that trains a drafter for the target at a place; empty for the default target."""
+    target = f"--target {shlex.quote(place)} " if place else ""
+    return f"hsdraft train {target}--out my-drafter"
+
+
+# In the checkpoint
+
+
+def _own_layers(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
+    """The target's layers for multi-token prediction, if transformers can draft with them."""
+    count = getattr(target.config.get_text_config(), "num_mtp_layers", None)
+    if not count or not target.place or not _mtp_tensors(target, count, local_files_only):
+        return
+    yield Found(
+        "the target's own layers",
+        "multi-token prediction of transformers",
+        f"num_mtp_layers={count} in the checkpoint; transformers reads them in every call, for single texts",
+        None,
+        "model.generate(**inputs, use_mtp=True)",
+        loading=None,
+    )
+
+
+def _mtp_tensors(target: TargetInfo, count: int, local_files_only: bool) -> bool:
+    """Whether transformers builds these layers, and the checkpoint names tensors for them."""
+    from transformers.modeling_layers import MtpModel
+
+    model = target.model if target.model is not None else empty_model(target.config)
+    if model is None:
+        return False
+    try:
+        pattern = MtpModel.get_mtp_weights_regex(model)
+        with torch.device("meta"):
+            MtpModel(empty_model(target.config), count)
+        checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
+        return any(pattern.search(name) for name in _tensor_names(checkpoint))
+    except Exception:  # any error of building them means that it cannot
+        return False
+
+
+def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
+    if (checkpoint.folder / INDEX).is_file():
+        return read_json(checkpoint.folder / INDEX).get("weight_map", {}).keys()
+    return checkpoint.shapes if checkpoint.is_described else ()
+
+
+# In the cache
+
+
+def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
+    """Drafters and smaller models in the cache, and the drafter that comes with a checkout of the package."""
+    chosen: dict[str, CachedModel] = {}
+    for model in cached_models():  # the latest commit, or that of the main branch
+        if model.checkpoint.name not in chosen or "main" in model.refs:
+            chosen[model.checkpoint.name] = model
+    found: list[tuple[Evidence, Found]] = []
+    if (own := default_drafter(None)) is not None:
+        found += _fitting(Checkpoint(own, Path(own), read_json(Path(own) / CONFIG)), target, "")
+    for model in chosen.values():
+        if model.checkpoint.name != target.name:
+            found += _fitting(model.checkpoint, target, "" if "main" in model.refs else model.commit)
+    return found
+
+
+def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
+    try:
+        kind, fit, size = _examined(checkpoint, target, named_targets(checkpoint.folder))
+    except _UNUSABLE:
+        return
+    if fit is None:
+        return
+    here = size is not None
+    if fit.evidence == Evidence.SMALLER and not here:
+        return
+    why = fit.why if here else f"{fit.why}; its weights are not fetched yet"
+    yield fit.evidence, _loadable(checkpoint.name, kind, why, size, fit.evidence, here, revision)
+
+
+def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> tuple[str, Fit | None, int | None]:
+    """Returns kind, fit and size of a drafter; a size of None means that its weights are not all here.
+
+    Raises one of `_UNUSABLE` if it is none.
+    """
+    size = checkpoint.bytes if checkpoint.is_described else None
+    if not _is_of_family(checkpoint):
+        form = recognise(checkpoint)
+        kind = f"{form.drafter.__name__} ({form.name})" if form.drafter is not None else form.name
+        return kind, form.fit(checkpoint, target, named), size
+    family, config = FAMILIES[checkpoint.config["model_type"]], None
+    if issubclass(family.config, PreTrainedConfig):
+        config = family.config.from_dict(dict(checkpoint.config))
+    elif issubclass(family.drafter, WeightlessDrafter):
+        place = checkpoint.folder / CONFIG
+        config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
+    names_target = hasattr(config, "target_hidden_size")
+    return family.drafter.__name__, fit_of(config, target, named) if names_target else None, size
+
+
+def _is_of_family(checkpoint: Checkpoint) -> bool:
+    """Whether these are files of this package, which tell by the configuration alone what they hold."""
+    model_type = checkpoint.config.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
+def _loadable(
+    name: str, kind: str, why: str, size: int | None, evidence: Evidence, here: bool, revision: str = ""
+) -> Found:
+    loading = {"revision": revision} if revision else {}
+    use = f"model.generate(**inputs, assistant_model={json.dumps(name)})"
+    if revision:
+        use = f'attach(model, {json.dumps(name)}, revision="{revision}")'
+    return Found(name, kind, why, size, use, evidence != Evidence.SMALLER, here, loading)
+
+
+# On the Hub
+
+
+def _published(target: TargetInfo, known: Collection[str]) -> tuple[list[tuple[Evidence, Found]], str]:
+    """Published drafters that are not among the `known` names, and a line on why the Hub was not asked."""
+    if not target.on_hub:
+        return [], "the Hub was not asked: the target has no name there"
+    if is_offline_mode():
+        return [], "the Hub was not asked: offline mode is on"
+    try:
+        listed = _listed(target.on_hub)
+        found = [each for info in listed if info.id not in known for each in _examined_on_hub(info, target)]
+    except RepositoryNotFoundError:
+        return [], f"the Hub was not asked: it has no repository {target.on_hub} that may be read"
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        return [], f"the Hub cannot be reached ({printable(error) or type(error).__name__})"
+    return found, ""
+
+
+def _listed(base: str) -> list[ModelInfo]:
+    """Returns the models whose cards name a model as their base and that may be drafters, by downloads."""
+    api = HfApi()
+    api.model_info(base, timeout=_PATIENCE)  # which is not tried again and again, as listing is
+    relation, found = f"base_model:{base}", {}
+    for tag in ("", *_TAGS):
+        tags = [relation, tag] if tag else [relation]
+        for info in api.list_models(filter=tags, sort="downloads", limit=_MOST_LISTED, full=True):
+            named = any(part in info.id.rsplit("/", 1)[-1].lower() for part in _PARTS_OF_NAMES)
+            if named or not {*_TAGS}.isdisjoint(info.tags or ()):
+                found[info.id] = info
+    return sorted(found.values(), key=lambda info: -(info.downloads or 0))
+
+
+def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[tuple[Evidence, Found]]:
+    """Examines a published drafter by its configuration and the headers of its weights."""
+    says = f"its card names {'this target' if target.on_hub == target.name else target.on_hub} as base model"
+    try:
+        checkpoint = Checkpoint.open(info.id)
+        if not _is_of_family(checkpoint) and not checkpoint.is_described:
+            if not any(file.rfilename.endswith(".bin") for file in info.siblings or ()):
+                return
+            why, evidence = f"{says}; its format shows once its pickled weights are fetched", Evidence.SIZES
+            yield evidence, _loadable(info.id, "unknown format", why, None, evidence, here=False)
+            return
+        kind, fit, size = _examined(checkpoint, target, {target.on_hub})
+    except _UNUSABLE:
+        return
+    if fit is None:
+        return
+    why = fit.why if fit.evidence == Evidence.SMALLER else says
+    yield fit.evidence, _loadable(info.id, kind, why, size, fit.evidence, here=False)
