@@ -81,9 +81,15 @@ def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found
     published, note = ([], "") if local_files_only else _published(target, here)
     asked = {found.name for _, found in published}
     every = [each for each in cached if each[1].here or each[1].name not in asked] + published
-    every.sort(key=lambda each: (each[0] == Evidence.SMALLER, not each[1].here, each[0]))
+    every.sort(key=_rank)
     own = list(_own_layers(target, local_files_only))
     return [*own, *(found for _, found in every), _NGRAMS], note
+
+
+def _rank(each: tuple[Evidence, Found]) -> tuple[bool, bool, Evidence, int]:
+    evidence, found = each
+    smaller = evidence == Evidence.SMALLER  # the smallest one first
+    return smaller, not found.here, evidence, (found.bytes or 0) if smaller else 0
 
 
 def train_command(place: str) -> str:
