@@ -45,7 +45,9 @@ def _print(found: list[Found]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", "name", "kind", "size", "why")
+    table = Table("")
+    for title in ("name", "kind", "size", "why"):
+        table.add_column(title, overflow="fold")
     for number, each in enumerate(found, 1):
         table.add_row(f"{number}", *(escape(text) for text in (each.name, each.kind, _size(each.bytes), each.why)))
     console.print(table)

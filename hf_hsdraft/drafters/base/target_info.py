@@ -143,16 +143,15 @@ def fit_of(config: Any, target: TargetInfo, named: Collection[str]) -> Fit | Non
         return None
     names = {*named, *filter(None, [getattr(config, "target_name", "")])}
     told = printable(", ".join(sorted(names)))
-    recorded = getattr(config, "target_tokenizer_hash", "")
-    same = bool(recorded) and target.tokenizer is not None and _digest(target.tokenizer) == recorded
     if target.is_named(names):
         return Fit(Evidence.NAMED, "made for this target")
-    if same:
+    recorded = getattr(config, "target_tokenizer_hash", "")
+    digest = _digest(target.tokenizer) if recorded and target.tokenizer is not None else ""
+    if digest and digest == recorded:
         return Fit(Evidence.SAME_TOKENS, f"made for {told or 'a target'}, with the sizes and tokenizer of this one")
     if target.bases & names:
         return Fit(Evidence.BASE, f"made for {told}, this target's base model")
-    others = recorded and target.tokenizer is not None
-    if others or config.target_hidden_size is None or (names and "/" in target.name):
+    if digest or config.target_hidden_size is None or (names and "/" in target.name):
         return None  # another model
     return Fit(Evidence.SIZES, f"made for {told or 'a target that is not named'}, with the sizes of this one")
 
