@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import sys
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items):
         for place in (item.path.parent.name, item.path.stem):
             if place in _MARKS:
                 item.add_marker(_MARKS[place])
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collections of cycles that calls and tests ask for need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 VOCAB = 97
