@@ -215,14 +215,7 @@ class _Run:
         taps = family.taps(drafter, target)
         readable = self._cached(drafter, taps) if plan.cache_taps else lambda chats: chats
         dataset: Any = readable(tokenized)
-        drafter = drafter.to(args.device)
-        if not start:
-            sample = read_features(target, taps, tokenized[: min(16, len(tokenized))])
-            family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
-        model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
-        size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
-        whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
-        report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
+        model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
@@ -245,6 +238,20 @@ class _Run:
         begin = time.perf_counter()
         _learn(trainer, last, report)
         self._keep(trainer, counts, begin)
+
+    def _model(
+        self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
+    ) -> torch.nn.Module:
+        """Returns what is trained: the drafter or its adapter. A fresh drafter begins from the target, by a sample."""
+        target, plan, family = self.target, self.plan, self.family
+        if not start:
+            read = read_features(target, taps, sample)
+            family.start_from_target(drafter, target, torch.cat([features.final for features in read]).float())
+        model: torch.nn.Module = drafter if plan.lora is None else with_lora(drafter, plan.lora)
+        size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
+        whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
+        self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
+        return model
 
     def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
         """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
