@@ -98,14 +98,10 @@ def train(
     run = _Run(target, tokenizer, plan, args, family, fingerprint(target), report, began)
     start = run.start()
     finished, prompts = run.sources()
-    push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
-    hub = {"token": args.hub_token, "private": args.hub_private_repo}
     repository, chats = "", None
-    if push:
-        _, repository, _ = prepare_repository(args.hub_model_id or out.resolve().name, {**hub})
-    if plan.publish_data is not None and state.is_main_process:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub)
-        chats = chats.prepare(run.answering.recipe)
+    if state.is_main_process:
+        pushes = (arguments or {}).get("push_to_hub", False)
+        repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_run(out) if state.is_main_process else contextlib.nullcontext():
@@ -127,6 +123,19 @@ def train(
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error
         raise
+
+
+def _on_the_hub(
+    plan: TrainingPlan, args: DrafterTrainingArguments, recipe: dict[str, Any], pushes: bool
+) -> tuple[str, PublishedChats | None]:
+    """Prepares the repositories that the drafter and the chats are sent to; returns the first one's name, if any."""
+    hub = {"token": args.hub_token, "private": args.hub_private_repo}
+    repository, chats = "", None
+    if pushes:
+        _, repository, _ = prepare_repository(args.hub_model_id or Path(plan.out).resolve().name, {**hub})
+    if plan.publish_data is not None:
+        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
+    return repository, chats
 
 
 @dataclass(frozen=True)
