@@ -72,8 +72,8 @@ def train(
     """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
     A killed run resumes: prompts, answers and features are kept, and the trainer resumes from its last checkpoint. Each
-    of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only, see
-    `load_target`. The drafter is small, and every process has all of it.
+    of several processes (`accelerate launch`) answers its share and has the whole drafter; FSDP and ZeRO shard the
+    target only, see `load_target`.
 
     Args:
         plan: what to learn from and what to make.
@@ -87,25 +87,23 @@ def train(
         OSError: the disk is full. What is finished is kept.
         RuntimeError: another run is at work in the same folder.
     """
-    out, state = Path(plan.out), PartialState()
+    out, main = Path(plan.out), PartialState().is_main_process
     began = time.monotonic() if began is None else began
     plan, args = prepared(plan, arguments or {}, target.device.type)
-    report = Reporter.of(report if state.is_main_process else lambda _: None)
+    report = Reporter.of(report if main else lambda _: None)
     if is_sharded(target):
-        report(f"target sharded over {state.num_processes} processes")
+        report(f"target sharded over {PartialState().num_processes} processes")
     family = family_for(plan)
     check_target_can_teach(target, tokenizer, family)
     run = _Run(target, tokenizer, plan, args, family, fingerprint(target), report, began)
     start = run.start()
     finished, prompts = run.sources()
-    repository, chats = "", None
-    if state.is_main_process:
-        pushes = (arguments or {}).get("push_to_hub", False)
-        repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes)
+    pushes = (arguments or {}).get("push_to_hub", False)
+    repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes) if main else ("", None)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with only_run(out) if state.is_main_process else contextlib.nullcontext():
-            if state.is_main_process:
+        with only_run(out) if main else contextlib.nullcontext():
+            if main:
                 claim(out, settings_of(run.identity, plan, args))
             if is_finished(out, limits_of(args)):
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
