@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, needs_peft, write_prompts
 from huggingface_hub import DatasetCard, ModelCard
-from training_helpers import decodes_as_plain, interrupted, own_hub, planned, run
+from training_helpers import decodes_as_plain, end_briefly, interrupted, own_hub, planned, run
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
@@ -40,7 +40,7 @@ def plan(folder: Path, **overrides) -> TrainingPlan:
 def trained(chatty, tokenizer, tmp_path_factory) -> SimpleNamespace:
     """A finished run with cached taps: its folder, its drafter and what it said."""
     folder, said = tmp_path_factory.mktemp("trained"), []
-    drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0))
+    drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0), whole=True)
     return SimpleNamespace(out=folder / "out", drafter=drafter, said=said)
 
 
@@ -338,6 +338,7 @@ def clock(monkeypatch):
 
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
+    end_briefly(monkeypatch)
     return now
 
 
@@ -419,18 +420,19 @@ def test_every_stage_of_a_run_says_how_far_it_is(trained):
         "answering: 0/12 prompts",
         "taps: 0/1 files",
         "training: 0/4 steps",
-        "evaluating: 0/5 conversations and prompts",
+        "evaluating: 0/4 conversations and prompts",
         "drawing: 0/3 pictures",
     ):
         name = line.split(":")[0]
         assert line in said
         assert any(other.startswith(f"{name}: ") and "; took" in other for other in said)
     assert any(line.startswith("training: 3/4 steps, loss") and line.endswith(" left") for line in said)
-    assert any(line.startswith("evaluating: 5/5 ") and "tau" in line and "step 4" in line for line in said)
+    assert any(line.startswith("evaluating: 4/4 ") and "tau" in line and "step 4" in line for line in said)
 
 
-def test_epochs_and_their_end(chatty, tokenizer, tmp_path):
+def test_epochs_and_their_end(chatty, tokenizer, tmp_path, monkeypatch):
     """Nine conversations to learn from, two a step."""
+    end_briefly(monkeypatch)
     for epochs, steps in ((1.0, 5), (1.0, 5), (2.0, 10)):
         arguments = {"num_train_epochs": epochs, "eval_steps": 5, "eval_new_tokens": 4}
         train(chatty, tokenizer, plan(tmp_path), arguments, report=lambda _: None)
