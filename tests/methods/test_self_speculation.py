@@ -380,7 +380,7 @@ def test_wrong_fields_are_named():
 
 def test_estimates_count_the_layers_that_draft(tmp_path):
     target_of("llama").config.save_pretrained(tmp_path)
-    arguments = ["estimate", str(tmp_path), "--tau", "2.5", "--family", "self", "--draft-layers", "2"]
+    arguments = ["estimate", "decoding", str(tmp_path), "--tau", "2.5", "--family", "self", "--draft-layers", "2"]
     output = CliRunner().invoke(app, arguments, catch_exceptions=False).output
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)  # attention, gated block and norms of each layer
     assert "first 2 layers of the target" in output and f"{weights:,} weights" in output

@@ -178,7 +178,7 @@ def test_what_a_draft_reads_is_counted(target):
 @pytest.mark.parametrize("family", ["lm", "steered-lm"])
 def test_the_command_estimates_decoding_with_a_language_model(target, tmp_path, family):
     target.config.save_pretrained(tmp_path)
-    found = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--family", family])
+    found = CliRunner().invoke(app, ["estimate", "decoding", str(tmp_path), "--tau", "2.5", "--family", family])
     assert found.exit_code == 0, (found.output, found.exception)
     assert "drafter's keys and values" in found.output
     if family == "steered-lm":  # as deep as it is trained
