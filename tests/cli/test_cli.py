@@ -62,6 +62,34 @@ def test_the_names_of_earlier_versions_still_work():
                 assert shown[0].partition("\n")[2] == shown[1].partition("\n")[2]
 
 
+def test_the_help_of_training_shows_every_option_with_its_type_and_default():
+    from dataclasses import MISSING, fields
+
+    from transformers import TrainingArguments
+
+    from hf_hsdraft.cli._train_help import PANELS
+    from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments, parse_arguments
+
+    rows = [row for panel in PANELS.values() for row in panel["fields"]]
+    known = {field.name: field for field in fields(DrafterTrainingArguments)}
+    own = known.keys() - {field.name for field in fields(TrainingArguments)} - {"method_options"}
+    assert own <= {name for name, *_ in rows}
+    for name, kind, default, sentence in rows:
+        assert sentence.endswith(".")
+        value = known[name].default
+        assert default == ("" if value is None or value is MISSING or kind in ("", "bool") else str(value)), name
+        given = {"": [], "bool": ["true"], "list": ["1,0.5"], "str": [default or "x"]}.get(kind, [default or "1"])
+        assert name in parse_arguments([f"--{name.replace('_', '-')}", *given])
+    listed = [name for panel in PANELS.values() for name in panel["options"]]
+    command = get_command(cli.app).commands["train"]
+    assert sorted(listed) == sorted([*(option.name for option in command.params), "help"])
+    shown = CliRunner().invoke(cli.app, ["train", "--help"]).output
+    assert all(
+        f"--{name.replace('_', '-')}" in shown for name in [*(row[0] for row in rows), *listed] if name != "opening"
+    )
+    assert [line[:-1] for line in shown.splitlines() if line[:-1] in PANELS] == list(PANELS)
+
+
 @pytest.mark.parametrize("name", ["exactness", "support"])
 def test_a_command_that_left_the_package_says_where_it_is(name):
     for options in ([], ["--help"], ["--tasks", "causal"]):
