@@ -60,9 +60,9 @@ def _tracer(rounds: list[Functions]) -> Any:
             sys.setprofile(self._note)
 
         def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-            path = Path(frame.f_code.co_filename)
-            if event == "call" and PACKAGE in path.parents:
-                rounds[-1][str(path.relative_to(PACKAGE))].add(frame.f_code.co_qualname)
+            if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+                file = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+                rounds[-1][str(file)].add(frame.f_code.co_qualname)
 
         def put(self, tokens: Any) -> None:
             """Of a streamer: takes tokens."""

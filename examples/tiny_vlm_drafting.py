@@ -89,7 +89,7 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
     family.start_from_target(drafter, model, torch.cat([each.final for each in read[:64]]).float())
     held_out = max(8, pictures // 20)
     arguments = {
-        **family.arguments, "max_minutes": minutes, "per_device_train_batch_size": 16, "eval_steps": 10**6,
+        **family.arguments, "max_training_minutes": minutes, "per_device_train_batch_size": 16, "eval_steps": 10**6,
         "logging_steps": 20, "load_best_model_at_end": False, "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
     }  # fmt: skip

