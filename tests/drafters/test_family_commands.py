@@ -186,6 +186,6 @@ def test_the_cache_lists_drafters_of_every_format(folders, tmp_path):
 def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(folders, tmp_path):
     make_target(hidden_size=96).save_pretrained(tmp_path)
     drafted = "--tau", "2", "--drafter", folders["block"]
-    assert "41 rows" in run("estimate", folders["target"], *drafted)
-    assert "hidden_size=96" in refused("estimate", str(tmp_path), *drafted)
+    assert "41 rows" in run("estimate", "decoding", folders["target"], *drafted)
+    assert "hidden_size=96" in refused("estimate", "decoding", str(tmp_path), *drafted)
     assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2
