@@ -17,6 +17,7 @@ from test_refinement import refined
 from test_self_speculation import make_self
 from test_specformer import KINDS as SLOTS
 from test_specformer import make_specformer
+from training_helpers import end_briefly
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, LayerSkipDrafter
@@ -129,8 +130,9 @@ def test_processes_that_run_the_same_forwards_are_refused(make, what, target):
 
 
 @pytest.mark.train
-def test_the_commands_train_and_check_a_drafter_of_frames(chatty, tokenizer, tmp_path):
+def test_the_commands_train_and_check_a_drafter_of_frames(chatty, tokenizer, tmp_path, monkeypatch):
     """Options of a method are those of the command; other families are in `test_trainable`."""
+    end_briefly(monkeypatch)
     for part in (chatty, tokenizer):
         part.save_pretrained(tmp_path / "target")
     target, out = str(tmp_path / "target"), str(tmp_path / "out")

@@ -337,7 +337,7 @@ def planned(folder):
 
 @pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
-    steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
+    steps = {"max_steps": 30, "eval_steps": 30, "learning_rate": 2e-2}
     training_helpers.run(chatty, tokenizer, planned(tmp_path), **TRAINABLE["self"].arguments, **steps)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
