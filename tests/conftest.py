@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import json
 import os
 import sys
@@ -15,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
 import peft
 import pytest
 import torch
+import typer.testing
 from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -23,6 +26,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.core.tuning import Tuning
+
+gc.disable()  # until all tests are imported: what imports make stays
 
 # Tests that README's command leaves out, by folder or file; those of a test's own are beside it.
 _MARKS = {"training": "train", "remote": "server", "serve": "server", "test_hub": "process"}
@@ -33,6 +38,17 @@ def pytest_collection_modifyitems(items):
         for place in (item.path.parent.name, item.path.stem):
             if place in _MARKS:
                 item.add_marker(_MARKS[place])
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collections of cycles that calls and tests ask for need not go through it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+# Typer makes all commands of the program anew in every call that a test makes of one of them.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 VOCAB = 97

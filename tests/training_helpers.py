@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import write_prompts
 from hub_server import HubServer
@@ -14,6 +15,8 @@ from huggingface_hub import HfApi, constants
 
 from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.families import hidden_state
+from hf_hsdraft.training.loop import results
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
@@ -22,18 +25,32 @@ def planned(folder: Path, family: str, **fields: Any) -> TrainingPlan:
     """A plan of 12 prompts in a folder, whose run is written beside them; drafters have K = 3."""
     given = {
         "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"), "family": family,
-        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5,
+        "eval_conversations": 3, "eval_prompts": 1, "max_new_tokens": 12, "answer_batch_size": 5,
         "drafter": {"num_draft_steps": 3, "tree_size": 6},
     }  # fmt: skip
     return TrainingPlan(**{**given, **fields})
 
 
 def run(
-    target: Any, tokenizer: Any, plan: TrainingPlan, report: Callable[[str], object] = lambda _: None, **arguments: Any
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    report: Callable[[str], object] = lambda _: None,
+    whole: bool = False,
+    **arguments: Any,
 ) -> Any:
-    """The drafter after four steps, evaluated at the second and the fourth."""
+    """The drafter after four steps, evaluated at the second and the fourth; `whole` as in `end_briefly`."""
     fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
-    return train(target, tokenizer, plan, {**fields, **arguments}, report=report)
+    with pytest.MonkeyPatch.context() as patch:
+        if not whole:
+            end_briefly(patch)
+        return train(target, tokenizer, plan, {**fields, **arguments}, report=report)
+
+
+def end_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs draw no pictures and record few words of the target: both take longer than a few steps."""
+    monkeypatch.setattr(results, "draw_pictures", lambda *_: [])
+    monkeypatch.setattr(hidden_state, "_TOKENS", 6)
 
 
 def decodes_as_plain(target: Any, drafter: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -12,6 +13,7 @@ import typer
 
 from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
+from ._train_help import TrainCommand
 
 if TYPE_CHECKING:
     from ..training.data.plan import TrainingPlan
@@ -25,9 +27,6 @@ _OF_PLAN = (
     "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
     "stream", "passes", "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
 )  # fmt: skip
-_OF_METHODS = ", ".join(
-    f"--{name.replace('_', '-')}" for kind in ("training_option", "drafter_option") for name in offered(kind)
-)
 _DEFAULT_FAMILY = Family("hidden-state")
 
 
@@ -43,23 +42,18 @@ class Head(StrEnum):
 
 
 @app.command(
+    cls=TrainCommand,
     short_help="Train a drafter on the target's own answers.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
-    "--num-train-epochs, "
-    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
-    "--max-minutes, --ce-share, --depth-weighting, --depth-decay, --depth-weights, --regression-weight, "
-    "--regression-steps, --cosine-weight, --valid-prefix, --candidates, --drawn-candidates, --chains-per-conversation, "
-    "--rolled-fraction, --eval-new-tokens and "
-    f"--early-stopping-patience; and of methods {_OF_METHODS}. --max-minutes bounds the time from the first "
-    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps, "
-    "except those behind the first 1,024 chats of a --stream. "
-    "Run the same command again to resume.",
+    epilog="Any other field of transformers.TrainingArguments is an option too. The same command resumes a run.",
 )
 def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Five minutes for a first look; other options change its settings.")
+    ] = False,
     family: Annotated[Family, typer.Option(help="Family of the drafter.")] = _DEFAULT_FAMILY,
     prompts: Annotated[
         list[Path] | None,
@@ -144,8 +138,11 @@ def train(
         str | None, typer.Option(help="Send the chats that the target answers to this data set of the Hub: user/name.")
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
-    ] = Dtype.float32,
+        Dtype | None,
+        typer.Option(
+            help="Dtype of the target; the drafter is trained in float32. Default: float32, of --quick the fastest."
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -155,10 +152,12 @@ def train(
     ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
+    began = time.monotonic()
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.data.plan import TrainingPlan
     from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
     from ..training.loop.checks import prepared
+    from ..training.loop.quick import quick as quick_run
     from ..training.loop.run_folder import check_no_other_run
 
     if lora is not None and init_from is None:
@@ -181,18 +180,18 @@ def train(
     overrides |= {name: arguments.pop(name) for name in DRAFTER_OPTIONS if name in arguments}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
     as_given: dict[str, Any] = {name: context.params[name] for name in _OF_PLAN}
+    if quick:
+        chosen = {name for name in as_given if _is_given(context, name)}
+        as_given = {name: as_given[name] for name in chosen}
     as_given |= {"temperatures": temperature} if temperature else {}
-    plan = TrainingPlan(
-        out=str(out),
-        prompts=[str(path) for path in prompts or ()],
-        kinds=_shares(kinds),
-        openings=opening or [],
-        exclude_near=[str(path) for path in exclude_near or ()],
-        family=family.value,
-        drafter=overrides,
-        **as_given,
-    )
+    as_given |= {"out": str(out), "family": family.value, "drafter": overrides, "openings": opening or []}
+    as_given |= {"prompts": [str(path) for path in prompts or ()], "kinds": _shares(kinds)}
+    as_given |= {"exclude_near": [str(path) for path in exclude_near or ()]}
+    plan, arguments = quick_run(as_given, arguments) if quick else (TrainingPlan(**as_given), arguments)
     place = device or _own_device()
+    dtype = dtype or (_fastest(place) if quick else Dtype.float32)
+    if quick and dtype is Dtype.bfloat16:
+        arguments.setdefault("bf16", True)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes start together, when they load the target
         prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # reports errors before that
         check_no_other_run(out)
@@ -200,26 +199,44 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    _run(model, tokenizer, plan, arguments)
+    _run(model, tokenizer, plan, arguments, began, target)
 
 
-def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any]) -> None:
+def _run(
+    model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any], began: float, target: str | None
+) -> None:
     """Trains; says on Ctrl-C that the work so far is not lost."""
     from ..training.loop.progress import Reporter
+    from ..training.loop.results import result_of
     from ..training.loop.run import train as run
 
     try:
-        run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
+        run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None), began)
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {plan.out}")
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
-        console.print(f"drafter saved in {plan.out}")
+        given = "" if target is None else f" --target {target}"
+        _say(f"next: hsdraft bench --drafter {plan.out}{given}")
+        _say(result_of(Path(plan.out)))
 
 
 def _say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.file.flush()
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _fastest(device: str) -> Dtype:
+    """The dtype in which a target decodes fastest."""
+    from ..cpu.private_operators import can_pack
+
+    return Dtype.bfloat16 if device != "cpu" or can_pack(Dtype.bfloat16.torch) else Dtype.float32
 
 
 def _own_device() -> str:

@@ -9,6 +9,7 @@ place. Earlier drafters have theirs at the top of the repository.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -67,16 +68,22 @@ def relative_imports(path: Path) -> Iterator[tuple[int, Path]]:
 
     Raises an ImportError for an import of a package or a folder: travelling code imports names from files.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            parts = (node.module or "").split(".")
-            file = path.parents[node.level - 1].joinpath(*parts).with_suffix(".py")
-            if not node.module or not file.is_file():
-                raise ImportError(
-                    f"{path.name}, line {node.lineno}: expected `from {'.' * node.level}file import name` with a file "
-                    "of that name, as code that travels with a drafter has to import"
-                )
-            yield node.lineno - 1, file
+    for line, dots, module in _imports(path.read_text(encoding="utf-8")):
+        file = path.parents[dots - 1].joinpath(*module.split(".")).with_suffix(".py")
+        if not module or not file.is_file():
+            raise ImportError(
+                f"{path.name}, line {line}: expected `from {'.' * dots}file import name` with a file of that name, as "
+                "code that travels with a drafter has to import"
+            )
+        yield line - 1, file
+
+
+@functools.lru_cache(maxsize=64)
+def _imports(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Line number, number of dots and module of each relative import; each checkpoint of a training asks for them."""
+    nodes = ast.walk(ast.parse(text))
+    found = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
+    return tuple((node.lineno, node.level, node.module or "") for node in found)
 
 
 def closure(entries: Sequence[Path]) -> list[Path]:

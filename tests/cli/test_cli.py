@@ -1,8 +1,7 @@
 """The command `hsdraft`: which commands it has, and how further ones join it."""
 
+import importlib
 import importlib.util
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import hf_hsdraft
 from hf_hsdraft import cli as commands
 from hf_hsdraft._version import __version__
 from hf_hsdraft.cli import main as cli
@@ -17,8 +17,9 @@ from hf_hsdraft.transformers_version import NEEDED, TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
-TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate"]
+TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info"]
 GROUPS = {
+    "estimate": ["training", "decoding", "hierarchy"],
     "hub": ["push", "pull", "list", "card", "export"],
     "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
     "data": ["coverage", "overlap"],
@@ -60,6 +61,34 @@ def test_the_names_of_earlier_versions_still_work():
             if alias in ALIASES:
                 shown = [CliRunner().invoke(cli.app, [*path, "--help"]).output for path in ([group, name], [alias])]
                 assert shown[0].partition("\n")[2] == shown[1].partition("\n")[2]
+
+
+def test_the_help_of_training_shows_every_option_with_its_type_and_default():
+    from dataclasses import MISSING, fields
+
+    from transformers import TrainingArguments
+
+    from hf_hsdraft.cli._train_help import PANELS
+    from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments, parse_arguments
+
+    rows = [row for panel in PANELS.values() for row in panel["fields"]]
+    known = {field.name: field for field in fields(DrafterTrainingArguments)}
+    own = known.keys() - {field.name for field in fields(TrainingArguments)} - {"method_options"}
+    assert own <= {name for name, *_ in rows}
+    for name, kind, default, sentence in rows:
+        assert sentence.endswith(".")
+        value = known[name].default
+        assert default == ("" if value is None or value is MISSING or kind in ("", "bool") else str(value)), name
+        given = {"": [], "bool": ["true"], "list": ["1,0.5"], "str": [default or "x"]}.get(kind, [default or "1"])
+        assert name in parse_arguments([f"--{name.replace('_', '-')}", *given])
+    listed = [name for panel in PANELS.values() for name in panel["options"]]
+    command = get_command(cli.app).commands["train"]
+    assert sorted(listed) == sorted([*(option.name for option in command.params), "help"])
+    shown = CliRunner().invoke(cli.app, ["train", "--help"]).output
+    assert all(
+        f"--{name.replace('_', '-')}" in shown for name in [*(row[0] for row in rows), *listed] if name != "opening"
+    )
+    assert [line[:-1] for line in shown.splitlines() if line[:-1] in PANELS] == list(PANELS)
 
 
 @pytest.mark.parametrize("name", ["exactness", "support"])
@@ -145,9 +174,9 @@ def test_a_transformers_beyond_the_tested_range_warns_once_at_import(monkeypatch
     warn_if_untested()
     assert not recwarn.list
     version = f"{TESTED[0]}.{TESTED[1] + 1}.0"
-    code = f"import transformers; transformers.__version__ = {version!r}; import hf_hsdraft"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stderr.count(f"transformers {version} is installed") == 1
+    monkeypatch.setattr("transformers.__version__", version)
+    importlib.reload(hf_hsdraft)
+    assert [str(each.message).count(f"transformers {version} is installed") for each in recwarn.list] == [1]
 
 
 def test_the_tested_range_is_that_of_the_package_and_of_ci():

@@ -86,7 +86,7 @@ def drafter_of(target, packed: bool | None = True, **fields):
 
 def text(target, drafter=None, ids=IDS, **call):
     torch.manual_seed(0)
-    return target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 40, "do_sample": False, **call})
+    return target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 20, "do_sample": False, **call})
 
 
 def own_forwards(target) -> list[str]:
@@ -307,7 +307,7 @@ def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, firs
     assert packed == [every if first else some, *[every] * 5]
     with torch.no_grad():  # of a layer that the default would leave alone
         target.model.layers[0].self_attn.k_proj.weight.data[:] *= -1
-    assert torch.equal(text(target, drafter), text(target))
+    assert torch.equal(text(target, drafter, max_new_tokens=16), text(target, max_new_tokens=16))
 
 
 def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(target, copies, tuned):
@@ -471,7 +471,8 @@ def test_a_thread_goes_on_when_another_has_ended():
 
 
 @torch.no_grad()
-def test_what_is_compiled_meanwhile_is_the_layer(target):
+def test_what_is_compiled_meanwhile_is_the_layer():
+    target = make_target(num_hidden_layers=1)
     expected = target(IDS).logits
     compiled = torch.compile(target, backend="eager")
     with PackedWeights(linears_to_pack(target, True)).in_use():
@@ -557,7 +558,7 @@ def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, pac
     for rounds in (1, 30):
         tuned(packed_least_numbers=0, packing_forwards=0.2 * rounds, cost_length=16)
         target = make_target()
-        text(target, drafter_of(target, None), max_new_tokens=100)
+        text(target, drafter_of(target, None), max_new_tokens=60)
     assert len(kinds) == 2 and kinds[0] != kinds[1] and not packings
 
 

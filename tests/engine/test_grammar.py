@@ -106,7 +106,7 @@ def test_a_text_under_a_grammar_is_plains_and_nothing_forbidden_is_verified(
 
     def text(drafter=None):
         torch.manual_seed(7)
-        return decode(target, prompt, compiled, drafter=drafter, max_new_tokens=40, do_sample=sampled)
+        return decode(target, prompt, compiled, drafter=drafter, do_sample=sampled)
 
     plain = text()
     verified = Verified(monkeypatch)

@@ -15,7 +15,7 @@ from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.drafters.base.protocol import Drafter, Session
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
-NEW = 24
+NEW = 16
 
 
 class Operators(TorchDispatchMode):
@@ -43,7 +43,7 @@ class Steps(BaseStreamer):
         pass
 
 
-def operators_of_steps(target, inputs, new=14, **call):
+def operators_of_steps(target, inputs, new=9, **call):
     """The number of operators of each step of a call."""
     with Operators() as operators:
         steps = Steps(operators)
@@ -68,9 +68,8 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "side"), [(1, "none"), (3, "left")])
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("side", ["left", "none"])
 def test_a_round_without_drafts_runs_no_more_operators_than_a_plain_step(target, rows, processors, side):
     inputs = batch_of(rows, length=18) if side == "left" else {"input_ids": torch.randint(5, VOCAB, (rows, 9))}
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -89,7 +88,7 @@ def test_rounds_are_alike_while_an_ended_row_stays(target):
     plain = target.generate(**inputs, **call)
     assert torch.equal(target.generate(**inputs, **call, assistant_model=resting(target)), plain)
     counts = operators_of_steps(target, inputs, NEW, assistant_model=resting(target), eos_token_id=end, pad_token_id=0)
-    assert len(set(counts[-10:])) == 1
+    assert len(set(counts[-6:])) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3])

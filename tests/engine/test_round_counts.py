@@ -107,7 +107,7 @@ def test_a_round_reads_once(prompt, monkeypatch, sizing):
 
 
 def test_a_round_reads_once_whatever_is_accepted(prompt, monkeypatch):
-    target = let_count(make_target(hidden_size=128))
+    target = let_count(make_target(hidden_size=128, num_hidden_layers=2))
     forced = ForcedDrafter(make_drafter(target, tree_size=TREE_SIZE), [0, 3, 1, 4])
     with counted(monkeypatch) as rounds:
         statistics = decode(target, prompt, forced, 40, **compiled_call()).statistics
@@ -117,11 +117,11 @@ def test_a_round_reads_once_whatever_is_accepted(prompt, monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"do_sample": True, "temperature": 1.5}, {"repetition_penalty": 1.3}])
 def test_what_needs_the_host_reads_as_often_as_nodes_are_judged(prompt, monkeypatch, settings):
-    target = make_target()
+    target = make_target(num_hidden_layers=2)
     drafter = make_drafter(target, tree_size=TREE_SIZE)
-    plain = decode(target, prompt, new_tokens=30, **settings)
+    plain = decode(target, prompt, new_tokens=12, **settings)
     with counted(monkeypatch) as rounds:
-        output = decode(target, prompt, drafter, 30, **compiled_call(), **settings)
+        output = decode(target, prompt, drafter, 12, **compiled_call(), **settings)
     assert output.sequences.equal(plain)
     assert all(each["reads"].total() > 1 for each in rounds)
 
@@ -129,17 +129,17 @@ def test_what_needs_the_host_reads_as_often_as_nodes_are_judged(prompt, monkeypa
 @pytest.mark.slow
 def test_all_of_a_call_is_few_graphs_without_a_break(prompt):
     """The forward over trees, plain decoding's step, the move of what is accepted, and the draft."""
-    target = make_target()
+    target = make_target(num_hidden_layers=2)
     drafter = make_drafter(target, tree_size=TREE_SIZE)
     torch._dynamo.reset()
     counters.clear()
     graphs = Graphs()
     config = graphs.config()
     config.fullgraph = True
-    plain = decode(target, prompt, new_tokens=60)
+    plain = decode(target, prompt, new_tokens=30)
     for _ in range(2):
         call = {"cache_implementation": "static", "compile_config": config, "max_cache_len": 100}
-        assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
+        assert decode(target, prompt, drafter, 30, **call).sequences.equal(plain)
     assert not counters["graph_break"]
     assert 3 <= len(graphs.shapes) <= 4
     torch._dynamo.reset()

@@ -33,7 +33,7 @@ from hf_hsdraft.core.cache_name import CACHE, given_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.engine.call_output import HSDraftGenerateOutput
 
-NEW = 24
+NEW = 14
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
 

@@ -14,7 +14,7 @@ from transformers.pipelines import base as pipelines
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.generate import by_name
 
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
 @pytest.fixture

@@ -42,8 +42,9 @@ from hf_hsdraft.remote.messages import (
 from hf_hsdraft.remote.tree_reader import TreeReader
 
 ENDS = list(range(0, VOCAB, 9))
-GREEDY = {"max_new_tokens": 40, "do_sample": False}
-SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+NEW = 20
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,13 @@ def served(target):
         yield served
 
 
+@pytest.fixture(scope="module")
+def texts(target):
+    """Prompts with their greedy and their sampled texts; seeds are their numbers."""
+    both = [(ids, plain(target, ids, **GREEDY)) for ids in prompts(2)]
+    return [(*one, plain(target, one[0], seed, **SAMPLED)) for seed, one in enumerate(both)]
+
+
 @pytest.fixture
 def model(served):
     with served.connect() as model:
@@ -64,20 +72,17 @@ def model(served):
 
 
 @pytest.mark.parametrize("kind", ["hidden states", "n-grams", "small model", "scripted", "none"])
-def test_texts_are_those_of_plain_decoding_with_the_same_seed(target, model, kind: str) -> None:
-    ids = prompts(3)
-    expected = [plain(target, one, seed, **GREEDY) for seed, one in enumerate(ids)]
+def test_texts_are_those_of_plain_decoding_with_the_same_seed(target, model, texts, kind: str) -> None:
     drafter = {
         "hidden states": lambda: make_drafter(target),
         "n-grams": CachebackDrafter,
         "small model": lambda: CausalLMDrafter(make_target(seed=4)),
-        "scripted": lambda: ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected]),
+        "scripted": lambda: ScriptedDrafter(make_drafter(target), [one[0].tolist() for _, one, _ in texts]),
         "none": lambda: None,
     }[kind]()
-    for seed, one in enumerate(ids):
-        assert torch.equal(model.generate(one, assistant_model=drafter, **GREEDY), expected[seed])
-        sampled = model.generate(one, assistant_model=drafter, seed=seed, **SAMPLED)
-        assert torch.equal(sampled, plain(target, one, seed, **SAMPLED))
+    for seed, (ids, greedy, sampled) in enumerate(texts):
+        assert torch.equal(model.generate(ids, assistant_model=drafter, **GREEDY), greedy)
+        assert torch.equal(model.generate(ids, assistant_model=drafter, seed=seed, **SAMPLED), sampled)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -237,20 +242,20 @@ def test_statistics_and_streams_tell_what_happened(target, model, drafter) -> No
     output = model.generate(ids, drafter, streamer=streamer, return_dict_in_generate=True, **GREEDY)
     assert streamer.ended and streamer.tokens == output.sequences[0].tolist()
     statistics, link = output.statistics, output.link
-    assert statistics.new_tokens == 40 and statistics.exact
-    assert len(link.batches) + 1 == statistics.target_forwards and (drafter or statistics.target_forwards == 40)
+    assert statistics.new_tokens == NEW and statistics.exact
+    assert len(link.batches) + 1 == statistics.target_forwards and (drafter or statistics.target_forwards == NEW)
     assert 0 < link.prompt_received < link.received and link.sent > 4 * ids.shape[1]
     if drafter:
-        assert sum(statistics.accepted_lengths) + statistics.target_forwards == 40
+        assert sum(statistics.accepted_lengths) + statistics.target_forwards == NEW
 
 
 def test_drafts_shrink_when_a_server_fills(target) -> None:
     with serving(target, max_columns=12, max_nodes=11, max_batch=3) as served, served.connect() as model:
         assert [served.opened(torch.tensor([[5, 6]]))[1].nodes for _ in range(4)] == [11, 5, 3, 3]
         ids = prompts(1)[0]
-        texts = [plain(target, ids, max_new_tokens=30, do_sample=False)[0].tolist()]
+        texts = [plain(target, ids, **GREEDY)[0].tolist()]
         for drafter in (ScriptedDrafter(make_drafter(target), texts), make_drafter(target)):
-            output = model.generate(ids, drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+            output = model.generate(ids, drafter, return_dict_in_generate=True, **GREEDY)
             assert output.sequences[0].tolist() == texts[0]
             assert output.statistics.drafted_nodes[0] <= 3 and max(output.statistics.drafted_nodes) <= 11
 
@@ -267,37 +272,35 @@ def test_drafts_shrink_when_a_server_fills(target) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, options, sample: bool) -> None:
+def test_options_hold_and_hold_on_when_a_text_is_opened_again(target, served, model, options, sample: bool) -> None:
     ids = prompts(1, seed=17)[0]
     options = {"max_new_tokens": 24, "do_sample": sample, **options}
     expected = plain(target, ids, 3, pad_token_id=0, **options)
     drafter = ScriptedDrafter(make_drafter(target), [[*expected[0].tolist(), 7, 8]])
-    with serving(target) as served, served.connect() as model:
-        for streamer in (None, losing(served, 3)):
-            output = model.generate(ids, drafter, seed=3, streamer=streamer, return_dict_in_generate=True, **options)
-            assert torch.equal(output.sequences, expected)
-        short = expected.shape[1] - ids.shape[1] < 6
-        assert output.link.reopened == 1 or short
+    for streamer in (None, losing(served, 3)):
+        output = model.generate(ids, drafter, seed=3, streamer=streamer, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, expected)
+    short = expected.shape[1] - ids.shape[1] < 6
+    assert output.link.reopened == 1 or short
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_drafter_of_hidden_states_goes_on_when_its_text_is_resumed_or_opened_again(
-    target, monkeypatch, sample: bool
+    target, served, model, monkeypatch, sample: bool
 ) -> None:
     ids, drafter = prompts(1, seed=21)[0], make_drafter(target)
-    options = {"max_new_tokens": 40, "do_sample": sample}
+    options = {"max_new_tokens": 24, "do_sample": sample}
     expected = plain(target, ids, 4, **options)
-    with serving(target, piece=8) as served, served.connect() as model:
-        lost = model.generate(ids, drafter, seed=4, streamer=losing(served), return_dict_in_generate=True, **options)
-        fail_once(monkeypatch, 8, LinkLost("broken"))  # in the middle of the text
-        cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
+    lost = model.generate(ids, drafter, seed=4, streamer=losing(served), return_dict_in_generate=True, **options)
+    fail_once(monkeypatch, 8, LinkLost("broken"))  # in the middle of the text
+    cut = model.generate(ids, drafter, seed=4, return_dict_in_generate=True, **options)
     assert (lost.link.reopened, lost.link.resumed) == (1, 0)
     assert (cut.link.reopened, cut.link.resumed) == (0, 1)
     assert torch.equal(lost.sequences, expected) and torch.equal(cut.sequences, expected)
 
 
 def test_sampled_texts_of_other_seeds_options_and_drafters_share_forwards(target) -> None:
-    ids, usual = prompts(4, seed=31), {"max_new_tokens": 30, "do_sample": True}
+    ids, usual = prompts(4, seed=31), {"max_new_tokens": 16, "do_sample": True}
     options = [
         {**usual, "temperature": 0.7},
         {**usual, "top_k": 9, "repetition_penalty": 1.3},
@@ -351,7 +354,7 @@ def sliding(mixed: bool):
 @pytest.mark.parametrize("kind", ["eager", "sdpa", "sliding", "sliding and full", "packed"])
 def test_texts_of_other_lengths_share_forwards_of_any_attention_and_of_packed_weights(kind: str) -> None:
     target = sliding("full" in kind) if "sliding" in kind else make_target(kind.replace("packed", "sdpa"), seed=8)
-    ids, options = prompts(3, seed=12), {"max_new_tokens": 24, "do_sample": False}
+    ids, options = prompts(3, seed=12), {"max_new_tokens": 14, "do_sample": False}
     expected = [plain(target, one, **options) for one in ids]
     drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
     with serving(target, wait_seconds=0.2, packed=kind == "packed") as served, served.connect() as model:

@@ -174,7 +174,7 @@ def test_a_device_that_leaves_costs_no_further_forwards(server) -> None:
 
 
 def test_forwards_have_no_more_columns_than_allowed(target, monkeypatch) -> None:
-    ids, options, seen = prompts(4, seed=61), {"max_new_tokens": 30, "do_sample": False}, []
+    ids, options, seen = prompts(4, seed=61), {"max_new_tokens": 16, "do_sample": False}, []
     expected = [plain(target, one, **options) for one in ids]
     drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
     with (
@@ -203,15 +203,15 @@ def test_limits_that_cannot_be_are_refused(wrong) -> None:
 
 def test_a_text_is_refused_rather_than_cut(target) -> None:
     ids, drafter = prompts(1)[0], CachebackDrafter()
-    with serving(target) as served, served.connect() as model:
-        for options in ({"max_new_tokens": 300}, {"max_length": 257, "max_new_tokens": None}):
-            with pytest.raises(ServerRefused, match="at most 256"):
+    with serving(target, max_length=48) as served, served.connect() as model:
+        for options in ({"max_new_tokens": 60}, {"max_length": 49, "max_new_tokens": None}):
+            with pytest.raises(ServerRefused, match="at most 48"):
                 served.opened(ids, **options)
-        with pytest.raises(ServerRefused, match="at most 256"):
-            model.generate(ids, drafter, max_length=300, forced_eos_token_id=3)
-        with pytest.raises(ValueError, match="at most 256"):  # said here, before anything is sent
-            model.generate(ids, drafter, max_new_tokens=300)
-        options = {"max_length": 256, "forced_eos_token_id": 3, "do_sample": False}
+        with pytest.raises(ServerRefused, match="at most 48"):
+            model.generate(ids, drafter, max_length=60, forced_eos_token_id=3)
+        with pytest.raises(ValueError, match="at most 48"):  # said here, before anything is sent
+            model.generate(ids, drafter, max_new_tokens=60)
+        options = {"max_length": 48, "forced_eos_token_id": 3, "do_sample": False}
         found = model.generate(ids, drafter, **options)
         assert torch.equal(found, plain(target, ids, **options)) and found[0, -1] == 3
 

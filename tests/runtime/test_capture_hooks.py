@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import VOCAB, Meanwhile, failing, make_drafter, make_target
 
-NEW = 12
+NEW = 8
 STATES = {"return_dict_in_generate": True, "output_hidden_states": True}
 
 

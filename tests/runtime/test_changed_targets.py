@@ -18,7 +18,7 @@ from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
 from hf_hsdraft.runtime.module_hooks import fingerprint
 from hf_hsdraft.runtime.target_ability import Ability
 
-GREEDY = {"do_sample": False, "max_new_tokens": 32, "pad_token_id": 0}
+GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 def prompts(rows: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:

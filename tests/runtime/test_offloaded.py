@@ -20,7 +20,7 @@ from hf_hsdraft.drafters.hidden_state.target_match import measure_match
 from hf_hsdraft.generate.by_name import drafter_of
 from hf_hsdraft.methods.layer_skip.layer_skip import drafting_part
 
-CPU, CALL = torch.device("cpu"), {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
+CPU, CALL = torch.device("cpu"), {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 HOW = ["memory", "disk", "embedding"]  # all weights, and the embedding alone
 FAMILIES = {
     "hidden states": make_drafter,
@@ -47,14 +47,25 @@ def offloaded(target, how: str, folder):
     return accelerate.dispatch_model(target, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
+@pytest.fixture(scope="module")
+def as_it_was():
+    """What the offloaded targets of the next test were before; and its texts of one row and of three."""
+    target = layered_target()
+    return target, [target.generate(**padded(rows), **CALL).tolist() for rows in (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory):
+    return offloaded(layered_target(), "memory", tmp_path_factory.mktemp("weights"))
+
+
 @pytest.mark.parametrize(
     ("family", "how"), [*((family, "memory") for family in FAMILIES), *(("hidden states", how) for how in HOW[1:])]
 )
-def test_the_text_is_that_of_plain_decoding(family, how, tmp_path):
-    target = layered_target()
-    drafter = FAMILIES[family](target)
-    expected = [target.generate(**padded(rows), **CALL).tolist() for rows in (1, 3)]
-    target = offloaded(target, how, tmp_path)
+def test_the_text_is_that_of_plain_decoding(family, how, as_it_was, in_memory, tmp_path):
+    before, expected = as_it_was
+    drafter = FAMILIES[family](before)
+    target = in_memory if how == "memory" else offloaded(layered_target(), how, tmp_path)
     assert target.device.type == "meta" and device_of(target) == CPU
     drafted = target.generate(**padded(1), **CALL, assistant_model=drafter, return_dict_in_generate=True)
     assert drafted.sequences.tolist() == expected[0] and drafted.statistics.drafted_nodes

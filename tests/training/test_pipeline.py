@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, needs_peft, write_prompts
 from huggingface_hub import DatasetCard, ModelCard
-from training_helpers import decodes_as_plain, interrupted, own_hub, planned, run
+from training_helpers import decodes_as_plain, end_briefly, interrupted, own_hub, planned, run
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
@@ -40,7 +40,7 @@ def plan(folder: Path, **overrides) -> TrainingPlan:
 def trained(chatty, tokenizer, tmp_path_factory) -> SimpleNamespace:
     """A finished run with cached taps: its folder, its drafter and what it said."""
     folder, said = tmp_path_factory.mktemp("trained"), []
-    drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0))
+    drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0), whole=True)
     return SimpleNamespace(out=folder / "out", drafter=drafter, said=said)
 
 
@@ -338,11 +338,12 @@ def clock(monkeypatch):
 
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
+    end_briefly(monkeypatch)
     return now
 
 
 def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, clock):
-    timed = {"max_minutes": 1.0, "eval_steps": 3, "eval_new_tokens": 6, "logging_steps": 1}
+    timed = {"max_training_minutes": 1.0, "eval_steps": 3, "eval_new_tokens": 6, "logging_steps": 1}
     begins: list[int] = []
     say = lambda line: begins.append(next(clock)) if "minutes begin" in line else None  # noqa: E731
     train(chatty, tokenizer, plan(tmp_path), timed, report=Reporter(say, every=1e9))
@@ -355,14 +356,14 @@ def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, clo
     assert decodes_as_plain(chatty, HSDrafter.from_pretrained(tmp_path / "out"))
     said: list[str] = []
     train(chatty, tokenizer, plan(tmp_path), timed, report=said.append)
-    assert said == ["already finished: max_minutes 1"]
+    assert said == ["already finished: max_training_minutes 1"]
     shutil.rmtree(tmp_path / "out" / "data")  # killed before the drafter was saved
     (tmp_path / "out" / "finished.json").unlink()
     steps = steps_done(tmp_path / "out")
     train(chatty, tokenizer, plan(tmp_path), timed, report=lambda _: None)
     assert len(list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))) == len(states)
     assert steps_done(tmp_path / "out") == steps
-    train(chatty, tokenizer, plan(tmp_path), {**timed, "max_minutes": 2.0}, report=lambda _: None)  # goes on
+    train(chatty, tokenizer, plan(tmp_path), {**timed, "max_training_minutes": 2.0}, report=lambda _: None)  # goes on
     assert steps_done(tmp_path / "out") > steps and clock_of(tmp_path / "out")["spent"] > 60.0
     with pytest.raises(ValueError, match="warmup_steps would have no effect"):
         train(chatty, tokenizer, plan(tmp_path), {**timed, "warmup_steps": 3}, report=lambda _: None)
@@ -372,7 +373,7 @@ def test_an_evaluation_fits_into_a_short_time_and_measures_as_much_each_time(cha
     """In half a minute there is time for a part of the evaluation alone, and the figures say so."""
     planned = plan(tmp_path, eval_conversations=9, eval_prompts=8)
     said: list[str] = []
-    timed = {"max_minutes": 0.5, "eval_steps": 2, "eval_new_tokens": 6, "per_device_eval_batch_size": 1}
+    timed = {"max_training_minutes": 0.5, "eval_steps": 2, "eval_new_tokens": 6, "per_device_eval_batch_size": 1}
     train(chatty, tokenizer, planned, timed, report=said.append)
     measured = clock_of(tmp_path / "out")["measured"]
     assert 1 <= measured["batches"] < 9 and 1 <= measured["prompts"] < 8
@@ -382,7 +383,7 @@ def test_an_evaluation_fits_into_a_short_time_and_measures_as_much_each_time(cha
     amount = f"evaluating: {count}/{count} conversations and prompts, step "
     lines = [line for line in said if line.startswith(amount) and "tau" in line]
     assert lines and all("of 17 as many as the time budget has room for" in line for line in lines)
-    train(chatty, tokenizer, planned, {**timed, "max_minutes": 1.0}, report=lambda _: None)
+    train(chatty, tokenizer, planned, {**timed, "max_training_minutes": 1.0}, report=lambda _: None)
     assert clock_of(tmp_path / "out")["measured"] == measured
 
 
@@ -419,18 +420,19 @@ def test_every_stage_of_a_run_says_how_far_it_is(trained):
         "answering: 0/12 prompts",
         "taps: 0/1 files",
         "training: 0/4 steps",
-        "evaluating: 0/5 conversations and prompts",
+        "evaluating: 0/4 conversations and prompts",
         "drawing: 0/3 pictures",
     ):
         name = line.split(":")[0]
         assert line in said
         assert any(other.startswith(f"{name}: ") and "; took" in other for other in said)
     assert any(line.startswith("training: 3/4 steps, loss") and line.endswith(" left") for line in said)
-    assert any(line.startswith("evaluating: 5/5 ") and "tau" in line and "step 4" in line for line in said)
+    assert any(line.startswith("evaluating: 4/4 ") and "tau" in line and "step 4" in line for line in said)
 
 
-def test_epochs_and_their_end(chatty, tokenizer, tmp_path):
+def test_epochs_and_their_end(chatty, tokenizer, tmp_path, monkeypatch):
     """Nine conversations to learn from, two a step."""
+    end_briefly(monkeypatch)
     for epochs, steps in ((1.0, 5), (1.0, 5), (2.0, 10)):
         arguments = {"num_train_epochs": epochs, "eval_steps": 5, "eval_new_tokens": 4}
         train(chatty, tokenizer, plan(tmp_path), arguments, report=lambda _: None)

@@ -38,6 +38,7 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 Asked = TypeVar("Asked", Conversation, Prompt)
 
 _INVENTED_AT_ONCE = 128  # prompts that a stream invents before the target answers them
+_ENDLESS = 10**6  # prompts of a stream, unless the plan says how many
 _LEAST_BATCH = 16  # conversations that a stream hands over together
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
@@ -157,7 +158,7 @@ class Answering:
         store, skipped = self._store(), list[str]()
         keys = {prompt.key for prompt in (self._made() if self.plan.invents else prompts)}
         yield [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in keys]
-        wanted = self.plan.num_prompts or INVENTED_PROMPTS
+        wanted = self.plan.num_prompts or _ENDLESS
         counts = range(_INVENTED_AT_ONCE, wanted + _INVENTED_AT_ONCE, _INVENTED_AT_ONCE) if self.plan.invents else [0]
         for count in counts:
             if self.plan.invents:

@@ -21,6 +21,7 @@ from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
 _OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
 _DEPTH_DECAY = 0.8
+_MINUTES = ("max_minutes", "max_training_minutes")
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class DrafterTrainingArguments(TrainingArguments):
             predictions that are compared together; 0 to compare the whole draft vocabulary. See `loss.candidates`.
         drawn_candidates: number of further tokens that it compares, drawn by frequency.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
-        max_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
-            `TimeBudget`. The learning rate rises for a twentieth of the training and falls as a cosine. `max_steps`,
-            `warmup_steps` and `lr_scheduler_type` then have no effect.
+        max_minutes: minutes of the whole run, from its begin to the saved drafter: the target invents and answers
+            prompts for a part of them, see `RunClock`, and the rest is for reading the answers and for training.
+        max_training_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
+            `TimeBudget`. With either limit the learning rate rises for a twentieth of the training and falls as a
+            cosine. `max_steps`, `warmup_steps` and `lr_scheduler_type` then have no effect.
         early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
             such limit.
 
@@ -111,7 +114,10 @@ class DrafterTrainingArguments(TrainingArguments):
     candidates: int = field(default=0, metadata={"help": "Target's most probable tokens compared; 0: all."})
     drawn_candidates: int = field(default=1024, metadata={"help": "Further tokens compared, drawn by frequency."})
     eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Minutes from the first step to the end."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Minutes of the whole run."})
+    max_training_minutes: float | None = field(
+        default=None, metadata={"help": "Minutes from the first step to the saved drafter."}
+    )
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -140,10 +146,11 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected {number} or more")
         if self.fp16:
             raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
-        if self.max_minutes is not None:
-            if self.max_minutes <= 0:
-                raise ValueError(f"max_minutes={self.max_minutes} is invalid: expected above 0")
-            self.max_steps = 10**9
+        for name in _MINUTES:
+            if (minutes := getattr(self, name)) is not None:
+                if minutes <= 0:
+                    raise ValueError(f"{name}={minutes} is invalid: expected above 0")
+                self.max_steps = 10**9
         self.remove_unused_columns = False
         super().__post_init__()
 
@@ -191,8 +198,11 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     if taken:
         raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
     clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
-    if overrides.get("max_minutes") is not None and clocked:
-        raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
+    timed = [name for name in _MINUTES if overrides.get(name) is not None]
+    if timed and (clocked or len(timed) > 1):
+        raise ValueError(
+            f"{', '.join([*clocked, *timed[1:]])} would have no effect with {timed[0]}: leave one or the other out"
+        )
     options = {name: value for name, value in overrides.items() if name in METHOD_OPTIONS}
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
     fields = {name: value for name, value in fields.items() if name not in options}

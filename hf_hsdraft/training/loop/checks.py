@@ -38,6 +38,11 @@ def prepared(
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
     family_for(plan).check_policy(args.data_policy)
+    if args.max_minutes is not None and PartialState().num_processes > 1:
+        raise ValueError(
+            "--max-minutes divides the time of one process: give --max-training-minutes and --num-prompts, or start "
+            "without `accelerate launch`"
+        )
     if plan.stream:
         args.ignore_data_skip = True  # a resumed run goes on with new conversations
         args.accelerator_config.dispatch_batches = False  # of conversations, not of tensors

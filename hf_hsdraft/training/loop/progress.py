@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .budget import TimeBudget
 
 EVERY = 20.0  # seconds
+_PACES = 31  # last advances whose median pace estimates the time left
 
 
 class Reporter:
@@ -104,7 +107,7 @@ class Stage:
         self.show: Callable[[], None] = lambda: None
         self.further, self.also = 0.0, ""
         self._begin = self._since = time.perf_counter()
-        self._first, self._worked, self._step = done, 0.0, 0.0
+        self._paces, self._step = deque[float](maxlen=_PACES), 0.0  # seconds for one of what is counted
 
     @property
     def started(self) -> bool:
@@ -113,15 +116,16 @@ class Stage:
 
     def start(self, total: float, done: float = 0) -> None:
         """Sets the amount of a stage that was opened before it was known."""
-        self.total, self.done, self._first = total, done, done
+        self.total, self.done = total, done
         self._begin = self._since = time.perf_counter()
         self.show()
 
     def advance(self, done: float, note: str | None = None) -> None:
         """Sets how much is done, and the note unless it is `None`."""
         now = time.perf_counter()
-        self._worked, self._since, self._step = self._worked + now - self._since, now, done - self.done
-        self.done, self.advanced = done, True
+        if (step := done - self.done) > 0:
+            self._paces.append((now - self._since) / step)
+        self._since, self._step, self.done, self.advanced = now, step, done, True
         self.note = self.note if note is None else note
         self.show()
 
@@ -130,14 +134,13 @@ class Stage:
         self._since += seconds
 
     def seconds_left(self) -> float | None:
-        """Estimates the seconds left at the pace so far; `None` if there is no pace yet.
+        """Estimates the seconds left at the median of the last paces; `None` if there is no pace yet.
 
         Between two advances it falls as time passes. Where one takes longer than expected, it stays at what follows.
         """
-        gained = self.done - self._first
-        if self.total is None or gained <= 0:
+        if self.total is None or not self._paces:
             return None
-        pace, left = self._worked / gained, max(self.total - self.done, 0.0)
+        pace, left = statistics.median(self._paces), max(self.total - self.done, 0.0)
         passed = time.perf_counter() - self._since
         return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
 

@@ -61,6 +61,18 @@ def save(
     write_card(out, out.resolve().name)
 
 
+def result_of(out: Path) -> str:
+    """Returns the result of the run in a folder, in a line."""
+    figures = (read_json(out / FIGURES).get("training") or {}) if (out / FIGURES).is_file() else {}
+    measured = [entry["eval_tau"] for entry in figures.get("history", []) if entry.get("eval_tau")]
+    tau = (
+        f"tau {max(measured):.2f} (tokens per target forward, bonus included; {figures['held_out']}), "
+        if measured
+        else ""
+    )
+    return f"{tau}drafter saved in {out}"
+
+
 def saved(plan: TrainingPlan, family: TrainableFamily) -> Any:
     """Loads the drafter that a run has saved."""
     if plan.lora is None:

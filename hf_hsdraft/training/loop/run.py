@@ -42,6 +42,7 @@ from .budget import TimeBudget
 from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, what_is_computed
+from .run_clock import RunClock
 from .run_folder import (
     claim,
     clock_of,
@@ -61,18 +62,24 @@ BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out one
 
 @patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def train(
-    target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    arguments: Mapping[str, Any] | None = None,
+    report: Report = print,
+    began: float | None = None,
 ) -> Any:
     """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
     A killed run resumes: prompts, answers and features are kept, and the trainer resumes from its last checkpoint. Each
-    of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only, see
-    `load_target`. The drafter is small, and every process has all of it.
+    of several processes (`accelerate launch`) answers its share and has the whole drafter; FSDP and ZeRO shard the
+    target only, see `load_target`.
 
     Args:
         plan: what to learn from and what to make.
         arguments: fields of `DrafterTrainingArguments` that differ from their defaults.
         report: a function that takes lines, or a `Reporter`.
+        began: when the run's `max_minutes` began, in seconds of `time.monotonic()`; `None` for now.
 
     Raises:
         ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
@@ -80,28 +87,23 @@ def train(
         OSError: the disk is full. What is finished is kept.
         RuntimeError: another run is at work in the same folder.
     """
-    out, state = Path(plan.out), PartialState()
+    out, main = Path(plan.out), PartialState().is_main_process
+    began = time.monotonic() if began is None else began
     plan, args = prepared(plan, arguments or {}, target.device.type)
-    report = Reporter.of(report if state.is_main_process else lambda _: None)
+    report = Reporter.of(report if main else lambda _: None)
     if is_sharded(target):
-        report(f"target sharded over {state.num_processes} processes")
+        report(f"target sharded over {PartialState().num_processes} processes")
     family = family_for(plan)
     check_target_can_teach(target, tokenizer, family)
-    run = _Run(target, tokenizer, plan, args, family, fingerprint(target), report)
+    run = _Run(target, tokenizer, plan, args, family, fingerprint(target), report, began)
     start = run.start()
     finished, prompts = run.sources()
-    push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
-    hub = {"token": args.hub_token, "private": args.hub_private_repo}
-    repository, chats = "", None
-    if push:
-        _, repository, _ = prepare_repository(args.hub_model_id or out.resolve().name, {**hub})
-    if plan.publish_data is not None and state.is_main_process:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub)
-        chats = chats.prepare(run.answering.recipe)
+    pushes = (arguments or {}).get("push_to_hub", False)
+    repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes) if main else ("", None)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with only_run(out) if state.is_main_process else contextlib.nullcontext():
-            if state.is_main_process:
+        with only_run(out) if main else contextlib.nullcontext():
+            if main:
                 claim(out, settings_of(run.identity, plan, args))
             if is_finished(out, limits_of(args)):
                 report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
@@ -121,6 +123,19 @@ def train(
         raise
 
 
+def _on_the_hub(
+    plan: TrainingPlan, args: DrafterTrainingArguments, recipe: dict[str, Any], pushes: bool
+) -> tuple[str, PublishedChats | None]:
+    """Prepares the repositories that the drafter and the chats are sent to; returns the first one's name, if any."""
+    hub = {"token": args.hub_token, "private": args.hub_private_repo}
+    repository, chats = "", None
+    if pushes:
+        _, repository, _ = prepare_repository(args.hub_model_id or Path(plan.out).resolve().name, {**hub})
+    if plan.publish_data is not None:
+        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
+    return repository, chats
+
+
 @dataclass(frozen=True)
 class _Run:
     """A run whose plan and arguments are complete; `identity` is the target's fingerprint."""
@@ -132,6 +147,7 @@ class _Run:
     family: TrainableFamily
     identity: str
     report: Reporter
+    began: float
 
     @property
     def answering(self) -> Answering:
@@ -163,22 +179,46 @@ class _Run:
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
-        if self.plan.stream:
-            groups = self.answering.stream(prompts)
-            self.learn_from(_enough(groups, finished), start, groups)
-        else:
+        plan, clock, minutes = self.plan, None, self.args.max_minutes
+        if minutes is not None:
+            begun = last_checkpoint(Path(plan.out)) is not None
+            clock = RunClock(Path(plan.out), minutes, plan.stream, begun, self.began)
+        if not plan.stream and clock is None:
             self.learn_from(finished + self.answering.all(prompts), start)
+            return
+        chats, groups = list(finished), self.answering.stream(prompts)
+        unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
+        with self.report.stage("answering", unit, total) as stage:
+            for group in groups:
+                chats += group
+                timed_out = clock is not None and not clock.answers_go_on()
+                done = len(chats) if clock is None else clock.minutes
+                stage.advance(min(done, total), f"{len(chats):,} chats" if clock else None)
+                enough = len(chats) > plan.eval_conversations
+                if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
+                    break
+        self.learn_from(chats, start, groups if plan.stream else None, clock)
 
     def learn_from(
-        self, conversations: Sequence[Conversation], start: Any, groups: Iterator[list[Conversation]] | None = None
+        self,
+        conversations: Sequence[Conversation],
+        start: Any,
+        groups: Iterator[list[Conversation]] | None = None,
+        clock: RunClock | None = None,
     ) -> None:
-        """Trains a drafter, `start` or a fresh one, and saves the best. `groups` yields further conversations."""
+        """Trains a drafter, `start` or a fresh one, and saves the best.
+
+        Args:
+            groups: yields further conversations.
+            clock: the time of the whole run, if it is limited.
+        """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
-        first = len(conversations) if groups is None else BEFORE_LEARNING
+        known = BEFORE_LEARNING if clock is None or clock.first is None else clock.first
+        first = len(conversations) if groups is None else min(known, len(conversations))
         pairs = self._tokenized(in_order(conversations[:first], args.seed), plan.eval_conversations)
         further = conversations[first:]
-        first, pairs = len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
+        begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
         counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
         tokens = sum(length for length, _ in counts)
@@ -187,19 +227,13 @@ class _Run:
         taps = family.taps(drafter, target)
         readable = self._cached(drafter, taps) if plan.cache_taps else lambda chats: chats
         dataset: Any = readable(tokenized)
-        drafter = drafter.to(args.device)
-        if not start:
-            sample = read_features(target, taps, tokenized[: min(16, len(tokenized))])
-            family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
-        model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
-        size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
-        whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
-        report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
+        model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, counts)) for group in groups)
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, learned=last is not None)
+        minutes = args.max_training_minutes if clock is None else clock.training_minutes(begun)
         trainer = DrafterTrainer(
             model,
             args,
@@ -208,7 +242,7 @@ class _Run:
             token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
             eval_dataset=Subset(dataset, range(plan.eval_conversations)),
-            budget=None if args.max_minutes is None else TimeBudget.resumed(args.max_minutes, clock_of(last)),
+            budget=None if minutes is None else TimeBudget.resumed(minutes, clock_of(last)),
             report=report,
             callbacks=[] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)],
         )
@@ -216,6 +250,20 @@ class _Run:
         begin = time.perf_counter()
         _learn(trainer, last, report)
         self._keep(trainer, counts, begin)
+
+    def _model(
+        self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
+    ) -> torch.nn.Module:
+        """Returns what is trained: the drafter or its adapter. A fresh drafter begins from the target, by a sample."""
+        target, plan, family = self.target, self.plan, self.family
+        if not start:
+            read = read_features(target, taps, sample)
+            family.start_from_target(drafter, target, torch.cat([features.final for features in read]).float())
+        model: torch.nn.Module = drafter if plan.lora is None else with_lora(drafter, plan.lora)
+        size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
+        whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
+        self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
+        return model
 
     def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
         """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
@@ -310,16 +358,6 @@ class _Run:
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 
-def _enough(groups: Iterator[list[Conversation]], finished: Sequence[Conversation]) -> list[Conversation]:
-    """Returns the finished conversations and, behind them, those of a stream until there are `BEFORE_LEARNING`."""
-    taken = list(finished)
-    for group in groups:
-        taken += group
-        if len(taken) >= BEFORE_LEARNING:
-            break
-    return taken
-
-
 def _counted(chat: TokenizedConversation) -> tuple[int, int]:
     """Number of tokens of a conversation and of its answers."""
     return len(chat.input_ids), int(chat.answer_mask.sum())
@@ -332,7 +370,9 @@ def _answer_tokens(counts: Iterable[tuple[int, int]]) -> int:
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
     """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
-    if last is not None and had_ended(last, args):  # the Trainer would take one more step
+    if last is not None and had_ended(
+        last, args, budget.minutes if budget else None
+    ):  # the Trainer would take one more step
         trainer.restore(last)
     else:
         if budget is not None:

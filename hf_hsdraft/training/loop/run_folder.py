@@ -149,6 +149,8 @@ def limits_of(args: DrafterTrainingArguments) -> dict[str, float]:
     """The limits that end training, by name. With a wider limit a finished run continues."""
     if args.max_minutes is not None:
         limits = {"max_minutes": args.max_minutes}
+    elif args.max_training_minutes is not None:
+        limits = {"max_training_minutes": args.max_training_minutes}
     elif args.max_steps > 0:
         limits = {"max_steps": float(args.max_steps)}
     else:
@@ -158,12 +160,12 @@ def limits_of(args: DrafterTrainingArguments) -> dict[str, float]:
     return limits
 
 
-def had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
-    """Whether training had taken its last step before it was interrupted."""
+def had_ended(last: Path, args: DrafterTrainingArguments, minutes: float | None) -> bool:
+    """Whether training, of so many minutes or by steps, had taken its last step before it was interrupted."""
     state = read_state(last)
-    if args.max_minutes is not None:
+    if minutes is not None:
         clock = clock_of(last)  # earlier versions trained until the time was over, and recorded no end
-        return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= args.max_minutes
+        return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= minutes
     if args.max_steps > 0:
         return bool(state["global_step"] >= args.max_steps)
     return bool(state["epoch"] >= args.num_train_epochs)

@@ -1,0 +1,43 @@
+"""A run of five minutes, loading and leaving included: a drafter to look at, not to keep.
+
+Short greedy answers to prompts for which the target writes no texts first, few draft tokens, a loss on candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..data.plan import TrainingPlan
+
+_PLAN: dict[str, Any] = {
+    "temperatures": (0.0,), "max_new_tokens": 96, "max_length": 256, "cache_taps": True, "eval_conversations": 16,
+    "eval_prompts": 8,
+}  # fmt: skip
+_KINDS = {"question": 1.0, "writing": 1.0, "code": 1.0, "mathematics": 1.0}
+_ARGUMENTS = {
+    "max_minutes": 4.75,
+    "learning_rate": 1e-3,
+    "eval_steps": 10**6,
+    "eval_new_tokens": 32,
+    "logging_steps": 10,
+}
+_CANDIDATES = 16
+_DRAFT_TOKENS = 8192
+
+
+def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[TrainingPlan, dict[str, Any]]:
+    """Returns the plan and the arguments of a quick run.
+
+    Args:
+        given: fields of the plan that are kept as they are, `out` among them.
+        arguments: fields of `DrafterTrainingArguments` that are kept.
+    """
+    own = TrainingPlan(**given)
+    fields, further = {**_PLAN, **given}, {**_ARGUMENTS, **arguments}
+    if own.invents and not own.openings:
+        fields["kinds"] = given.get("kinds") or _KINDS
+    if own.family == "hidden-state" and own.init_from is None:
+        fields["drafter"] = {"draft_vocab_size": _DRAFT_TOKENS, **own.drafter}
+        further.setdefault("candidates", _CANDIDATES)
+    return TrainingPlan(**fields), further

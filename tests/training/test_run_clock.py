@@ -1,0 +1,83 @@
+"""A whole run by the clock: prompts, answers and training."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import write_prompts
+from training_helpers import decodes_as_plain, planned
+
+from hf_hsdraft.training.loop import budget, run_clock
+from hf_hsdraft.training.loop import run as run_module
+from hf_hsdraft.training.loop.quick import quick
+from hf_hsdraft.training.loop.run import train
+from hf_hsdraft.training.loop.run_clock import RunClock
+from hf_hsdraft.training.loop.run_folder import clock_of, last_checkpoint, steps_done
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Lets each look at a run's clocks take a second."""
+    now = iter(range(10**6))
+    for module in (budget, run_clock, run_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now)), perf_counter=time.time))
+
+
+def test_time_is_divided_and_kept_over_interruptions(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(run_clock.time, "monotonic", lambda: now)
+    begun = RunClock(tmp_path, 10, stream=False, stopped=False, began=70.0)
+    now = 249.0
+    assert begun.answers_go_on()  # 179 of 600 seconds are over
+    again = RunClock(tmp_path, 10, stream=False, stopped=False)
+    assert again.answers_go_on()
+    now = 251.0
+    assert not again.answers_go_on()
+    now = 300.0  # 230 seconds
+    assert again.training_minutes(first=24) == pytest.approx(10 - 230 / 60)
+    later = RunClock(tmp_path, 20, stream=False, stopped=True)
+    now = 1000.0  # training's clock counts from here on
+    assert not later.answers_go_on() and later.first == 24
+    assert later.training_minutes(first=99) == pytest.approx(20 - 230 / 60) and later.first == 24
+
+
+def test_training_gets_a_part_whatever_came_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_clock.time, "monotonic", lambda: 5000.0)
+    assert RunClock(tmp_path, 10, stream=True, stopped=False, began=0.0).training_minutes(first=1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["answers first", "stream"])
+def test_a_whole_run_ends_in_its_minutes_and_goes_on_with_more(chatty, tokenizer, tmp_path, clock, stream):
+    many = write_prompts(tmp_path / "many.jsonl", 300)
+    plan = planned(tmp_path, "hidden-state", prompts=[str(many)], answer_batch_size=2, stream=stream)
+    fields = {"eval_steps": 4, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    drafter = train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.0}, report=lambda _: None)
+    stored = json.loads((tmp_path / "out" / "clock.json").read_text())
+    assert 3 < stored["first"] < 300 and stored["seconds"] < 30  # not all could be answered
+    training = clock_of(last_checkpoint(tmp_path / "out"))
+    assert 30 < stored["seconds"] + training["spent"] <= 60 and training["ended"]
+    assert decodes_as_plain(chatty, drafter)
+    steps, said = steps_done(tmp_path / "out"), []
+    train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.0}, report=said.append)
+    assert said == ["already finished: max_minutes 1"]
+    train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.5}, report=lambda _: None)
+    assert steps_done(tmp_path / "out") > steps
+    assert json.loads((tmp_path / "out" / "clock.json").read_text()) == stored
+
+
+def test_two_limits_of_minutes_contradict_each_other(chatty, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="max_training_minutes would have no effect with max_minutes"):
+        train(chatty, tokenizer, planned(tmp_path, "hidden-state"), {"max_minutes": 1.0, "max_training_minutes": 1.0})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quick_run_keeps_what_is_given():
+    plan, arguments = quick({"out": "o", "max_length": 512, "drafter": {"num_draft_steps": 3}}, {"max_minutes": 2.0})
+    assert plan.max_length == 512 and plan.max_new_tokens < 256 and plan.kinds
+    assert plan.drafter["num_draft_steps"] == 3 and plan.drafter["draft_vocab_size"] == 8192
+    assert arguments["max_minutes"] == 2.0 and arguments["candidates"] == 16
+    plan, arguments = quick({"out": "o", "prompts": ["p.jsonl"], "family": "block"}, {})
+    assert not plan.kinds and plan.drafter == {} and "candidates" not in arguments and arguments["max_minutes"] < 5
