@@ -12,7 +12,7 @@ from hf_hsdraft import SteeredLMDrafter
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
 FIXED = {"tree_sizing": "fixed", "ngram_length": 0}
 
 
@@ -74,7 +74,7 @@ def drafted_call(target, drafter, inputs, **call):
         return made
 
     drafter.session = noting
-    output = target.generate(**inputs, **GREEDY, **call, assistant_model=drafter, return_dict_in_generate=True)
+    output = target.generate(**inputs, **{**GREEDY, **call}, assistant_model=drafter, return_dict_in_generate=True)
     del drafter.session
     return noted, output
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 from typer.models import CommandInfo
 
 from .. import cli as commands
@@ -29,6 +30,10 @@ app = typer.Typer(
 )
 # Each group: what it is for, and its commands by their names there and their own.
 GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+    "estimate": (
+        "Say what training or decoding would take, by arithmetic.",
+        {"training": "estimate-training", "decoding": "estimate-decoding", "hierarchy": "estimate-hierarchy"},
+    ),
     "hub": (
         "Send, fetch, list, describe and export drafters.",
         {"push": "push", "pull": "pull", "list": "list", "card": "card", "export": "export"},
@@ -50,7 +55,16 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server", "fleet": "fleet"}),
 }  # fmt: skip
-TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate")  # in this order
+TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info")  # in this order
+
+
+class _Estimate(TyperGroup):
+    """Takes `hsdraft estimate TARGET` too, as earlier versions did: decoding with --tau, training without it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = ["decoding" if any(each.startswith("--tau") for each in args) else "training", *args]
+        return super().resolve_command(ctx, args)
 
 
 def _commands() -> dict[str, CommandInfo]:
@@ -71,7 +85,8 @@ def _arrange() -> None:
         app.registered_commands.append(_named(known[name], name, hidden=grouped or known[name].hidden))
     for group, (purpose, names) in GROUPS.items():
         here = {name: own for name, own in names.items() if own in known}  # methods may be away
-        typed = typer.Typer(help=purpose, no_args_is_help=True, rich_markup_mode=None)
+        cls = _Estimate if group == "estimate" else TyperGroup
+        typed = typer.Typer(cls=cls, help=purpose, no_args_is_help=True, rich_markup_mode=None)
         typed.registered_commands += [_named(known[own], name, known[own].hidden) for name, own in here.items()]
         app.add_typer(typed, name=group)
 

@@ -333,7 +333,7 @@ def saved(chatty, tokenizer, tmp_path) -> Path:
 @pytest.mark.slow
 def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     prompts, report = write_prompts(saved / "prompts.jsonl", 5), saved / "report.json"
-    arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "4"]
+    arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "2"]
     arguments += ["--drafter", str(saved / "drafter"), "--variants", "default,tree8x2+resample,lookup,static,packed"]
     arguments += ["--max-new-tokens", "6", "--repeats", "2", "--temperature", "1.0", "--profile"]
     arguments += ["--context-lengths", "12,20", "--batch-sizes", "1,2", "--new-tokens", "1,3", "--json", str(report)]
@@ -343,20 +343,20 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     names = ["plain", "default", "tree8x2+resample", "prompt lookup (transformers)", "plain, static cache"]
     names += ["plain, packed weights"]
     assert list(document["summary"]) == document["settings"]["systems"] == names
-    assert document["summary"]["default"]["identical"] == document["settings"]["questions"] == 4
+    assert document["summary"]["default"]["identical"] == document["settings"]["questions"] == 2
     assert document["summary"]["prompt lookup (transformers)"]["identical"] is None
-    assert all(len(runs) == 8 for runs in document["runs"].values())
+    assert all(len(runs) == 4 for runs in document["runs"].values())
     assert set(document["by_category"]["default"]) == {"a", "b"}
     assert set(document["summary"]["plain"]) <= set(document["definitions"])  # each figure with its definition
     assert set(document["profile"]) == {"default", "tree8x2+resample"}
     assert [point["value"] for point in document[CONTEXT]] == [12, 20]
     assert all(point["prompt_tokens"] == point["value"] for point in document[CONTEXT])
     assert [point["value"] for point in document[NEW]] == [1, 3]
-    assert all(point["summary"]["default"]["identical"] == 4 for point in document[NEW])
+    assert all(point["summary"]["default"]["identical"] == 2 for point in document[NEW])
     assert list(document["first_calls"]) == names and document["first_calls"]["default"]["tokens"] > 0
     lone, pairs = document[BATCH]
     assert "prompt lookup (transformers)" in lone["summary"] and "batch_size" in str(pairs["left_out"])
-    assert lone["summary"]["default"]["identical"] == 4 and pairs["summary"]["default"]["identical"] is None
+    assert lone["summary"]["default"]["identical"] == 2 and pairs["summary"]["default"]["identical"] is None
     assert document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] == 2
     assert str(saved) not in json.dumps(document)
     assert "time_ratio: seconds of all calls" in result.output and "first calls: plain" in result.output

@@ -17,8 +17,9 @@ from hf_hsdraft.transformers_version import NEEDED, TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
-TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info", "estimate"]
+TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info"]
 GROUPS = {
+    "estimate": ["training", "decoding", "hierarchy"],
     "hub": ["push", "pull", "list", "card", "export"],
     "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
     "data": ["coverage", "overlap"],

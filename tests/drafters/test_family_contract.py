@@ -6,11 +6,11 @@ import copy
 import itertools
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, each_with_its_seed, edited, make_drafter, make_target
+from conftest import VOCAB, each_with_its_seed, edited, make_drafter, make_target
 from family_helpers import (
     PUBLISHED,
     STEPS,
@@ -57,7 +57,8 @@ EVERY = {
     "n-grams": lambda target: CachebackDrafter(),
     "cascade": lambda target: CascadeDrafter([CachebackDrafter(), CausalLMDrafter(target)], tokens=[4, 8]),
 }
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
+NEW = 10  # tokens
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 published = pytest.mark.parametrize("kind", PUBLISHED)
@@ -71,24 +72,34 @@ def target():
     return make_target(num_hidden_layers=6)
 
 
+@pytest.fixture(scope="module")
+def plain(target):
+    """A function that returns plain decoding's texts, by number of rows and whether they are drawn."""
+
+    @cache
+    def texts(rows: int, do_sample: bool) -> list[list[int]]:
+        inputs, call = padded(rows), {"max_new_tokens": NEW, "do_sample": do_sample}
+        torch.manual_seed(7)
+        if do_sample and rows > 1:
+            return each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 7, **call).tolist()
+        return target.generate(**inputs, **call).tolist()
+
+    return texts
+
+
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
 @every_kind
 @pytest.mark.parametrize(("rows", "do_sample"), [(1, True), (3, False), (3, True)])
-def test_texts_are_the_targets_own(target, kind, rows, do_sample):
+def test_texts_are_the_targets_own(target, plain, kind, rows, do_sample):
     """By trees and chains. Sampled, each row of a batch has a seed; the draws are foreseen."""
-    drafter, inputs, call = KINDS[kind](target), padded(rows), {"max_new_tokens": 20, "do_sample": do_sample}
-    torch.manual_seed(7)
-    if do_sample and rows > 1:
-        plain = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 7, **call)
-    else:
-        plain = target.generate(**inputs, **call)
+    drafter, call = KINDS[kind](target), {**padded(rows), "max_new_tokens": NEW, "do_sample": do_sample}
     for width in (5, 1):
         drafter.generation_config.beam_width = width
         torch.manual_seed(7)
-        output = target.generate(**inputs, **call, assistant_model=drafter, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
+        output = target.generate(**call, assistant_model=drafter, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain(rows, do_sample)
         assert sum(output.statistics.drafted_nodes) > 0
         if width > 1 and do_sample and "eagle" in kind:  # the race's winner is guessed
             assert sum(output.statistics.accepted_lengths) > 0
@@ -104,38 +115,37 @@ def test_texts_are_the_targets_own(target, kind, rows, do_sample):
     ],
     ids=["paced", "gumbel", "stochastic_beam"],
 )
-def test_other_options_keep_greedy_texts(target, kind, options):
+def test_other_options_keep_greedy_texts(target, plain, kind, options):
     drafter = KINDS[kind](target)
     drafter.generation_config.update(**options)
-    as_plain(target, drafter, padded(3), max_new_tokens=16)
+    assert target.generate(**padded(3), **GREEDY, assistant_model=drafter).tolist() == plain(3, False)
 
 
 @pytest.mark.parametrize("kind", [*MAIN, "hidden states"])
 @pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
 def test_rejection_keeps_the_targets_distribution(kind, builder):
-    """Of texts of three tokens: their counts against the target's probabilities. Most drafters know 4 of 6 tokens."""
-    target, rows, calls = small_target(num_hidden_layers=4), 200, 4
+    """Of what is drawn after a first token: counts against the target's probabilities. Most know 4 of 6 tokens."""
+    target = small_target(num_hidden_layers=4)
     known = {"draft_vocab_ids": (0, 1, 2, 3), "draft_vocab_size": 4}
     drafter = {**EVERY, **KINDS}[kind](target, **known if kind != "block, selector" else {"selector_top_k": 4})
     drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=4096, beam_width=3)
-    prompt, counts, accepted = torch.tensor([[1, 4, 2]]), Counter(), 0
+    prompt = torch.tensor([[1, 4, 2]])
     torch.manual_seed(0)
-    for _ in range(calls):
-        output = target.generate(
-            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        counts.update(tuple(text) for text in output.sequences[:, 3:].tolist())
-        accepted += sum(output.statistics.accepted_lengths)
-    assert accepted > 0 and any(5 in text for text in counts)
-    assert chi_square(counts, exact_distribution(target, prompt, 1.0)) > 1e-4
+    output = target.generate(
+        prompt.expand(200, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    counts = Counter(tuple(text) for text in output.sequences[:, 4:].tolist())
+    assert sum(output.statistics.accepted_lengths) > 0 and any(5 in text for text in counts)
+    assert chi_square(counts, exact_distribution(target, prompt, 1.0).sum(dim=0)) > 1e-4
 
 
 @reading
-def test_prompts_may_be_embeddings(target, kind):
+def test_prompts_may_be_embeddings(target, plain, kind):
     drafter, inputs = READING[kind](target), padded(3)
     inputs["inputs_embeds"] = target.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    as_plain(target, drafter, inputs, max_new_tokens=16)
+    new = target.generate(**inputs, **GREEDY, assistant_model=drafter)
+    assert new.tolist() == [text[-NEW:] for text in plain(3, False)]
 
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
@@ -145,12 +155,13 @@ def test_prompts_may_be_embeddings(target, kind):
 def test_a_chat_drafts_as_a_call_that_reads_it_all(target, kind):
     """It goes on from what the earlier call has read; what another drafter has read is left alone."""
     drafter, ids = KINDS[kind](target), padded(1)["input_ids"]
-    _, first = drafted_call(target, drafter, {"input_ids": ids})
+    _, first = drafted_call(target, drafter, {"input_ids": ids}, max_new_tokens=NEW)
     more = {"input_ids": torch.cat([first.sequences, torch.tensor([[8, 9, 10]])], dim=1)}
-    wanted, whole = drafted_call(target, drafter, more)
+    wanted, whole = drafted_call(target, drafter, more, max_new_tokens=NEW)
     stranger = make_eagle(target, seed=2)
     for each in (drafter, stranger):
-        found, output = drafted_call(target, each, more, past_key_values=copy.deepcopy(first.past_key_values))
+        cache_of_first = copy.deepcopy(first.past_key_values)
+        found, output = drafted_call(target, each, more, past_key_values=cache_of_first, max_new_tokens=NEW)
         assert output.sequences.tolist() == whole.sequences.tolist()
         if each is drafter:
             assert len(found) == len(wanted) > 0
@@ -202,12 +213,15 @@ def test_each_node_of_a_tree_goes_on_from_its_own_path(target, kind):
 def test_drafts_depend_on_the_text_alone(target, kind, tuned):
     """Not on earlier drafts, nor on when the text came, though it waits for a draft for long."""
     tuned(most_pending=2)
-    drafter, text = READING[kind](target), list(range(5, 25))
+    drafter, text = READING[kind](target), list(range(5, 20))
     whole, often, rarely = (session_of(drafter, target) for _ in range(3))
-    whole.observe([news(drafter, target, text, 0, 19)])
-    for start in range(0, 19):
+    told = news(drafter, target, text, 0, 14)
+    whole.observe([told])
+    for start in range(14):
+        one = slice(start, start + 1)
+        parts = {name: getattr(told, name)[one] for name in ("tokens", "taps", "positions", "following")}
         for session in (often, rarely):
-            session.observe([news(drafter, target, text, start, start + 1)])
+            session.observe([replace(told, **parts)])
         drafts(often, {0: text[start + 1]})
     assert len(rarely._pending[0]) <= 3
     wanted = drafts(whole, {0: text[-1]})[0]

@@ -10,7 +10,7 @@ from conftest import VOCAB
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-CALLS = 300
+CALLS, NEW = 120, 8
 
 
 class Boom(RuntimeError):
@@ -44,7 +44,7 @@ class FailingProcessor(LogitsProcessor):
 def test_many_calls_in_two_threads_with_exceptions(target, drafter):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (1, length), generator=generator) for length in (3, 9, 17, 30)]
-    expected = [target.generate(p, max_new_tokens=12, do_sample=False).tolist() for p in prompts]
+    expected = [target.generate(p, max_new_tokens=NEW, do_sample=False).tolist() for p in prompts]
     wrong: list[object] = []
     tensors: list[int] = []
 
@@ -52,7 +52,7 @@ def test_many_calls_in_two_threads_with_exceptions(target, drafter):
         rng = random.Random(seed)
         for call in range(CALLS // 2):
             which = rng.randrange(len(prompts))
-            settings = {"max_new_tokens": 12, "do_sample": False, "assistant_model": drafter}
+            settings = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": drafter}
             fault = rng.random()
             if fault < 0.1:
                 settings["streamer"] = FailingStreamer(rng.randint(1, 4))
@@ -67,14 +67,15 @@ def test_many_calls_in_two_threads_with_exceptions(target, drafter):
             except Boom:
                 if fault >= 0.2:
                     wrong.append((seed, call, "raised"))
-            if seed == 0 and call in (20, CALLS // 2 - 1):
+            if seed == 0 and call in (9, CALLS // 2 - 1):
                 gc.collect()
                 tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     assert not wrong
-    assert tensors[1] <= tensors[0] + 200  # the other thread is in the middle of a call at either time
+    # The other thread is in the middle of a call at either time; a cache that stays has six tensors a call.
+    assert tensors[1] <= tensors[0] + 200
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -235,7 +235,7 @@ def test_what_is_predicted_after_a_path_is_what_a_tree_says(target):
 
 
 SIZES = {"num_draft_steps": 4, "draft_vocab_size": 40, "tree_size": 6}
-STEPWISE = {"max_steps": 60, "eval_steps": 60, "learning_rate": 2e-2}
+STEPWISE = {"max_steps": 30, "eval_steps": 30, "learning_rate": 2e-2}
 
 
 @pytest.mark.train

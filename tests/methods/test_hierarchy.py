@@ -364,16 +364,13 @@ def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
         estimated_levels(target.config, small, (0.4, 1.0, 0.9), DEVICE, 100)
     target.config.save_pretrained(tmp_path / "target")
     small.save_pretrained(tmp_path / "small")
-    arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
-    result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
+    arguments = ["estimate", "hierarchy", str(tmp_path / "target"), str(tmp_path / "small")]
+    result = CliRunner().invoke(cli.app, [*arguments, "--speed-up", "2"])
     assert result.exit_code == 0 and "of the best drafter alone" in result.output
     assert "a vocabulary of equal size does not say so" in result.output
     AutoConfig.from_pretrained(tmp_path / "small", vocab_size=VOCAB + 600).save_pretrained(tmp_path / "other")
-    misfit = CliRunner().invoke(cli.app, [*arguments[:2], "--middle", str(tmp_path / "other"), "--tau", "2"])
-    assert misfit.exit_code == 2 and "vocab_size=697" in misfit.output, misfit.output
-    assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
+    misfit = CliRunner().invoke(cli.app, [*arguments[:3], str(tmp_path / "other")])
+    assert misfit.exit_code == 1 and "vocab_size=697" in str(misfit.exception)
     for shares, told in (("0.4,x", "found '0.4,x'"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
-        refused = CliRunner().invoke(cli.app, [*arguments, "--tau", "2", "--shares", shares])
+        refused = CliRunner().invoke(cli.app, [*arguments, "--shares", shares])
         assert refused.exit_code == 2 and "--shares" in refused.output and told in refused.output, refused.output
-    lonely = CliRunner().invoke(cli.app, [*arguments[:2], "--tau", "2", "--shares", "0.4,0.4,0.8"])
-    assert lonely.exit_code == 2 and "expected --middle beside it" in lonely.output

@@ -119,7 +119,8 @@ def test_what_was_judged_is_what_is_drafted(target):
     """Nothing skipped says all that the target says, so each round emits one token more than the chain has."""
     for depth in (1, 3, 8):
         drafter = with_fixed(as_drafter(target, Judged((), 1.0, 1.0, 1.0, depth)))
-        output = target.generate(**padded(1), **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        call = {**GREEDY, "max_new_tokens": 24, "return_dict_in_generate": True}
+        output = target.generate(**padded(1), **call, assistant_model=drafter)
         rounds = output.statistics.rounds - 1  # the last one may be shorter
         assert rounds > 1 and output.statistics.drafted_nodes[:rounds] == [depth] * rounds
         assert output.statistics.accepted_lengths[:rounds] == [depth] * rounds

@@ -20,7 +20,7 @@ from hf_hsdraft.hub.drafter_files import CARD, OPTIONS
 from hf_hsdraft.methods.lossy.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
 from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
 
-NEW = {"do_sample": False, "max_new_tokens": 24}
+NEW = {"do_sample": False, "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")

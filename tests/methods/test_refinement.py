@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, write_prompts
+from conftest import VOCAB, as_plain, make_drafter
 from lm_helpers import drafted_call, drafts_of, with_fixed
 from oracles.format_parity import randomise
 from session_helpers import borrow, news, padded
 from test_specformer import make_specformer
+from training_helpers import planned, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
@@ -36,9 +37,7 @@ from hf_hsdraft.methods.refinement.refinement import Refiner
 from hf_hsdraft.methods.refinement.refiner_training import examples_of, perplexity, train_refiner
 from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
-from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
-from hf_hsdraft.training.loop.run import train
 
 SHARE = 0.4
 
@@ -293,13 +292,8 @@ def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, toke
     """Its evaluations draft too, by the options that came with the drafter."""
     refined(KINDS[kind](chatty), tmp_path / "one").save_pretrained(tmp_path / "start")
     family = {"part": "specformer", "block": "block"}[kind]
-    planned = TrainingPlan(
-        prompts=[str(write_prompts(tmp_path / "prompts.jsonl", 12))], out=str(tmp_path / "out"), eval_conversations=3,
-        eval_prompts=2, max_new_tokens=12, answer_batch_size=5, family=family, drafter={},
-        init_from=str(tmp_path / "start"),
-    )  # fmt: skip
-    steps = {"max_steps": 2, "eval_steps": 1, "eval_new_tokens": 6, "disable_tqdm": True}
-    trained = train(chatty, tokenizer, planned, steps, report=lambda _: None)
+    further = planned(tmp_path, family, drafter={}, init_from=str(tmp_path / "start"))
+    trained = run(chatty, tokenizer, further, max_steps=2, eval_steps=1)
     assert trained.generation_config.refinement == 0.0 and not has_refiner(trained)
     assert (tmp_path / "start" / "refiner").is_dir() and not list((tmp_path / "out").rglob("refiner"))
 

@@ -29,7 +29,7 @@ from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import objective_of
 
-LAYERS, NEW = 4, 24
+LAYERS, NEW = 4, 12
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
 SIZES |= {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3}
@@ -167,7 +167,7 @@ def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
         return found
 
     monkeypatch.setattr(FirstLayers, "verify", checked)
-    as_plain(target, drafter, padded(3), max_new_tokens=NEW)
+    as_plain(target, drafter, padded(3), max_new_tokens=16)
     found, wanted = map(torch.stack, zip(*compared, strict=True))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert len(found) > 50
@@ -337,7 +337,7 @@ def planned(folder):
 
 @pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
-    steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
+    steps = {"max_steps": 30, "eval_steps": 30, "learning_rate": 2e-2}
     training_helpers.run(chatty, tokenizer, planned(tmp_path), **TRAINABLE["self"].arguments, **steps)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
@@ -380,7 +380,7 @@ def test_wrong_fields_are_named():
 
 def test_estimates_count_the_layers_that_draft(tmp_path):
     target_of("llama").config.save_pretrained(tmp_path)
-    arguments = ["estimate", str(tmp_path), "--tau", "2.5", "--family", "self", "--draft-layers", "2"]
+    arguments = ["estimate", "decoding", str(tmp_path), "--tau", "2.5", "--family", "self", "--draft-layers", "2"]
     output = CliRunner().invoke(app, arguments, catch_exceptions=False).output
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)  # attention, gated block and norms of each layer
     assert "first 2 layers of the target" in output and f"{weights:,} weights" in output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from hf_hsdraft.core.cache_name import CACHE
 from oracles.format_parity import (
     HIDDEN,
+    NEW_TOKENS,
     OF_TARGET,
     SIZES,
     VOCABULARY,
@@ -67,23 +68,33 @@ class BlockReference(Reference):
     first_slot: int = 0  # of the first draft
 
 
-def parity(case: Case) -> Parity:
-    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
-    target = tiny_target(**case.target)
+@cache
+def _target_of(fields: tuple[tuple[str, Any], ...]) -> Any:
+    return tiny_target(**dict(fields))
+
+
+def parity(case: Case, new_tokens: int = NEW_TOKENS, every: int = 1) -> Parity:
+    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts.
+
+    `every` is told to `compared`.
+    """
+    target = _target_of(tuple(case.target.items()))
     reference = cast(BlockReference, case.make(target))
     noting = NotingDrafter(reference.loaded())
-    texts, _ = texts_of(target, noting)
+    texts, _ = texts_of(target, noting, new_tokens)
+    longer = [[*text, *[11] * (2 * SLOTS)] for text in texts]  # the reference wants tokens after the block
+    taps = [taps_of(target, text, reference.taps) for text in longer]
 
-    def distance(each: Round, text: Sequence[int]) -> float:
-        anchor, longer = each.length - 1, [*text, *[11] * (2 * SLOTS)]  # the reference wants tokens after the block
-        found = each.log_probs(longer[anchor : anchor + SLOTS])
-        logits = reference.logits(taps_of(target, longer, reference.taps), longer, anchor)
+    def distance(each: Round, _: Sequence[int]) -> float:
+        anchor, text = each.length - 1, longer[each.row]
+        found = each.log_probs(text[anchor : anchor + SLOTS])
+        logits = reference.logits(taps[each.row], text, anchor)
         wanted = logits[reference.first_slot :][: len(found)].log_softmax(dim=-1)
         assert torch.equal(found.isinf(), wanted.isinf()), "other tokens can be drafted"
         return float((found - wanted)[~wanted.isinf()].abs().max())
 
     with torch.no_grad():
-        return compared(case.name, reference.name, noting.rounds, texts, distance)
+        return compared(case.name, reference.name, noting.rounds, texts, distance, every)
 
 
 def speculators_model(

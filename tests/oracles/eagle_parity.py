@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,14 +48,20 @@ def eagle_target(**fields: Any) -> Any:
     return tiny_target(**{"num_hidden_layers": LAYERS, "vocab_size": TOKENS, **fields})
 
 
-def parity(case: Case) -> Parity:
-    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
-    target = eagle_target(**case.target)
+_shared_target = cache(eagle_target)
+
+
+def parity(case: Case, every: int = 1) -> Parity:
+    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts.
+
+    `every` is told to `compared`.
+    """
+    target = _shared_target(**case.target)
     reference = case.make(target)
-    return parity_of(case.name, reference.loaded(), target, reference)
+    return parity_of(case.name, reference.loaded(), target, reference, every)
 
 
-def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Parity:
+def parity_of(name: str, drafter: Any, target: Any, reference: Reference, every: int = 1) -> Parity:
     """Compares a drafter's drafts with a reference's, as `parity` does.
 
     The reference's `logits` returns those `[n + 1, V']` after the n + 1 first nodes of a path, the root being the
@@ -68,16 +74,17 @@ def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Par
     assert tuple(drafter.taps_of(target)) == tuple(reference.taps), "other hidden states are read"
     noting = NotingDrafter(drafter, num_assistant_tokens=4, tree_size=32, beam_width=3)
     texts, _ = texts_of(target, noting)
+    read = [taps_of(target, text, reference.taps) for text in texts]
     mask = drafter.config.mask_token_id
 
     def distance(each: Round, text: Sequence[int]) -> float:
-        taps, depth = taps_of(target, text, reference.taps)[: each.length - 1], each.expansion.depth
+        taps, depth = read[each.row][: each.length - 1], each.expansion.depth
         path = ([*text[each.length :], *[11] * depth] if mask is None else [mask] * depth)[: depth - 1]
         expected = reference.logits(taps, text[1 : each.length], path).log_softmax(dim=-1)
         return float((each.log_probs([text[each.length - 1], *path]) - expected).abs().max())
 
     with torch.no_grad():
-        return compared(name, reference.name, noting.rounds, texts, distance)
+        return compared(name, reference.name, noting.rounds, texts, distance, every)
 
 
 def speculators_model(

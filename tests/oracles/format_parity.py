@@ -129,15 +129,20 @@ def randomise(model: torch.nn.Module, std: float = 0.3, seed: int = 1) -> None:
         parameter.copy_(values + 1.0 if "norm" in name and parameter.dim() == 1 else values)
 
 
+_plain: dict[tuple[Any, int], torch.Tensor] = {}  # texts of plain decoding by target and number of new tokens
+
+
 @torch.no_grad()
-def texts_of(target: Any, drafter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[list[int]], Any]:
+def texts_of(target: Any, drafter: Any, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], Any]:
     """Decodes padded prompts in one batch with a drafter, as plain decoding does; returns texts and statistics."""
-    longest = max(map(len, prompts))
+    prompts, longest = PROMPTS, max(map(len, PROMPTS))
     ids = torch.tensor([[PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    call = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    call = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
     output = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **call)
-    assert torch.equal(output.sequences, target.generate(ids, **call)), "the text is not that of plain decoding"
+    if (target, new_tokens) not in _plain:
+        _plain[target, new_tokens] = target.generate(ids, **call)
+    assert torch.equal(output.sequences, _plain[target, new_tokens]), "the text is not that of plain decoding"
     texts = [row[longest - len(prompt) :] for row, prompt in zip(output.sequences.tolist(), prompts, strict=True)]
     return texts, output.statistics
 
@@ -229,12 +234,20 @@ def compared(
     rounds: Sequence[Round],
     texts: Sequence[Sequence[int]],
     distance: Callable[[Round, Sequence[int]], float],
+    every: int = 1,
 ) -> Parity:
-    """Compares the rounds of a call with a reference, by the distance of a round's drafts from the reference's."""
-    worst = max((distance(each, texts[each.row]) for each in rounds), default=math.inf)
+    """Compares the rounds of a call with a reference, by the distance of a round's drafts from the reference's.
+
+    Of the rounds before which nothing was accepted, one of `every` is compared.
+    """
     lengths: dict[int, list[int]] = {}
+    chosen = []
     for each in rounds:
-        lengths.setdefault(each.row, []).append(each.length)
+        known = lengths.setdefault(each.row, [])
+        if len(known) % every == 0 or each.length > known[-1] + 1:
+            chosen.append(each)
+        known.append(each.length)
+    worst = max((distance(each, texts[each.row]) for each in chosen), default=math.inf)
     steps = [later - length for row in lengths.values() for length, later in itertools.pairwise([*row, row[-1] + 1])]
     accepted = sum(step > 1 for step in steps)
     return Parity(name, reference, worst, len(rounds), accepted, len(steps) - accepted)

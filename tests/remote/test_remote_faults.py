@@ -24,9 +24,11 @@ pytest.importorskip("websockets")
 from remote_helpers import Streamer, fail_once, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
+from hf_hsdraft.remote import link as link_module
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import Accepted, Close, Resume, Resumed, packed_ints, packed_tree
+from hf_hsdraft.remote.sessions import Sessions
 from hf_hsdraft.remote.verify_server import server_tls
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -82,7 +84,7 @@ def test_a_text_is_resumed_over_a_new_connection(target) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("drafter", [CachebackDrafter(), None], ids=["drafts", "plain"])
 def test_a_restart_of_the_server_changes_no_text(target, sample: bool, drafter) -> None:
-    ids, options = prompts(1)[0], {"max_new_tokens": 40, "do_sample": sample}
+    ids, options = prompts(1)[0], {"max_new_tokens": 20, "do_sample": sample}
     with contextlib.ExitStack() as running:
         stack = contextlib.ExitStack()
         served = stack.enter_context(serving(target))
@@ -105,10 +107,12 @@ def test_a_restart_of_the_server_changes_no_text(target, sample: bool, drafter) 
 @pytest.mark.parametrize("sample", [False, True])
 def test_connections_that_break_at_any_moment_change_no_text(target, monkeypatch, sample: bool) -> None:
     rng = random.Random(1)
+    monkeypatch.setattr(link_module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.02)
 
     def breaking(step):
         def done(self, *arguments):
-            before, after = rng.random() < 0.06, rng.random() < 0.06
+            before, after = rng.random() < 0.1, rng.random() < 0.1
             if before:
                 self.close()
             answer = step(self, *arguments)
@@ -122,7 +126,7 @@ def test_connections_that_break_at_any_moment_change_no_text(target, monkeypatch
     with serving(target) as served, served.connect() as model:
         for name in ("send", "receive"):
             monkeypatch.setattr(Link, name, breaking(getattr(Link, name)))
-        resumed, options = 0, {"max_new_tokens": 40, "do_sample": sample}
+        resumed, options = 0, {"max_new_tokens": 24, "do_sample": sample}
         for seed, ids in enumerate(prompts(3)):
             output = model.generate(ids, CachebackDrafter(), seed=seed, return_dict_in_generate=True, **options)
             assert torch.equal(output.sequences, plain(target, ids, seed, **options))
@@ -162,21 +166,23 @@ def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monke
         assert (one.sent, one.received) == (other.sent, other.received)  # counted for each text alone
 
 
-def test_a_full_server_says_when_to_try_again_and_patience_waits(target) -> None:
+def test_a_full_server_says_when_to_try_again_and_patience_waits(target, monkeypatch) -> None:
     ids = prompts(2)
     with serving(target, max_sessions=1) as served:
         link, _ = served.opened(ids[0])
         with served.connect(patience=0) as hasty, pytest.raises(ServerRefused) as refused:
             hasty.generate(ids[1], max_new_tokens=5)
         assert refused.value.reason == "overloaded" and refused.value.retry_seconds > 0
-        threading.Timer(0.5, link.close).start()
+        monkeypatch.setattr(Sessions, "retry_seconds", lambda self: 0.2)
+        threading.Timer(0.3, link.close).start()
         with served.connect() as patient:
             output = patient.generate(ids[1], return_dict_in_generate=True, **GREEDY)
         assert torch.equal(output.sequences, plain(target, ids[1], **GREEDY))
         assert output.link.waited_seconds > 0
 
 
-def test_a_place_for_a_connection_is_waited_for(target) -> None:
+def test_a_place_for_a_connection_is_waited_for(target, monkeypatch) -> None:
+    monkeypatch.setattr(Sessions, "retry_seconds", lambda self: 0.2)
     with serving(target, max_connections=1) as served:
         link = served.link()
         with pytest.raises(ServerRefused, match="too many connections"):

@@ -247,14 +247,31 @@ def test_an_estimate_of_decoding_is_the_longer_of_reading_and_multiplying():
 def test_the_command_estimates_training_and_decoding(tmp_path):
     make_target().config.save_pretrained(tmp_path)
     shape = ["--num-hidden-layers", "3", "--num-roll-layers", "1", "--num-step-modules", "2"]
-    for more, words in (
-        (["--tau", "2.5", "--num-draft-steps", "4"], ("speed-up, at most: plain steps / round",)),
-        ([], ("drafter parameters: fusion + roll + layers + step modules + injector + head",)),
-        (["--tau", "2.5"], ("draft: context layers", "draft: trunk layers", "draft: step module 1")),
+    for name, result_of, more, words in (
+        (
+            "decoding",
+            "speed-up",
+            ["--tau", "2.5", "--num-draft-steps", "4"],
+            ("speed-up, at most: plain steps / round",),
+        ),
+        (
+            "training",
+            "operations",
+            [],
+            ("drafter parameters: fusion + roll + layers + step modules + injector + head",),
+        ),
+        (
+            "decoding",
+            "speed-up",
+            ["--tau", "2.5"],
+            ("draft: context layers", "draft: trunk layers", "draft: step module 1"),
+        ),
     ):
-        result = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, *more])
+        result = CliRunner().invoke(app, ["estimate", name, str(tmp_path), *shape, *more])
         assert result.exit_code == 0, result.output
-        assert all(word in result.output for word in words)
+        assert result.output.startswith(result_of) and all(word in result.output for word in words)
+        earlier = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, *more])
+        assert earlier.output == result.output
     result = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, "--tau", "2.5", "--drafter", "mine"])
     assert result.exit_code != 0 and "mine has its own sizes" in result.output
 

@@ -55,7 +55,7 @@ def tied():
 def test_training_lowers_the_loss_and_saves_an_ordinary_model(tied, tokenizer, tmp_path, family, kind, arguments):
     start = pruned_folder(tied, tokenizer, tmp_path / "small")
     plan = planned(tmp_path, family, init_from=start)
-    run(tied, tokenizer, plan, **{"max_steps": 40, "eval_steps": 40, "learning_rate": 5e-3}, **arguments)
+    run(tied, tokenizer, plan, **{"max_steps": 25, "eval_steps": 25, "learning_rate": 1e-2}, **arguments)
     history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses

@@ -18,6 +18,7 @@ import pytest
 import transformers
 from conftest import make_target, write_prompts
 from packaging.version import Version
+from training_helpers import end_briefly
 
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data import server as server_module
@@ -127,6 +128,7 @@ def test_a_run_learns_from_what_the_server_answered(served, chatty, tokenizer, t
         return iter(())
 
     monkeypatch.setattr(gather, "answer_prompts", answer_here)
+    end_briefly(monkeypatch)
     prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
     plan = TrainingPlan(
         out=str(tmp_path / "out"), prompts=prompts, answers_from=url, server_model=model, temperatures=(0.0, 1.0),

@@ -81,10 +81,11 @@ def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch
     ("fields", "arguments", "message"),
     [
         ({"passes": 0}, {}, "passes=0 is invalid: expected 1 or more"),
+        ({"passes": 2, "stream": False}, {}, "--passes is for streams"),
         ({}, {"num_train_epochs": 2, "max_steps": -1}, "a stream has no epochs: give --max-minutes or --max-steps"),
     ],
 )
 def test_streams_that_cannot_be_learned_are_refused(chatty, tokenizer, tmp_path, fields, arguments, message):
     with pytest.raises(ValueError, match=message):
-        run(chatty, tokenizer, plan(tmp_path, stream=True, **fields), **arguments)
+        run(chatty, tokenizer, plan(tmp_path, **{"stream": True, **fields}), **arguments)
     assert not (tmp_path / "out").exists()

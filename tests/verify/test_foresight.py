@@ -26,7 +26,7 @@ from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.verify.foresight import Draws, Foresight, Race, _Numbers
 
-NEW = 40
+NEW = 16
 SAMPLED = {"do_sample": True, "max_new_tokens": NEW, "top_k": 20, "temperature": 0.9}
 
 
@@ -253,8 +253,8 @@ def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
         options.beam_width = 1
     if method in ("ensemble", "resample"):
         options.reuse = method
-    settings = {"inputs": masked(ids), "assistant_model": drafter}
-    plain = seeded(target, settings["inputs"]).sequences
+    settings = {"inputs": masked(ids), "assistant_model": drafter, "max_new_tokens": 40}
+    plain = seeded(target, settings["inputs"], max_new_tokens=40).sequences
     foreseen = [seeded(target, seed=seed, **settings) for seed in range(4)]
     assert seeded(target, **settings).sequences.tolist() == plain.tolist()
     monkeypatch.setattr(DecodedTexts, "foresee", lambda *_: None)
@@ -271,10 +271,11 @@ def test_ngrams_that_are_drawn_are_worth_more_of_their_nodes(target, monkeypatch
     drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.05, 0.0
     allowed = SuppressTokensLogitsProcessor([token for token in range(VOCAB) if not 2 <= token < 8])
     settings = {"top_k": 0, "temperature": 1.0, "logits_processor": LogitsProcessorList([allowed])}
+    settings |= {"max_new_tokens": 24}
 
     def accepted_of_drafted() -> tuple[list[list[int]], float]:
         texts, accepted, nodes = [], 0, 0
-        for seed in range(12):
+        for seed in range(6):
             output = seeded(target, masked(ids), seed, **settings, assistant_model=drafter)
             texts += output.sequences.tolist()
             accepted += sum(output.statistics.accepted_lengths)
@@ -305,11 +306,12 @@ class Noisy(LogitsProcessor):
 )
 def test_whatever_changes_the_scores_the_text_is_plain(settings, target, drafter, prompt):
     settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, **settings}
-    torch.manual_seed(1)
-    target.generate(prompt, **settings)
-    state = torch.get_rng_state()
-    as_plain(target, drafter, prompt, seed=1, **settings)
-    assert torch.equal(state, torch.get_rng_state())
+    texts, states = [], []
+    for assistant in (None, drafter):
+        torch.manual_seed(1)
+        texts.append(target.generate(prompt, **settings, assistant_model=assistant).tolist())
+        states.append(torch.get_rng_state())
+    assert texts[0] == texts[1] and torch.equal(*states)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +330,7 @@ def test_texts_of_two_threads_have_nothing_in_common(target, drafter):
     """Whoever looks ahead on the generator that they share would give them the same numbers now and then."""
     seen: list[list[int]] = []
     prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
-    flat = {"do_sample": True, "max_new_tokens": 100, "top_k": 0, "temperature": 1000.0}
+    flat = {"do_sample": True, "max_new_tokens": 50, "top_k": 0, "temperature": 1000.0}
 
     def write() -> None:
         for _ in range(2):
@@ -343,7 +345,7 @@ def test_texts_of_two_threads_have_nothing_in_common(target, drafter):
     # Of evenly drawn tokens, runs of three in common are as rare as VOCAB^-3 a pair of places.
     runs = [{tuple(text[i : i + 3]) for i in range(len(text) - 2)} for text in seen]
     common = sum(len(one & other) for one, other in itertools.combinations(runs, 2))
-    assert len(seen) == 4 and common <= 3
+    assert len(seen) == 4 and common <= 1
 
 
 def test_where_draws_are_made_otherwise_nothing_is_foreseen(target, drafter, prompt, monkeypatch):

@@ -18,16 +18,18 @@ from small_target import small_target
 from hf_hsdraft.trees.sampled_trees import branching_for
 from hf_hsdraft.verify.rejection import Rejection
 
-SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]
+# A rule sees the scores of a text, whatever made them: all texts are possible, or some tokens are left out.
+SETTINGS = [*all_settings(("repetition",), (1.5,)), *all_settings(("top_p",), (0.5,))]
+SAMPLES = 2000
 
 
 @pytest.mark.parametrize(("verifier", "builder", "processor", "temperature"), SETTINGS)
 def test_one_round_is_distributed_as_the_target(verifier, builder, processor, temperature):
-    assert check(verifier, builder, processor, temperature, samples=4000).p_value > 1e-4
+    assert check(verifier, builder, processor, temperature, SAMPLES).p_value > 1e-4
 
 
 def test_rejection_accepts_more_than_the_walk_at_high_temperature():
-    walk, rejection = (check(name, "gumbel", "none", 1.5, samples=4000) for name in ("walk", "rejection"))
+    walk, rejection = (check(name, "gumbel", "none", 1.5, SAMPLES) for name in ("walk", "rejection"))
     assert rejection.accepted > 1.3 * walk.accepted
 
 
@@ -39,7 +41,7 @@ def test_a_biased_verifier_is_found():
             flat = torch.full((DRAFTED,), 1 / DRAFTED).log()
             return super().judge(replace(tree, log_probs=(flat,) * len(tree), vocab_ids=torch.arange(DRAFTED)), nodes)
 
-    assert check(Biased(), "beam", "none", 1.0, samples=4000).p_value < 1e-6
+    assert check(Biased(), "beam", "none", 1.0, SAMPLES).p_value < 1e-6
 
 
 def test_a_middle_model_that_drew_by_another_distribution_is_found(monkeypatch):
@@ -51,7 +53,7 @@ def test_a_middle_model_that_drew_by_another_distribution_is_found(monkeypatch):
         return replace(tree, log_probs=tuple(told))
 
     monkeypatch.setitem(exactness.DRAWN_DRAFTS, "cascade", biased)
-    assert check("rejection", "cascade", "none", 1.0, samples=4000).p_value < 1e-6
+    assert check("rejection", "cascade", "none", 1.0, SAMPLES).p_value < 1e-6
 
 
 def test_the_chi_square_is_the_textbook_one():
@@ -70,7 +72,7 @@ def test_siblings_are_draws_without_replacement(builder):
     firsts: Counter[tuple[int, ...]] = Counter()
     pairs: Counter[tuple[int, ...]] = Counter()
     torch.manual_seed(0)
-    for tree in grow(builder, table, 6000):
+    for tree in grow(builder, table, 3000):
         children = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == 0]
         assert len(set(children)) == len(children)
         firsts[(children[0],)] += 1
@@ -101,5 +103,5 @@ def test_a_seed_gives_the_same_text_again(verification):
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         prompt = torch.tensor([[1, 2, 3]])
-        texts.append(small.generate(prompt, do_sample=True, max_new_tokens=30, assistant_model=drafter).tolist())
+        texts.append(small.generate(prompt, do_sample=True, max_new_tokens=12, assistant_model=drafter).tolist())
     assert texts[0] == texts[1] != texts[2]

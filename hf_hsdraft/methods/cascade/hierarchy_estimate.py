@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import typer
-
-from ...cli._shared import numbers
 from ...training.evaluate.decoding_estimate import Device
 from ...training.evaluate.estimate import target_parts
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
@@ -40,24 +37,14 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
     return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
 
 
-def tell(config: Any, middle: Any, shares: str, device: Device, length: int, other: float) -> list[str]:
-    """Returns the output of `hsdraft estimate --middle`; `shares` is the value of `--shares`.
-
-    Raises a BadParameter if the shares are invalid, or the middle model's vocabulary differs.
-    """
-    found = numbers(shares, "--shares", "0.4,0.4,0.8", float)
+def check_vocabularies(config: Any, middle: Any) -> None:
+    """Raises a ValueError if the middle model's vocabulary differs from the target's by more than padding."""
     sizes = [each.get_text_config().vocab_size for each in (config, middle)]
     if abs(sizes[0] - sizes[1]) > _PADDING:
-        told = (
+        raise ValueError(
             f"the middle model has vocab_size={sizes[1]:,}, the target {sizes[0]:,}: expected a model with the "
             "target's tokenizer, whose size differs by padding at most"
         )
-        raise typer.BadParameter(told, param_hint="--middle")
-    try:
-        levels = estimated_levels(config, middle, found, device, length)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shares") from None
-    return [*estimate_cascade(levels, other), SAME_TOKENS]
 
 
 def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
@@ -80,7 +67,7 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
 
 
 def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
-    """Returns the arithmetic of the best single drafter and the best hierarchy, and the acceptance that one needs.
+    """Returns whether the best hierarchy pays, the acceptance that it needs, and then the arithmetic.
 
     `other` is the speed-up of another drafter that a hierarchy must beat too.
     """
@@ -90,13 +77,14 @@ def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
         lines += [f"{plan.title}:", *(f"  {line}" for line in plan.lines)]
     best = max(alone[0].speed_up, other)
     if cascade is None:
-        return [*lines, "no hierarchy: the middle model is not quicker than the target"]
-    told = "pays" if cascade.speed_up > best else "does not pay"
-    lines.append(f"the hierarchy {told}: {cascade.speed_up:.3f} against {best:.3f} of the best drafter alone")
+        return ["no hierarchy: the middle model is not quicker than the target", "", *lines]
+    verdict = "pays" if cascade.speed_up > best else "does not pay"
     share = needed_acceptance(levels, MIDDLE, other)
-    if share is None:
-        return [*lines, "no share of the middle model's tokens would be enough"]
-    return [*lines, f"it pays from a share of {share:.2f} of the middle model's tokens on"]
+    needed = "no share of the middle model's tokens would be enough"
+    if share is not None:
+        needed = f"it pays from a share of {share:.2f} of the middle model's tokens on"
+    compared = f"{cascade.speed_up:.3f} against {best:.3f} of the best drafter alone"
+    return [f"the hierarchy {verdict}: {compared}; {needed}", "", *lines]
 
 
 def needed_acceptance(levels: Levels, middle: str, other: float = 0.0) -> float | None:

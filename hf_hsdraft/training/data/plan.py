@@ -10,7 +10,7 @@ from ...core.checks import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
-INVENTED_PROMPTS = 2000  # default
+INVENTED_PROMPTS, PASSES = 2000, 3  # defaults
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TrainingPlan:
     skip_bad_lines: bool = False
     cache_taps: bool = False
     stream: bool = False
-    passes: int = 3
+    passes: int = PASSES
     eval_conversations: int = 48
     eval_prompts: int = 16
     init_from: str | None = None
@@ -109,6 +109,8 @@ class TrainingPlan:
             raise ValueError("--kinds and --opening are two ways to say what the target invents: give one of them")
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} is invalid: expected 1 or more")
+        if self.passes != PASSES and not self.stream:
+            raise ValueError("--passes is for streams: give --stream too, or --num-train-epochs instead")
         if self.stream and processes > 1:
             raise ValueError("--stream takes one process: leave it out, or start without `accelerate launch`")
 

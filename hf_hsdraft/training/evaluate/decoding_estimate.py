@@ -103,4 +103,4 @@ def estimate_decoding(
     round_time = add("time of a round", "s", "verifying + draft", verify, draft, sign="+")
     plain = add("plain steps for as many tokens", "s", "tau x time of a plain step", plan.tau, step)
     add("speed-up, at most", "", "plain steps / round", plain, round_time, sign="/")
-    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED))
+    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED), sheet.units)

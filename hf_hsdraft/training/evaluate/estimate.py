@@ -37,12 +37,14 @@ class Arithmetic:
 
     figures: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    units: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, unit: str, formula: str, *numbers: float, sign: str = "x") -> float:
         """Adds a figure that combines the numbers from left to right by `sign`: `"x"`, `"+"` or `"/"`.
 
         Without numbers it is 0, and the formula says why. Units are `""` for a plain number, `"s"`, `"B"` or `"FLOP"`.
         """
+        self.units[name] = unit
         self.figures[name] = functools.reduce(_JOINED[sign], numbers) if numbers else 0
         shown = f" {sign} ".join(readable(number, unit if sign == "+" else "") for number in numbers)
         result = f" = {shown} = {readable(self.figures[name], unit)}" if numbers else ""
@@ -74,10 +76,17 @@ class Estimate:
         figures: value of each figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
             parts), operations ("operations" of the whole run and its parts), and seconds ("time", if it is known).
         lines: the same figures as text, each with its formula and numbers, and then what is not counted.
+        units: unit of each figure, as in `Arithmetic.add`.
     """
 
     figures: Mapping[str, float]
     lines: tuple[str, ...]
+    units: Mapping[str, str]
+
+    def result(self, *names: str) -> str:
+        """Returns these figures in a line, those of 0 left out."""
+        known = [name for name in names if self.figures.get(name)]
+        return "; ".join(f"{name}: {readable(self.figures[name], self.units[name])}" for name in known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +152,7 @@ def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> E
     sheet.add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
     _add_bytes(sheet, run, drafter, parts)
     _add_operations(sheet, run, drafter, parts, target["body"])
-    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED))
+    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED), sheet.units)
 
 
 def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:

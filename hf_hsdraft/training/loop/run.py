@@ -187,11 +187,16 @@ class _Run:
             self.learn_from(finished + self.answering.all(prompts), start)
             return
         chats, groups = list(finished), self.answering.stream(prompts)
-        for group in groups:
-            chats += group
-            timed_out = clock is not None and not clock.answers_go_on() and len(chats) > plan.eval_conversations
-            if timed_out or (plan.stream and len(chats) >= BEFORE_LEARNING):
-                break
+        unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
+        with self.report.stage("answering", unit, total) as stage:
+            for group in groups:
+                chats += group
+                timed_out = clock is not None and not clock.answers_go_on()
+                done = len(chats) if clock is None else clock.minutes
+                stage.advance(min(done, total), f"{len(chats):,} chats" if clock else None)
+                enough = len(chats) > plan.eval_conversations
+                if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
+                    break
         self.learn_from(chats, start, groups if plan.stream else None, clock)
 
     def learn_from(

@@ -28,12 +28,18 @@ class RunClock:
     """
 
     def __init__(self, out: Path, minutes: float, stream: bool, stopped: bool, began: float | None = None) -> None:
-        self._out, self._minutes, self._share = out, minutes, _FIRST_ANSWERS if stream else _ANSWERS
+        self._out, self._minutes = out, minutes
+        self.answer_minutes = minutes * (_FIRST_ANSWERS if stream else _ANSWERS)  # by when training should begin
         path = out / _FILE
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         self._before, self._stopped = float(stored.get("seconds", 0.0)), stopped
         self.first: int | None = stored.get("first")  # number of conversations that training began with
         self._began = time.monotonic() if began is None else began
+
+    @property
+    def minutes(self) -> float:
+        """Minutes so far."""
+        return self._seconds / 60
 
     @property
     def _seconds(self) -> float:
@@ -42,7 +48,7 @@ class RunClock:
     def answers_go_on(self) -> bool:
         """Whether there is time for further answers, before training begins. Keeps the time so far."""
         self._keep()
-        return not self._stopped and self._seconds < 60 * self._minutes * self._share
+        return not self._stopped and self.minutes < self.answer_minutes
 
     def training_minutes(self, first: int) -> float:
         """Stops the clock, and returns the minutes for training; `first` is the number of conversations so far."""
