@@ -60,7 +60,7 @@ COLUMNS = (
     "tau",
     "target's work reused",
     "speed-up",
-    "speed-up, computed anew",
+    "speed-up, recomputed",
     "texts as plain, both",
 )
 

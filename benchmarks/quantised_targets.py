@@ -24,7 +24,7 @@ _COLUMNS = ("target", "drafts", "apart", "same text", "tau", "time over plain", 
 
 
 def own_distance(target: Any, ids: torch.Tensor, columns: int = 9) -> float:
-    """How far logits of tokens read at once lie from those of the same tokens read one by one."""
+    """Distance between logits of tokens in one forward and of the same tokens read one at a time."""
     import torch
 
     name = "cache" if "cache" in inspect.signature(type(target).forward).parameters else "past_key_values"

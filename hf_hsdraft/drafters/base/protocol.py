@@ -137,6 +137,7 @@ class Session:
 
     # Drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
     free = False
+    listens = False  # whether it observes all rounds of a call in which nothing can be drafted
     takes_ngrams = True  # whether n-grams may be put in front, as `ngram_length` asks
     # Hashable; what the time of a draft depends on besides the session's class, target, options and depth
     kind: tuple[Any, ...] = ()
