@@ -1,15 +1,15 @@
-"""Times batches with and without a drafter, and with one that is of no use, so that drafting soon rests.
+"""Times batches without a drafter, with one, and with a useless one, with which drafting soon rests.
 
     python benchmarks/batches.py --prompts spec_bench_dev.jsonl --json batches.json --batch-sizes 8 --dtypes bfloat16
 
-It stops after `--seconds`, before a call that would take longer; the same command goes on where the file ends. So each
-part of the table may be measured in a short time of its own, and all of them are printed each time.
+It stops before a call that would exceed `--seconds`; the same command resumes. So the table can be measured in short
+parts, and each run prints all of it.
 
-- plain / ours: time of plain decoding over that with the drafter, for the same batch, one after the other and in
-  changing order; median, with quartiles, over all batches and repeats. Above 1 drafting gains.
+- plain / ours: time of plain decoding over that with the drafter, for the same batch, in changing order; median and
+  quartiles over all batches and repeats. Above 1 drafting gains.
 - at rest: the same with a drafter whose weights are random.
-- --one-thread: one thread, whose own time is counted, so that other processes on the machine disturb less.
-- rows as plain: rows whose text is plain decoding's. In bfloat16 near-ties may fall otherwise.
+- --one-thread: counts the processor time of one thread, so that other processes disturb less.
+- rows as plain: rows with plain decoding's text. In bfloat16 texts may diverge at near-ties.
 """
 
 from __future__ import annotations

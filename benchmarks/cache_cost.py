@@ -2,12 +2,12 @@
 
     python benchmarks/cache_cost.py --context-lengths 256,2048,8192
 
-It times forwards over one token, and over a chain of drafted tokens under an explicit mask. There are four ways:
+It times forwards over one token, and over a chain of drafted tokens under an explicit mask, in four ways:
 
 - plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
 - growing: a cache that grows in place (`runtime/cache_slots.py`).
 - grouped: the same cache, and keys are read once for all heads that share them (`grouped_attention.py`).
-- packed: as grouped, with packed copies of the weights (`packed_weights.py`).
+- packed: the same, with packed copies of the weights (`packed_weights.py`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _tokens(target: Any, count: int) -> torch.Tensor:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, target=None, repeats=15, dtype="bfloat16", device="cpu", json=None)
     parser.add_argument("--context-lengths", type=numbers, default=[256, 2048, 8192], help="tokens in the cache")
-    parser.add_argument("--nodes", type=int, default=25, help="of the draft, the root included")
+    parser.add_argument("--nodes", type=int, default=25, help="nodes of the draft, the root included")
     given = parser.parse_args(arguments)
     model, _ = loaded_target(given)
     rows = {length: measure(model, length, given.nodes, given.repeats) for length in given.context_lengths}

@@ -2,15 +2,15 @@
 
     python benchmarks/candidate_loss.py --prompts chats.jsonl --drafter folder [--candidates 16,32 --drawn 512,1024]
 
-`--prompts` takes finished chats (`messages`). Taps are computed beforehand, as with `--cache-taps`. Every row of the
-table is one way of choosing columns; all of them see the same packs, chains and weights.
+`--prompts` takes finished chats (`messages`). Taps are computed beforehand, as with `--cache-taps`. Each row of the
+table is one way to choose columns, with the same packs, chains and weights.
 
-- columns: compared for each prediction, on average.
-- cosine: of the gradient of a step with that of the whole vocabulary; median of all steps and draws. `up` is that of
-  the token bias alone, the part that each column has rows of.
-- mean's: cosine of the mean gradient of all draws of a step: below 1 by what is left of the variance, and by the bias.
-- loss: mean difference from the whole vocabulary's, in nats, and its standard deviation over the draws.
-- ms: of forward, loss and backward of a step; its other parts are above the table. Wants an idle machine.
+- columns: compared per prediction, on average.
+- cosine: between the gradients of a step and those with the whole vocabulary; median over steps and draws. `up` is the
+  token bias alone, which has a row for each column.
+- mean's: cosine of the mean gradient over the draws of a step: below 1 by the remaining variance, and by the bias.
+- loss: mean difference from that of the whole vocabulary, in nats, and its standard deviation over the draws.
+- ms: forward, loss and backward of a step; its other parts are above the table. Needs an idle machine.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/checkouts.py ../other-checkout [--dtype bfloat16] [--prompts dev.jsonl] [--max-new-tokens 64]
 
-Each checkout decodes in a process of its own; only one of them computes at a time, in changing order. Texts are greedy.
-tau is tokens emitted per target forward, bonus included. "Speed" is tokens/s of this checkout over the other's: the
-median of the ratios of all prompts, with its quartiles. Where drafts are sized by cost (the default) tau varies between
-runs; `--fixed` drafts the same in every run. Wants an idle machine.
+Each checkout has a separate process and decodes greedily; only one computes at a time, in changing order. tau is tokens
+emitted per target forward, bonus included. "Speed" is tokens/s of this checkout over the other's: median and quartiles
+of the prompts' ratios. Where drafts are sized by cost (the default) tau varies between runs; `--fixed` drafts the same
+in every run. Needs an idle machine.
 """
 
 from __future__ import annotations

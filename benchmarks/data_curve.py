@@ -1,9 +1,9 @@
-r"""Draws tau against the logarithm of the tokens that drafters learned from, and prints what ten times as many bring.
+r"""Draws tau against the logarithm of training tokens, and prints the gain of ten times as many.
 
     hsdraft bench --prompts prompts.jsonl --drafter run1 --drafter run2 --variants chain,tree24x6 --json report.json
     python benchmarks/data_curve.py report.json curve.png --learned run1=400000 --learned run2=6000000
 
-The tokens of a run are those of its answers, times its epochs; `training_recipe.json` and `figures.json` tell both.
+The tokens of a run are those of its answers times its epochs; see `training_recipe.json` and `figures.json`.
 """
 
 from __future__ import annotations

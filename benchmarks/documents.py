@@ -2,8 +2,8 @@
 
     python benchmarks/documents.py documents.jsonl
 
-The documents are topics of Python's own reference, which comes with every Python (`pydoc_data.topics`). So everybody
-can make the same prompts, up to small changes between versions of Python.
+The documents are topics of Python's reference, which comes with every Python (`pydoc_data.topics`). So the prompts are
+the same everywhere, up to small changes between versions of Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that every builder and every exact verifier emits the target's own distribution; ends with 1 if not.
+"""Tests that all tree builders and exact verifiers emit the target's own distribution; exits with 1 if not.
 
     python benchmarks/exactness.py --samples 200000 --part 1/2
 

@@ -1,4 +1,4 @@
-"""Parity of published formats with the implementations that they come from, as a table.
+"""Parity of published formats with their reference implementations, as a table.
 
     python benchmarks/format_parity.py ["z-lab DFlash" ...]
 
@@ -26,7 +26,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("names", nargs="*", help="of cases; default: all")
+    parser.add_argument("names", nargs="*", help="cases to run; default: all")
     given, known = parser.parse_args(arguments).names, cases()
     if unknown := set(given) - set(known):
         parser.error(f"no case {', '.join(unknown)}: expected some of {', '.join(known)}")

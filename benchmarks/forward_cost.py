@@ -2,10 +2,9 @@
 
     python benchmarks/forward_cost.py [--target T] [--rows 1,9,17,25] [--past 200] [--dtype bfloat16]
 
-The ways: as transformers runs it, with packed weights, and with packed weights and compiled layers, which the first run
-compiles (about a minute). The products are those of the last way, each called once with inputs of its size; the rest of
-a forward is what its time is above them. All ways read the same random tokens behind a past of `--past` tokens, in
-turns, and the table has medians. Wants an idle machine.
+Forwards run as in transformers, with packed weights, and with packed weights and compiled layers, which the first run
+compiles (about a minute). The products are those of the last way, each called once with inputs of its size. All ways
+read the same random tokens behind `--past` tokens, in changing order; the table has medians. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def products(target: Any, acceleration: Any, rows: int) -> Callable[[], float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, target=None, dtype="bfloat16", repeats=15, seed=0, json=None)
     parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="default: 1,9,17,25")
-    parser.add_argument("--past", type=int, default=200, help="tokens read before; default: 200")
+    parser.add_argument("--past", type=int, default=200, help="tokens in the cache; default: 200")
     given = parser.parse_args(arguments)
     import torch
 

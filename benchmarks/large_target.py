@@ -1,14 +1,14 @@
-"""Measures what drafters of each family take beside a large target, by a target of the same width and few layers.
+"""Measures time and memory of each family's drafters for a large target, by one of the same width with few layers.
 
     python benchmarks/large_target.py                      # the shape of Qwen3-8B, in bfloat16
     python benchmarks/large_target.py --depths 1,2 --tiny --dtype float32
 
-All weights are random: neither time nor memory depends on their values. The target is measured with two small numbers
-of layers, and its time with all of them follows from the two.
+All weights are random, since neither time nor memory depends on their values. The target is measured with two small
+numbers of layers, from which its time with all of them is extrapolated.
 
 - own MB: weights of the drafter itself, in 10^6 bytes.
-- borrowed MB: weights of the target that it multiplies by, which take no memory of their own.
-- added MB: by how much the resident memory grows while the drafter is built and used.
+- borrowed MB: weights of the target that it multiplies by, which take no additional memory.
+- added MB: growth of the resident memory while the drafter is built and used.
 - draft: median time of a draft of one text, after a round that accepted two tokens.
 - step, verify: median times of the target's forward over one token and over a tree, for all layers.
 """
@@ -159,8 +159,8 @@ def at_full_depth(times: tuple[float, float], layers: tuple[int, int], all_layer
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, dtype="bfloat16")
-    parser.add_argument("--depths", type=numbers, default=[2, 4], help="two numbers of layers that are measured")
-    parser.add_argument("--nodes", type=int, default=24, help="of a tree besides the root")
+    parser.add_argument("--depths", type=numbers, default=[2, 4], help="two numbers of layers to measure")
+    parser.add_argument("--nodes", type=int, default=24, help="nodes of a tree, without the root")
     parser.add_argument("--tiny", action="store_true", help="a small target, to try the command")
     given = parser.parse_args(arguments)
     shape, (few, more), tree = TINY if given.tiny else Shape(), given.depths, given.nodes + 1

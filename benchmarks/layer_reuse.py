@@ -1,8 +1,8 @@
-"""What self-speculation brings: tau, the share of the target's work that is reused, and the speed-up.
+"""Measures self-speculation: tau, the reused share of the target's work, and the speed-up with and without reuse.
 
     python benchmarks/layer_reuse.py --drafter self4 --drafter self8 --prompts heldout_prompts.jsonl
 
-Plain decoding, drafts whose layers are reused, and drafts whose layers are computed anew decode each prompt in turn.
+Each prompt is decoded plainly, with reused layers, and with all layers recomputed, in turns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COLUMNS = (
     "tau",
     "target's work reused",
     "speed-up",
-    "speed-up, computed anew",
+    "speed-up, recomputed",
     "texts as plain, both",
 )
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-assistant-tokens", type=int, help="depth; default: the drafter's")
     parser.add_argument("--tree-size", type=int, help="default: the drafter's")
     parser.add_argument("--beam-width", type=int, help="1 drafts chains; default: the drafter's")
-    parser.add_argument("--ngram-length", type=int, default=0, help="default: 0, which leaves n-grams out")
+    parser.add_argument("--ngram-length", type=int, default=0, help="default: 0, no n-grams")
     parser.add_argument("--tree-sizing", choices=("cost", "fixed"), default="fixed", help="default: fixed")
     given = parser.parse_args(arguments)
     import torch

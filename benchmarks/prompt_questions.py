@@ -2,13 +2,13 @@
 
     python benchmarks/prompt_questions.py prompts.jsonl questions.jsonl
 
-A prompt's question is dropped: no rule knows its answer. The first sentences of its longest paragraph become the text
-of other questions, whose answers follow from that text by rule:
+A prompt's question is dropped, since no rule gives its answer. The first sentences of its longest paragraph become the
+text of other questions, whose answers follow by rule:
 
 - copying: repeat the first sentence. The answers are long.
-- amount: the one amount of dollars of a text.
-- number: the one number of a text. Texts with numbers in words, with a sign, or joined to letters are skipped.
-- word: which of three words the text has. The other two are words of other prompts.
+- amount: the only amount of dollars in a text.
+- number: the only number in a text. Texts with numbers in words, with a sign, or joined to letters are skipped.
+- word: which of three words occurs in the text. The other two come from other prompts.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/quantised_targets.py [--target FOLDER] [--drafter FOLDER] [--only quanto,HQQ]
 
-Computes in float32 and decodes greedily. Libraries that are not installed are skipped. "apart" is how far the target's
-own logits of 9 tokens read at once lie from those of the same tokens read one by one, relative to their spread: the
-largest in the last text. The time over plain is of all prompts together, so it wants an idle machine.
+Computes in float32 and decodes greedily. Libraries that are not installed are skipped. "apart" is the largest distance
+in the last text between the target's logits of 9 tokens in one forward and of the same tokens read one at a time,
+relative to their spread. The time over plain is of all prompts together; it needs an idle machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLUMNS = ("target", "drafts", "apart", "same text", "tau", "time over plain", 
 
 
 def own_distance(target: Any, ids: torch.Tensor, columns: int = 9) -> float:
-    """How far logits of tokens read at once lie from those of the same tokens read one by one."""
+    """Distance between logits of tokens in one forward and of the same tokens read one at a time."""
     import torch
 
     name = "cache" if "cache" in inspect.signature(type(target).forward).parameters else "past_key_values"

@@ -1,8 +1,8 @@
 """Malformed messages for a server that verifies: `python benchmarks/remote_fuzz.py --messages 20000`.
 
-It starts a server of a tiny target on a thread, sends what no device would send, and says what became of it: how the
-server reacted, by how much the memory of the process grew, and whether a text still decodes as before. It ends with 1
-if the server has failed, was silent, or grew, or if the text is another one.
+It starts a server of a tiny target on a thread, sends what no device would send, and reports the server's reactions,
+the growth of its memory, and whether a text still decodes as before. It exits with 1 if the server failed, was silent
+or grew, or if the text changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runner import options, print_table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options(__doc__, seed=0)
-    parser.add_argument("--messages", type=int, default=20_000, help="number to send; default: 20000")
+    parser.add_argument("--messages", type=int, default=20_000, help="messages to send; default: 20000")
     asked = parser.parse_args(arguments)
     from oracles.remote_fuzz import fuzz
     from oracles.remote_server import in_background

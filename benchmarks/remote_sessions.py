@@ -1,10 +1,9 @@
 """Many devices and one server that verifies: `python benchmarks/remote_sessions.py --json sessions.json`.
 
-A server runs in a process of its own, and each device in another one. Between them is a relay that adds latency and
-limits bandwidth. Each way of drafting is compared with the server decoding plainly for the same devices, and with one
-call of `generate()` for all texts. Each text is compared with plain `generate()`. `--soak-minutes 10` lets devices
-decode without end while they are killed at random. The command ends with 1 if a text came out otherwise or something
-failed.
+The server and each device run in separate processes, with a relay between them that adds latency and limits bandwidth.
+Each drafter is compared with the server decoding plainly for the same devices, and with one call of `generate()` for
+all texts. Each text is compared with plain `generate()`. `--soak-minutes 10` lets devices decode while they are killed
+at random. The command exits with 1 if a text differs or something failed.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ def _arguments(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.epilog = f"drafters: {drafters}; default: the first three"
     parser.add_argument("--sessions", type=counts, default=[1, 4, 16, 64], help="devices; default: 1,4,16,64")
-    parser.add_argument("--round-trip-ms", default="", help="default: 0,20,80; of a soak the first one, default: 0")
-    parser.add_argument("--mbit", default="", help="of each connection; empty for no limit; of a soak the first one")
-    parser.add_argument("--texts", type=int, default=1, help="of each device")
-    parser.add_argument("--most-taps", type=int, help="positions of the prompt whose taps are fetched")
+    parser.add_argument("--round-trip-ms", default="", help="default: 0,20,80; a soak uses the first one, default: 0")
+    parser.add_argument("--mbit", default="", help="limit of a connection; default: none; a soak uses the first one")
+    parser.add_argument("--texts", type=int, default=1, help="texts of each device")
+    parser.add_argument("--most-taps", type=int, help="last prompt positions whose taps are fetched")
     parser.add_argument("--max-batch", type=int, default=32, help="default: 32")
     parser.add_argument("--wait-ms", type=float, help="default: the server's own")
     parser.add_argument("--packed", action="store_true", help="the server packs its weights")
-    parser.add_argument("--sample", action="store_true", help="draw tokens; else greedy")
-    parser.add_argument("--soak-minutes", type=float, default=0.0, help="let devices decode and be killed for so long")
-    parser.add_argument("--timeout-seconds", type=float, default=1800.0, help="after which a row has failed")
-    parser.add_argument("--stuck-seconds", type=float, default=60.0, help="without tokens, until a device is stuck")
+    parser.add_argument("--sample", action="store_true", help="sample; default: greedy")
+    parser.add_argument("--soak-minutes", type=float, default=0.0, help="kill devices at random for so long")
+    parser.add_argument("--timeout-seconds", type=float, default=1800.0, help="seconds after which a row has failed")
+    parser.add_argument(
+        "--stuck-seconds", type=float, default=60.0, help="without tokens, until a device counts as stuck"
+    )
     given = parser.parse_args(arguments)
     given.drafter = given.drafter or ["generate", "none", "ngrams"]
     return given

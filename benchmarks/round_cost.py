@@ -1,26 +1,25 @@
-"""Predicts the time of a round from operators and bytes, measures it, and says what is left to gain.
+"""Predicts the time of a round from operators and bytes, measures it, and prints what is left to gain.
 
     python benchmarks/round_cost.py                                  # SmolLM2-135M-Instruct, then the shape of 8B
     python benchmarks/round_cost.py --targets gemma-3-270m.gguf      # Hub names, folders, .gguf files
     python benchmarks/round_cost.py --tiny                           # whether it runs, in seconds
 
-The law: time = a x operators + bytes / bandwidth + operations / rate. Three numbers belong to the machine, and small
-probes measure them:
+The model: time = a x operators + bytes / bandwidth + operations / rate. Small probes measure the three constants of the
+machine:
 
-- a: time of a dispatched operator, with the Python around it: by how much a forward of a very small Llama takes longer
-  with more layers.
+- a: time of a dispatched operator, with the Python around it, from forwards of a very small Llama with fewer and more
+  layers.
 - bandwidth: bytes of weights a second, in products with one row whose weights exceed the caches.
-- rate: operations a second, by how much longer the same products take with 25 rows. So reading and multiplying add up
-  in the law as they do in these products. Both are measured for weights as they are stored (plain steps) and for packed
-  ones (rounds).
+- rate: operations a second, from the same products with 25 rows. Both are measured for weights as they are stored
+  (plain steps) and for packed ones (rounds).
 
-The other three belong to what runs, and are counted in running calls. Operators: what the profiler sees dispatched, by
-Python or by compiled code, but not by other operators. Bytes: of each operand that is older than the round, as weights,
-keys and values are, in each operator that reads it. Operations: two for each number of such an operand and each row.
-Layers are not compiled here, as the operators and bytes inside of a program cannot be counted.
+The other quantities are counted in running calls. Operators: those that the profiler sees dispatched by Python or by
+compiled code, but not by other operators. Bytes: of each operand that is older than the round, such as weights, keys
+and values, once for each operator that reads it. Operations: two for each number of such an operand and each row.
+Layers are not compiled here, because operators and bytes inside a program cannot be counted.
 
-The limit is bytes / bandwidth; left is the share of the measured time above it. Two small numbers of layers of the 8B
-shape are measured, and all of its numbers follow from the two.
+The limit is bytes / bandwidth; "left" is the share of the measured time above it. The 8B shape is measured with two
+small numbers of layers and extrapolated.
 """
 
 from __future__ import annotations
@@ -353,7 +352,7 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, dtype="bfloat16", json=None)
     parser.add_argument("--targets", type=names, default=["smollm2", SHAPE], help="default: smollm2,8b")
-    parser.add_argument("--rows", type=counts, default=[9, 25], help="of the rounds' forwards; default: 9,25")
+    parser.add_argument("--rows", type=counts, default=[9, 25], help="rows of the rounds' forwards; default: 9,25")
     parser.add_argument("--packed", type=int, choices=(0, 1), default=1, help="rounds multiply by packed weights")
     parser.add_argument("--tiny", action="store_true", help="small random targets")
     given = parser.parse_args(arguments)

@@ -2,8 +2,8 @@
 
     python benchmarks/round_files.py [--functions]
 
-Traces a call with a tiny hidden-state drafter from its second round on, and prints the round that passes through most
-files. Costs are given, so every run drafts the same; all other options are the defaults.
+Traces a call with a tiny hidden-state drafter from its second round on, and prints the round with the most files. Costs
+are given, so every run drafts the same; all other options are the defaults.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "drafter": {"action": "append", "help": "Hub name or folder; repeat for several"},
     "prompts": {"type": Path, "help": "JSONL with `turns`; default: those of `hsdraft bench`"},
     "limit": {"type": int, "help": "prompts in all, evenly from their categories"},
-    "max_new_tokens": {"type": int, "help": "of each text"},
-    "repeats": {"type": int, "help": "how often each is measured"},
-    "dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "of targets and drafters"},
-    "device": {"help": "to run on"},
-    "seed": {"type": int, "help": "of all random choices"},
+    "max_new_tokens": {"type": int, "help": "new tokens of each text"},
+    "repeats": {"type": int, "help": "measurements of each"},
+    "dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "dtype of targets and drafters"},
+    "device": {"help": "device to run on"},
+    "seed": {"type": int, "help": "seed of all random choices"},
     "json": {"type": Path, "help": "write all figures here too"},
 }
 

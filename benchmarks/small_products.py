@@ -1,10 +1,10 @@
-"""Milliseconds of all products of a forward, by weights of 16, 8 and 4 bits and numbers of rows, in one table.
+"""Milliseconds of all products of a forward, for weights of 16, 8 and 4 bits, by number of rows, in one table.
 
     python benchmarks/small_products.py [--rows 1,9,17,25] [--dtype bfloat16]
 
-The weights are random, of SmolLM2-135M's shapes: 30 layers, whose queries, keys and values are one product, as are gate
-and up, and the head. Each way multiplies by all of them in turn, so each weight comes from memory; the ways alternate,
-and the table has medians. ATen's products by small weights round no inputs either. Wants an idle machine.
+The weights are random, in SmolLM2-135M's shapes: 30 layers, with queries, keys and values in one product, gate and up
+in one, and the head. Each way multiplies by all of them in turn, so each weight comes from memory; the ways alternate,
+and the table has medians. ATen's products by small weights round no inputs either. Needs an idle machine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/support.py --out docs/SUPPORT.md
 
-It ends with 1 if a text differs from plain decoding's or drafting raised an error.
+It exits with 1 if a text differs from plain decoding's or drafting raised an error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One row of a table: what drafting does with the installed transformers, in float32 with drafts of a fixed size.
+"""One row of a table: drafting with the installed transformers, in float32 with drafts of a fixed size.
 
     python benchmarks/transformers_versions.py [--max-new-tokens 64]
 
 The target is SmolLM2-135M-Instruct, with the drafter of `model_cards/` and the prompts of `hsdraft bench`. Each cell
 is tau and the number of texts that equal plain `generate()`. tau is tokens emitted per target forward and row, bonus
-included. Run it once for each version; every figure is a count, so the machine need not be idle.
+included. Run it once for each version. Every figure is a count, so the machine need not be idle.
 """
 
 from __future__ import annotations

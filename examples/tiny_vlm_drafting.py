@@ -3,8 +3,7 @@
     python examples/tiny_vlm_drafting.py train tiny_vlm --family self --draft-layers 8 --out vlm_self8
     python examples/tiny_vlm_drafting.py measure tiny_vlm --drafters vlm_self8 --pictures 200
 
-The trainer is that of `hsdraft train`. What is special here are the hidden states it learns from: those of prompts with
-pictures.
+The trainer is that of `hsdraft train`; only the hidden states differ, which are those of prompts with pictures.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 NEW_TOKENS = 24
-# Drafters that are language models read tokens of their own: they would not see the picture.
+# Language models as drafters read only tokens, so they would not see the picture.
 FAMILIES = sorted(name for name, family in TRAINABLE.items() if not isinstance(family, LMFamily))
 
 
 @torch.inference_mode()
 def answered(model: Any, tokenizer: Any, count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Returns pixels, token ids and the length of the prompt of questions that the model has answered, 16 at a time."""
+    """Returns pixels, token ids and prompt length of questions that the model has answered, 16 at a time."""
     found = []
     for start in range(0, count, 16):
         asked = tiny_vlm.examination(min(16, count - start), seed=5_000_000 + start)
@@ -59,7 +58,7 @@ def answered(model: Any, tokenizer: Any, count: int) -> list[tuple[torch.Tensor,
 
 
 def conversation(ids: torch.Tensor, prompt: int) -> TokenizedConversation:
-    """Returns an answered question as training takes it.
+    """Returns an answered question in the form that training takes.
 
     Args:
         ids: `[length]`, int64, tokens of question and answer.
@@ -69,10 +68,10 @@ def conversation(ids: torch.Tensor, prompt: int) -> TokenizedConversation:
 
 
 def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pictures: int, minutes: float) -> None:
-    """Trains a drafter of some family on the model's own answers, and saves it."""
+    """Trains a drafter of a family on the model's own answers, and saves it."""
     model, tokenizer = tiny_vlm.load(folder)
     family = trainable(family_name, fields)
-    family.config_for(model, fields)  # a wrong field is named before any picture is answered
+    family.config_for(model, fields)  # wrong fields are errors before any picture is answered
     chats = answered(model, tokenizer, pictures)
     texts = [conversation(ids, prompt) for _, ids, prompt in chats]
     vocabulary = model.config.get_text_config().vocab_size
@@ -147,7 +146,7 @@ def main() -> None:
     command.add_argument("folder", type=Path)
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--family", choices=FAMILIES, default="self")
-    command.add_argument("--draft-layers", type=int, help="of self: first layers that draft")
+    command.add_argument("--draft-layers", type=int, help="with --family self: number of first layers that draft")
     command.add_argument("--num-draft-steps", type=int, default=5)
     command.add_argument("--draft-vocab-size", type=int, default=2048)
     command.add_argument("--pictures", type=int, default=600)

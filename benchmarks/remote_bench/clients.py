@@ -162,7 +162,7 @@ def _met(order: Order, drafter: Any) -> RemoteModel:
     """The server as all devices know it: the rows of its target come over once, not once a device."""
     model = connect(order.url, patience=300.0, timeout=300.0)
     model.generate(order.prompts[0][:4], drafter, max_new_tokens=1)
-    model.close()  # each device has connections of its own
+    model.close()  # each device has its own connections
     return model
 
 
@@ -171,7 +171,7 @@ def _few(tell: Callable[..., None], order: Order, drafter: Any, model: RemoteMod
     try:
         together.wait(order.timeout_seconds)
         for turn in range(order.texts):
-            # A server that decodes by itself waits for nobody.
+            # A server that decodes without devices does not wait.
             meets = turn == 0 and drafter is not None
             beats = Beats(lambda: together.wait(order.timeout_seconds)) if meets else Beats()
             tell("text", _decoded(order, drafter, model, place + order.sessions * turn, beats) | {"turn": turn})

@@ -25,7 +25,7 @@ class Plain:
 
 
 def plain_texts(asked: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> Plain:
-    """Returns what the target makes of the prompts by itself; `tell` is told of each row."""
+    """Returns the target's own texts for the prompts; `tell` gets each row."""
     target, tokenizer = load_target(asked.target, torch.float32, "cpu")
     prompts, texts = [], []
     for seed, prompt in enumerate(DEFAULT_PROMPTS):

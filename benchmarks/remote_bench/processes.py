@@ -33,7 +33,7 @@ def links_of(asked: argparse.Namespace, latencies: str) -> list[tuple[float, flo
 
 @contextlib.contextmanager
 def served(asked: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Runs a server in a process of its own; gives its port and its process."""
+    """Runs a server in a separate process; yields its port and its process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "hf_hsdraft.cli", "verify-server", "--port", str(port), "--host", "127.0.0.1"]
@@ -71,7 +71,7 @@ def status_of(port: int) -> dict[str, Any]:
 
 
 class Devices:
-    """The process that forks devices. It begins anew after an order that has failed."""
+    """The process that forks devices. It restarts after a failed order."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

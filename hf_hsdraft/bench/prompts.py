@@ -13,6 +13,7 @@ import torch
 
 from ..runtime.prompt_inputs import encode_batch, encode_prompt
 from ..training.data.conversations import Prompt, read_prompts
+from .speed_bench import NAME, is_speed_bench, read_speed_bench
 
 Inputs = dict[str, torch.Tensor]
 
@@ -22,11 +23,15 @@ NOTE = f"no --prompts given: {len(DEFAULT_PROMPTS)} prompts that come with the p
 
 
 def read_questions(paths: Sequence[Path], limit: int | None = None) -> list[Prompt]:
-    """Reads prompt files, or takes the prompts of the package if there is no file; see `spread`.
+    """Reads prompt files and SPEED-Bench, or takes the prompts of the package if there is no file; see `spread`.
 
-    Raises a ValueError if the files hold no prompt.
+    Raises a ValueError if a file is missing, or the files hold no prompt.
     """
-    found = [prompt for path in paths for prompt in read_prompts(path)] if paths else DEFAULT_PROMPTS
+    found: list[Prompt] = [] if paths else [*DEFAULT_PROMPTS]
+    for path in paths:
+        if str(path) != NAME and not path.exists():
+            raise ValueError(f"--prompts {path} does not exist: expected a JSONL file, or SPEED-Bench")
+        found += read_speed_bench(path) if is_speed_bench(path) else read_prompts(path)
     if not found:
         raise ValueError("no questions: the prompt files hold no line with `turns`")
     return spread(found, limit)

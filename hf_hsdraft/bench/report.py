@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ..training.data.conversations import Prompt
 from . import profile as profiling
 from .profile import Profile
 from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
+from .speed_bench import DEFINITION, GroupFigures, SpeedPrompt, speed_document, speed_figures
 from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
 from .systems import PLAIN
 
@@ -31,10 +33,15 @@ class BenchResult:
     settings: dict[str, Any]  # settings, machine and versions
     # digest of the weights of each of our systems, so that figures are not attributed to another drafter
     weights: dict[str, Any]
-    categories: list[str]  # of each prompt
+    questions: Sequence[Prompt]
     measured: Measured = field(default_factory=Measured)
     profiles: dict[str, Profile] = field(default_factory=dict)
     sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)  # points of each sweep, by axis
+
+    @property
+    def categories(self) -> list[str]:
+        """Of each prompt."""
+        return [each.category for each in self.questions]
 
     def summaries(self) -> dict[str, Summary]:
         return _summaries(self.measured)
@@ -43,6 +50,13 @@ class BenchResult:
         """The figures of each system but plain decoding, by category."""
         plain = self.measured.runs.get(PLAIN, [])
         return {name: by_category(runs, plain, self.categories) for name, runs in self.measured.others.items()}
+
+    def speed_bench(self) -> dict[str, dict[str, dict[str, GroupFigures]]]:
+        """SPEED-Bench's figures of each system, see `speed_figures`; empty if no prompt is of it."""
+        if not any(isinstance(each, SpeedPrompt) for each in self.questions):
+            return {}
+        plain = self.measured.runs.get(PLAIN, [])
+        return {name: speed_figures(runs, plain, self.questions) for name, runs in self.measured.others.items()}
 
     def drafted(self) -> dict[str, dict[str, float]]:
         costs = {name: round_costs(runs) for name, runs in self.measured.others.items()}
@@ -55,7 +69,7 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
-    measured, drafted = result.measured, result.drafted()
+    measured, drafted, speed = result.measured, result.drafted(), result.speed_bench()
 
     def point(each: SweepPoint) -> dict[str, Any]:
         figures = {name: asdict(row) for name, row in _summaries(each.measured).items()}
@@ -80,6 +94,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         "left_out": measured.left_out,
         **{axis: list(map(point, points)) for axis, points in result.sweeps.items()},
         "categories": result.categories,
+        **({"speed_bench": speed_document(speed, result.questions)} if speed else {}),
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
     }
 
@@ -94,7 +109,12 @@ def print_report(result: BenchResult, console: Console) -> None:
     note(console, *(f"left out: {name}: {reason}" for name, reason in measured.left_out.items()))
     if result.drafted():
         console.print(_cost_table(result))
-    if len(set(result.categories)) > 1 and measured.others:
+    speed = result.speed_bench()
+    if speed:
+        for table in _speed_tables(speed):
+            console.print(table)
+        note(console, DEFINITION)
+    elif len(set(result.categories)) > 1 and measured.others:
         console.print(_category_table(result))
     if result.profiles:
         console.print(_profile_table(result))
@@ -177,6 +197,23 @@ def _category_table(result: BenchResult) -> Table:
         rows = [column[category] for column in columns.values()]
         table.add_row(escape(category) or "(none)", *(f"{_number(row.tau)} ({row.speed_up:.2f})" for row in rows))
     return table
+
+
+def _speed_tables(speed: Mapping[str, Mapping[str, Mapping[str, GroupFigures]]]) -> Iterator[Table]:
+    """SPEED-Bench's figure and ours, by category, by entropy tier and by length of the prompt."""
+    for kind, groups in next(iter(speed.values())).items():
+        columns = (f"{escape(name)}: AL, tau, tokens/s, speed-up" for name in speed)
+        table = Table(f"SPEED-Bench by {kind}", "prompts", *columns)
+        for group, first in groups.items():
+            table.add_row(
+                escape(group), str(first.prompts), *(_speed_cell(kinds[kind][group]) for kinds in speed.values())
+            )
+        yield table
+
+
+def _speed_cell(found: GroupFigures) -> str:
+    row = found.summary
+    return f"{_number(found.acceptance_length)}, {_number(row.tau)}, {row.tokens_per_second:.1f}, {row.speed_up:.2f}"
 
 
 def _profile_table(result: BenchResult) -> Table:

@@ -135,11 +135,16 @@ class SweepPoint:
     measured: Measured
 
 
+def positions_of(target: Any) -> float:
+    """Returns the number of positions in the target's configuration; infinite if it names none."""
+    return getattr(text_config(target), "max_position_embeddings", None) or float("inf")
+
+
 def check_points(
     target: Any, tokenizer: Any, prompts: Sequence[str], points: Mapping[str, Sequence[int]], max_new_tokens: int
 ) -> None:
     """Raises a ValueError if a point cannot be measured with these prompts and this target."""
-    window = getattr(text_config(target), "max_position_embeddings", None) or float("inf")
+    window = positions_of(target)
     lengths = [length_of(tokenizer, prompt) for prompt in prompts]
     for length in points.get(CONTEXT, ()):
         if length + max_new_tokens > window:

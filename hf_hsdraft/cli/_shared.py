@@ -54,7 +54,7 @@ DrafterOption = Annotated[
 ]
 DrafterArgument = Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target and the drafter.")]
 PromptsOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -62,22 +62,25 @@ PromptsOption = Annotated[
     ),
 ]
 PromptFileOption = Annotated[
-    Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+    Path | None,
+    typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: three short prompts."),
 ]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")]
-NewTokensOption = Annotated[int, typer.Option(min=1)]
-OutOption = Annotated[Path, typer.Option(help="New folder.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Without a drafter.")]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")
+]
+NewTokensOption = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per prompt.")]
+OutOption = Annotated[Path, typer.Option(help="New folder to write.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="File for all figures, as JSON.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Decode without a drafter.")]
 SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
-HostOption = Annotated[str, typer.Option(help="Name or address to listen at.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")]
+HostOption = Annotated[str, typer.Option(help="Host name or address to listen on.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")]
 VerificationOption = Annotated[
     str | None,
     typer.Option(
         "--verification",
-        help=f"Rule of verification. Lossy ones ({', '.join(offered('verification'))}) take options, as "
+        help=f"Rule of verification. Lossy rules ({', '.join(offered('verification'))}) take options, for example "
         "fly+fly_window=2+ngram_continuation=8. Default: exact.",
     ),
 ]

@@ -21,7 +21,6 @@ from ._shared import (
     NewTokensOption,
     PlainOption,
     PromptFileOption,
-    PromptsOption,
     TargetOption,
     TemperatureOption,
     check_fit,
@@ -39,10 +38,17 @@ app = typer.Typer()
 
 @app.command(short_help="Compare plain decoding, drafting and other systems.")
 def bench(
-    prompts: PromptsOption = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts",
+            help="JSONL with `turns`, a folder or file of SPEED-Bench, or speed-bench to find it; default: 6 prompts "
+            "that come with the package.",
+        ),
+    ] = None,
     target: TargetOption = None,
     drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="Hub name or folder; repeat to compare several.")
+        list[str] | None, typer.Option("--drafter", help="Hub name or folder of a drafter; repeat to compare several.")
     ] = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
@@ -56,24 +62,29 @@ def bench(
         ),
     ] = "default,chain,lookup",
     temperature: TemperatureOption = 0.0,
-    seed: Annotated[int, typer.Option(help="For sampling: set before each call, one further each prompt.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling, set before each call; each prompt adds 1.")] = 0,
     top_k: Annotated[
-        int | None, typer.Option(help="For sampling: tokens drawn from, 0 for all; default: the target's own, or 50.")
+        int | None,
+        typer.Option(
+            help="Number of most likely tokens to sample from, 0 for all; default: the target's setting, or 50."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often all prompts are decoded by every system.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How often every system decodes all prompts.")] = 1,
     context_lengths: Annotated[
-        str | None, typer.Option(help="Also with prompts padded to so many tokens, as 256,1024,4096.")
+        str | None, typer.Option(help="Measure prompts padded to these lengths in tokens too, e.g. 256,1024,4096.")
     ] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Also in batches, as 2,4,8,16,32.")] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Measure batches of these sizes too, e.g. 2,4,8,16,32.")
+    ] = None,
     new_tokens: Annotated[
-        str | None, typer.Option(help="Also with calls that emit only so many tokens, as 1,4,8,16,32,64,128.")
+        str | None, typer.Option(help="Measure calls that emit this many tokens too, e.g. 1,4,8,16,32,64,128.")
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Also time the parts of a round.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time the parts of a round too.")] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     json_out: JsonOption = None,
     pictures: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of the pictures; default: beside the JSON.")
+        Path | None, typer.Option(file_okay=False, help="Folder for pictures; default: beside the JSON.")
     ] = None,
     economize: Annotated[
         Path | None,
@@ -82,7 +93,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Compares plain decoding, drafting and other systems over a prompt file, in changing order in one process."""
+    """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
     from ..bench.calls import Settings
     from ..bench.plan import BenchPlan, draw, run_plan
     from ..bench.prompts import NOTE
@@ -121,14 +132,18 @@ def bench(
 
 @app.command(short_help="Time batches with and without the drafter.")
 def throughput(
-    prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`.")],
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16",
-    calls: Annotated[int, typer.Option(min=1, help="Batches timed for each size.")] = 4,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8,16",
+    calls: Annotated[int, typer.Option(min=1, help="Batches to time per size.")] = 4,
     max_new_tokens: NewTokensOption = 64,
-    tree_size: Annotated[int | None, typer.Option(min=1, help="Nodes a round and row; default: the drafter's.")] = None,
-    num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Depth; default: the drafter's.")] = None,
+    tree_size: Annotated[
+        int | None, typer.Option(min=1, help="Tree nodes per round and row; default: the drafter's.")
+    ] = None,
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Draft depth; default: the drafter's.")
+    ] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -157,9 +172,9 @@ def throughput(
 
 @app.command("first-calls", short_help="Time the first call of a process.")
 def first_calls(
-    lengths: Annotated[str, typer.Option(help="New tokens of the calls, comma-separated.")] = "8,32,128",
-    repeats: Annotated[int, typer.Option(min=1, help="Processes for each length, plain and drafted.")] = 3,
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = QUESTION,
+    lengths: Annotated[str, typer.Option(help="Numbers of new tokens, comma-separated.")] = "8,32,128",
+    repeats: Annotated[int, typer.Option(min=1, help="Processes per length, plain and drafted.")] = 3,
+    prompt: Annotated[str, typer.Option(help="The prompt.")] = QUESTION,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -175,13 +190,13 @@ def first_calls(
 
 @app.command(short_help="Measure the memory of several calls at once.")
 def concurrent(
-    calls: Annotated[str, typer.Option(help="Calls at once, comma-separated.")] = "1,2,4,8",
+    calls: Annotated[str, typer.Option(help="Numbers of concurrent calls, comma-separated.")] = "1,2,4,8",
     prompts: PromptFileOption = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of new tokens per prompt.")] = 128,
     packed_weights: Annotated[
-        bool | None, typer.Option(help="Pack in the first round, or never; default: as the drafter says.")
+        bool | None, typer.Option(help="Pack weights in the first round, or never; default: the drafter's setting.")
     ] = None,
     dtype: DtypeOption = Dtype.float32,
 ) -> None:
@@ -198,24 +213,30 @@ def lm_eval(
     tasks: Annotated[str, typer.Option(help="Names of lm_eval's tasks or YAML files, comma-separated.")],
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    batch_size: Annotated[str, typer.Option(help="Texts in a call, or `auto`.")] = "1",
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="The most that `auto` tries; default: 64.")] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with tasks of your own.")
+    batch_size: Annotated[str, typer.Option(help="Texts per call, or `auto`.")] = "1",
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Largest batch that `auto` tries; default: 64.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(min=1e-6, help="Documents of each task; below 1 the share.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")] = None,
-    gen_kwargs: Annotated[str | None, typer.Option(help="For generate(), as do_sample=True,temperature=0.7.")] = None,
-    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Prompts as chats.")] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with your tasks.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(min=1e-6, help="Documents per task; below 1, a share of them.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples per prompt; default: the task's.")] = None,
+    gen_kwargs: Annotated[
+        str | None, typer.Option(help="Arguments for generate(), e.g. do_sample=True,temperature=0.7.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Format prompts as chats.")
+    ] = False,
     plain: PlainOption = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Without and with the drafter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run both without and with the drafter.")] = False,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write lm_eval's results here; with --compare those of both runs.")
+        Path | None, typer.Option("--json", help="File for lm_eval's results; with --compare, of both runs.")
     ] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Evaluates a target on tasks of lm-evaluation-harness, its texts drafted."""
+    """Evaluates a target on tasks of lm-evaluation-harness, with drafting."""
     if find_spec("lm_eval") is None:
         raise ImportError("`hsdraft measure lm-eval` needs lm_eval: pip install -e '.[lm-eval]' in a checkout")
     if plain and compare:

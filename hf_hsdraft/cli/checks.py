@@ -20,23 +20,27 @@ from ._shared import (
 )
 
 app = typer.Typer()
+_FAILED = "FAILED"
 
 
-@app.command(short_help="Check that a drafter does what it should.")
+@app.command(short_help="Check a drafter for faults.")
 def check(
     drafter: DrafterArgument,
     target: TargetArgument = None,
     prompts: PromptFileOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Mean total variation allowed; 0: by dtype.")] = 0.0,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of new tokens per prompt.")] = 64,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest mean total variation allowed; 0 chooses by dtype.")
+    ] = 0.0,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Checks a drafter by what it drafts for a few prompts; exits with 1 if something is wrong.
+    """Checks what a drafter drafts for a few prompts; exits with 1 if it is faulty.
 
-    For a drafter that cannot be trained here, it compares texts with plain decoding and prints tau. For a drafter that
-    can be trained, it compares, depth by depth, what training computes with what decoding uses.
+    For a drafter that cannot be trained here, it compares texts with plain decoding and prints tau. For a trainable
+    drafter, it compares the distributions of training and decoding at each depth. The last line is the
+    verdict: passed, undecided (rounding in half precision) or FAILED.
     """
     from ..generate.by_name import load_drafter
     from ..runtime.prompt_inputs import encode_prompts
@@ -56,14 +60,16 @@ def check(
 
 
 def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int, tolerance: float) -> None:
-    from ..training.evaluate.parity import ParityError, parity
+    from ..training.evaluate.parity import parity
 
     report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
     for line in report.lines():
         say(line)
-    if not report.passed:
-        raise ParityError(report.explain())
-    say(f"passed: training and decoding agree at all {len(report.depths)} depths")
+    if report.passed:
+        count, depths = sum(each.predictions for each in report.depths), len(report.depths)
+        _end("passed", f"training and decoding agree about {count} predictions at all {depths} depths")
+    else:
+        _end(_FAILED, report.explain())
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
@@ -80,13 +86,19 @@ def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
         same += divergence is None
         told = "yes" if divergence is None else divergence
         say(f"{calls[-1].new_tokens} tokens, tau {calls[-1].tau:.2f}, same text {told}")
-    say(f"same texts: {same} of {len(calls)}; tau {pooled_tau(calls):.2f}")
+    told = f"{same} of {len(calls)} texts are those of plain decoding; tau {pooled_tau(calls):.2f}"
     if same == len(calls):
-        say("passed: every text is that of plain decoding")
+        _end("passed", told)
     elif target.dtype.itemsize < 4:
-        say("undecided: half precision rounds differently; check with --dtype float32")
+        _end("undecided", f"{told}; half precision rounds differently: check with --dtype float32")
     else:
-        say("FAILED: a drafted text is not that of plain decoding")
+        _end(_FAILED, told)
+
+
+def _end(verdict: str, why: str) -> None:
+    """Prints the last line, and exits with 1 if the drafter is faulty."""
+    say(f"verdict: {verdict}: {why}")
+    if verdict == _FAILED:
         sys.exit(1)
 
 

@@ -15,20 +15,20 @@ from ._shared import TargetOption, console, say
 app = typer.Typer()
 
 TrainOption = Annotated[
-    list[Path], typer.Option("--train", exists=True, help="Chats: JSONL, or the folder of a run; repeat.")
+    list[Path], typer.Option("--train", exists=True, help="Training chats: JSONL, or the folder of a run; repeat.")
 ]
 
 
-@app.command(short_help="Count what training chats hold, by kind.")
+@app.command(short_help="Count training chats by kind.")
 def coverage(
     train: TrainOption,
     against: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, help="Other chats or prompts: how much of them training answers hold; repeat."),
+        typer.Option(exists=True, help="Chats or prompts to search for in the training answers; repeat."),
     ] = None,
     target: TargetOption = None,
 ) -> None:
-    """Counts chats and tokens by kind, how varied the answers are, and how much of other texts they hold."""
+    """Counts chats and tokens by kind, and measures the variety of answers and their overlap with other texts."""
     from ..runtime.target_loading import load_tokenizer
     from ..training.data.conversations import read_chats
     from ..training.data.coverage import COVERED, DEFINITION, DISTINCT, count_covered, count_kinds
@@ -63,13 +63,13 @@ def _print_kinds(title: str, columns: Sequence[str], rows: Iterable[tuple[Any, .
     console.print(table)
 
 
-@app.command(short_help="Find prompts that training chats hold already.")
+@app.command(short_help="Find prompts that are in training chats.")
 def overlap(
     train: TrainOption,
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="Prompts that are to judge: JSONL; repeat.")],
-    show: Annotated[int, typer.Option(min=0, help="Near-duplicates shown.")] = 10,
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="Evaluation prompts, JSONL; repeat.")],
+    show: Annotated[int, typer.Option(min=0, help="Near-duplicates to show.")] = 10,
 ) -> None:
-    """Finds prompts that training chats already hold, wholly or nearly. Exit status 1 if there are any."""
+    """Finds prompts whose text, or nearly the same text, is in training chats. Exits with 1 if there are any."""
     from ..training.data.conversations import read_chats
     from ..training.data.overlap import DEFINITION, PromptIndex
 

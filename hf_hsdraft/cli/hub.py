@@ -19,15 +19,15 @@ app = typer.Typer()
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")]
 
 
-@app.command(short_help="Send a drafter to the Hub.")
+@app.command(short_help="Upload a drafter to the Hub.")
 def push(
     folder: DrafterFolderArgument,
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
-    private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; created if there is none. Default: main.")] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload drafter",
+    message: Annotated[str, typer.Option(help="Commit message.")] = "Upload drafter",
 ) -> None:
-    """Checks a drafter and sends it to the Hub: weights, code, card, recipe and figures, nothing else."""
+    """Checks a drafter and uploads its weights, code, card, recipe and figures to the Hub, and nothing else."""
     from ..drafters.base.auto_drafter import AutoDrafter
 
     drafter = AutoDrafter.from_pretrained(folder)
@@ -35,16 +35,16 @@ def push(
     say(f"{commit.repo_url} is at commit {commit.oid}")
 
 
-@app.command(short_help="Fetch a drafter from the Hub.")
+@app.command(short_help="Download a drafter from the Hub.")
 def pull(
     name: Annotated[str, typer.Argument(help="Repository, as user/name.")],
     revision: RevisionOption = None,
     to: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Copy it into this folder; default: cache only.")
+        Path | None, typer.Option(file_okay=False, help="Copy the drafter into this folder; default: the cache only.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Download again what is in the cache.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Download even if it is in the cache.")] = False,
 ) -> None:
-    """Fetches a drafter from the Hub with its code and documents, and checks that it is whole."""
+    """Downloads a drafter from the Hub with its code and documents, and checks that it is complete."""
     import shutil
 
     from huggingface_hub import HfApi
@@ -68,14 +68,15 @@ def pull(
     say(str(to or folder))
 
 
-@app.command(short_help="Say what a drafter is.")
+@app.command(short_help="Describe a drafter.")
 def info(
     name: Annotated[str, typer.Argument(help="Folder or Hub name of a drafter.")],
     revision: RevisionOption = None,
     target: Annotated[
-        str | None, typer.Option(help="Also measure how well it fits this target: Hub name, folder or .gguf file.")
+        str | None,
+        typer.Option(help="Measure how well the drafter fits this target too: Hub name, folder or .gguf file."),
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Look into the cache only.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use the cache only.")] = False,
 ) -> None:
     """Describes a drafter: its target, sizes, format, recipe and figures. Runs none of its code."""
     from ._describe import describe
@@ -122,9 +123,9 @@ def _check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
         )
 
 
-@app.command("list", short_help="List the drafters in the cache of the Hub.")
+@app.command("list", short_help="List the drafters in the Hub cache.")
 def list_cached() -> None:
-    """Lists the drafters in the cache of the Hub."""
+    """Lists the drafters in the Hub cache."""
     from ._describe import cached_drafters
 
     found = list(cached_drafters())
@@ -139,24 +140,27 @@ def list_cached() -> None:
         console.print("no drafters in the cache")
 
 
-@app.command(short_help="Enter measurements, and rewrite the card.")
+@app.command(short_help="Add measurements and rewrite the card.")
 def card(
     folder: DrafterFolderArgument,
     bench: Annotated[
         list[Path] | None,
         typer.Option(
-            "--bench", exists=True, dir_okay=False, help="Reports of `bench --json`, instead of earlier ones."
+            "--bench", exists=True, dir_okay=False, help="Report of `bench --json`; replaces earlier ones; repeat."
         ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep earlier reports, except of the same command.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep earlier reports, except those of the same command.")
+    ] = False,
     target: Annotated[
-        str | None, typer.Option(help="Record what this target is and writes: Hub name, folder or .gguf file.")
+        str | None,
+        typer.Option(help="Record the identity and the output of this target: Hub name, folder or .gguf file."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the drafter in the card; default: the folder's.")] = None,
-    license: Annotated[str | None, typer.Option(help="Of the drafter, as the Hub names it: apache-2.0.")] = None,
-    language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the drafter in the card; default: the folder's.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, as the Hub names it, e.g. apache-2.0.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="Language of the training data, e.g. en; repeat.")] = None,
 ) -> None:
-    """Enters measurements into a drafter's figures, records its target, and rewrites its card."""
+    """Adds measurements to a drafter's figures, records its target, and rewrites its card."""
     from ..generate.by_name import load_drafter
     from ..hub.drafter_files import CARD, RECIPE, read_json
     from ..hub.model_card import is_generated, write_card
@@ -236,14 +240,14 @@ def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) ->
     return entry
 
 
-@app.command(short_help="Write a drafter for other programs.")
+@app.command(short_help="Convert a drafter for other programs.")
 def export(
     drafter: DrafterArgument,
     out: Annotated[Path, typer.Option("--out", file_okay=False, help="New folder.")],
-    to: Annotated[str, typer.Option("--to", help="Format; that of speculators is what vLLM loads.")] = "speculators",
-    target: Annotated[str, typer.Option(help="Hub name of the target to write; default: what the files say.")] = "",
+    to: Annotated[str, typer.Option("--to", help="Format to write; vLLM loads speculators.")] = "speculators",
+    target: Annotated[str, typer.Option(help="Hub name of the target to record; default: the one in the files.")] = "",
 ) -> None:
-    """Writes a drafter in a format of another project. Says why, where that format has no counterpart."""
+    """Writes a drafter in the format of another project, or says why that format cannot express it."""
     from ..generate.by_name import load_drafter
 
     check_empty(out, "--out")

@@ -12,10 +12,10 @@ from ._shared import DeviceOption, Dtype, DtypeOption, HostOption, PortOption, T
 
 app = typer.Typer()
 _TOKEN = "HSDRAFT_TOKEN"
-MaxBatchOption = Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")]
+MaxBatchOption = Annotated[int, typer.Option(min=1, help="Maximum number of texts per forward.")]
 
 
-@app.command("verify-server", short_help="Verify the drafts of many devices.")
+@app.command("verify-server", short_help="Verify drafts of many devices.")
 def verify_server(
     target: TargetOption = None,
     host: HostOption = "localhost",
@@ -23,29 +23,29 @@ def verify_server(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the bearer token that devices send; or the variable {_TOKEN}.")
+        Path | None, typer.Option(help=f"File with the bearer token of the devices; default: the variable {_TOKEN}.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: connections are encrypted.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; encrypts connections.")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the certificate, PEM.")] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Greatest number of texts at a time.")] = 64,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum number of texts at a time.")] = 64,
     max_mebibytes: Annotated[
-        int, typer.Option(min=1, help="Greatest memory for keys, values and hidden states of all texts.")
+        int, typer.Option(min=1, help="Maximum memory for keys, values and hidden states of all texts.")
     ] = 2048,
-    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Greatest number of tokens of a text.")] = 4096,
-    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Greatest number of nodes of a draft tree.")] = 64,
+    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Maximum number of tokens per text.")] = 4096,
+    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Maximum number of nodes per draft tree.")] = 64,
     max_batch: MaxBatchOption = 32,
     max_columns: Annotated[
-        int, typer.Option(min=2, help="Greatest product of the texts in a forward and the nodes of the largest tree.")
+        int, typer.Option(min=2, help="Maximum product of the texts in a forward and the nodes of the largest tree.")
     ] = 256,
     wait_ms: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, help="How long a batch waits for texts whose devices draft; default: by how soon they come back."
-        ),
+        typer.Option(min=0.0, help="Time that a batch waits for drafting devices; default: chosen from their delays."),
     ] = None,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds until a silent connection is closed.")] = 120.0,
-    keep_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that a text is kept for a lost device.")] = 30.0,
-    packed: Annotated[bool, typer.Option("--packed", help="Pack the weights; faster on x86 CPUs.")] = False,
+    keep_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to keep a text for a disconnected device.")
+    ] = 30.0,
+    packed: Annotated[bool, typer.Option("--packed", help="Pack the target's weights; faster on x86 CPUs.")] = False,
 ) -> None:
     """Holds the target and verifies drafts for many devices at once; they connect with hf_hsdraft.connect(url)."""
     from ..remote.connecting import check_packages
@@ -106,7 +106,7 @@ def _token(file: Path | None) -> str:
     return token
 
 
-@app.command(short_help="Say what a fleet of devices needs.")
+@app.command(short_help="Estimate how many devices a server serves.")
 def fleet(
     measured: Annotated[
         Path | None,
@@ -116,22 +116,20 @@ def fleet(
             "--column-ms, --token-bytes and --max-batch.",
         ),
     ] = None,
-    fixed_ms: Annotated[float, typer.Option(min=0.001, help="Time of a forward, however little it reads.")] = 20.0,
-    column_ms: Annotated[
-        float, typer.Option(min=0.0, help="Time that each node of each text adds to a forward.")
-    ] = 0.05,
-    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the keys and values of a token.")] = 131072,
+    fixed_ms: Annotated[float, typer.Option(min=0.001, help="Time of a forward, independent of its size.")] = 20.0,
+    column_ms: Annotated[float, typer.Option(min=0.0, help="Time that each node adds to a forward.")] = 0.05,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of keys and values per token.")] = 131072,
     gibibytes: Annotated[float, typer.Option(min=0.0, max=2.0**20, help="Memory for keys and values.")] = 40.0,
     max_batch: MaxBatchOption = 32,
-    tau: Annotated[float, typer.Option(min=1.0, help="Tokens that a round emits.")] = 2.5,
-    nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes of a round.")] = 8.0,
-    draft_ms: Annotated[float, typer.Option(min=0.0, help="Time in which a device drafts.")] = 5.0,
-    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Time of the way to the server and back.")] = 40.0,
-    sent: Annotated[float, typer.Option(min=0.0, help="Bytes that a device sends in a round.")] = 80.0,
-    received: Annotated[float, typer.Option(min=0.0, help="Bytes that it receives in a round.")] = 60.0,
+    tau: Annotated[float, typer.Option(min=1.0, help="Tokens emitted per round.")] = 2.5,
+    nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes per round.")] = 8.0,
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="Drafting time of a device.")] = 5.0,
+    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Network round-trip time.")] = 40.0,
+    sent: Annotated[float, typer.Option(min=0.0, help="Bytes sent by a device per round.")] = 80.0,
+    received: Annotated[float, typer.Option(min=0.0, help="Bytes received by a device per round.")] = 60.0,
     mbit_per_second: Annotated[float, typer.Option(min=0.001, help="Speed of a device's link.")] = 20.0,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text, prompt included.")] = 1024,
-    least: Annotated[float, typer.Option(min=0.001, help="Tokens/s that each device should get.")] = 10.0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per text, prompt included.")] = 1024,
+    least: Annotated[float, typer.Option(min=0.001, help="Minimum tokens/s for each device.")] = 10.0,
 ) -> None:
     """Estimates how many devices a server serves, by a model of queues; runs nothing.
 

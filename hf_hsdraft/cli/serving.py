@@ -55,12 +55,17 @@ def serve(
     dtype: DtypeOption = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
-    engine: Annotated[Engine, typer.Option(help="What decodes; vllm starts vLLM's own server.")] = Engine.transformers,
+    engine: Annotated[
+        Engine, typer.Option(help="Engine that decodes; vllm starts vLLM's server.")
+    ] = Engine.transformers,
     vllm_python: Annotated[
         str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for --engine vllm.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a chain, for --engine vllm. Default: the drafter's; 5 of n-grams.")
+        int | None,
+        typer.Option(
+            min=1, help="Drafted tokens per chain, for --engine vllm; default: the drafter's, or 5 for n-grams."
+        ),
     ] = None,
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
@@ -153,14 +158,14 @@ def _serve_by_vllm(
     os.execvp(command[0], command)
 
 
-@app.command(short_help="Chat in the terminal, drafted tokens coloured.")
+@app.command(short_help="Chat in the terminal, with drafted tokens coloured.")
 def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
     temperature: TemperatureOption = 0.0,
-    seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
     plain: PlainOption = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -182,19 +187,21 @@ def chat(
     TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
 
 
-@app.command(short_help="Chat in the browser, drafts in colour.")
+@app.command(short_help="Chat in the browser, with drafted tokens coloured.")
 def ui(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 7860,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=2048, help="Of an answer; the page can change it.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="Maximum number of tokens per answer; the page can change it.")
+    ] = 256,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Chat in the browser, with drafts in colour and draft trees."""
+    """Serves a page for chats in the browser, with drafted tokens coloured and draft trees."""
     if find_spec("gradio") is None:
         raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
     from ..remote.workers import without_workers
@@ -214,16 +221,16 @@ def ui(
     serve_page(page, talks, listener)
 
 
-@app.command(short_help="Answer a prompt, drafted tokens coloured.")
+@app.command(short_help="Answer a prompt, with drafted tokens coloured.")
 def demo(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
+    prompt: Annotated[str, typer.Argument(help="The prompt.")] = QUESTION,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     max_new_tokens: NewTokensOption = 128,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Answers a prompt with and without the drafter, drafted tokens coloured."""
+    """Answers a prompt with and without the drafter, with drafted tokens coloured."""
     from ..serve.chat import run_demo
 
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)

@@ -20,13 +20,15 @@ from ._shared import (
 app = typer.Typer()
 
 
-@app.command(short_help="Average the weights of drafters that began as one.")
+@app.command(short_help="Average the weights of drafters that share a starting point.")
 def average(
-    drafters: Annotated[list[str], typer.Argument(help="Folders or Hub names, of drafters with one beginning.")],
+    drafters: Annotated[
+        list[str], typer.Argument(help="Folders or Hub names of drafters that share a starting point.")
+    ],
     out: OutOption,
-    shares: Annotated[str, typer.Option(help="Of each, as 0.35,0.65; default: equal ones.")] = "",
+    shares: Annotated[str, typer.Option(help="Weight of each drafter, e.g. 0.35,0.65; default: equal.")] = "",
     target: TargetOption = None,
-    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: as before.")] = None,
+    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: unchanged.")] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -41,13 +43,14 @@ def average(
     say(f"drafter saved in {out}")
 
 
-@app.command(short_help="Make a small language model of some layers of a target.")
+@app.command(short_help="Make a small language model from some layers of a target.")
 def prune(
     out: OutOption,
     target: TargetArgument = None,
-    layers: Annotated[str | None, typer.Option(help="Layers to keep, from 0 on, as 0,1,15,28,29.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, counted from 0, e.g. 0,1,15,28,29.")] = None,
     num_layers: Annotated[
-        int | None, typer.Option(min=1, help="Or their number: spread evenly, with the first and the last.")
+        int | None,
+        typer.Option(min=1, help="Number of layers to keep, spread evenly from first to last, instead of --layers."),
     ] = None,
     dtype: DtypeOption = Dtype.float32,
 ) -> None:

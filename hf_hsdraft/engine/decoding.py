@@ -20,7 +20,7 @@ from ..runtime.static_cache import with_draft_room
 from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
-from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
+from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
 from .drafting import Drafting
@@ -70,6 +70,7 @@ def speculative_decoding(
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
     statistics = DraftStatistics() if statistics is None else statistics
+    statistics.drafter, statistics.target = type(drafter).__name__, named_target(target)
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()

@@ -113,7 +113,9 @@ class Drafting:
             each(rows, expansion)
 
     def rest(self) -> None:
-        """Ends drafting and frees what was kept for it."""
+        """Ends drafting and frees what was kept for it, unless the session listens."""
+        if self.session.listens:
+            return
         self.keep(())
         self._rests = True
 

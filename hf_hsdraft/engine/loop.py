@@ -167,7 +167,8 @@ class Keeper(Observer):
             setattr(self.statistics, name, getattr(self.statistics, name) + self._seconds[part])
 
     def finish(self) -> None:
-        self.statistics.total_seconds = self._now() - self._begin
+        if self._timed:
+            self.statistics.total_seconds = self._now() - self._begin
 
     def began(self) -> None:
         self._last = self._now()
@@ -187,6 +188,7 @@ class Keeper(Observer):
         self.statistics.row_forwards += len(done.nodes) * done.forwards
         self.statistics.accepted_lengths += done.accepted
         self.statistics.drafted_nodes += done.nodes
+        self.statistics.round_rows += [each.row for each in done.news]
         self.statistics.relaxed_tokens += sum(each.num_relaxed for each in done.news)
         if self._drafting is not None and done.emitted:
             self._report(self._drafting, done)

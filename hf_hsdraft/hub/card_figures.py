@@ -18,9 +18,9 @@ _SPEED = (
     "`generate()`, same settings and process, alternating. identical: texts equal to those of plain `generate()`."
 )
 _CHAINS = (
-    "A chain of k drafts k tokens a round, each after the one before: no tree, no n-grams, no reuse. Acceptance "
-    "length: tokens emitted per verifying forward, the bonus token included and the prompt's forward not: 1 + accepted "
-    "drafted tokens / rounds. No chain is longer than the drafter drafts."
+    "A chain of k drafts k tokens per round in a row, without a tree, n-grams or reuse. Acceptance length: tokens "
+    "emitted per verifying forward, including the bonus token and excluding the prompt's forward, i.e. 1 + accepted "
+    "drafted tokens / rounds. Chains end at the drafter's greatest depth."
 )
 
 
@@ -142,8 +142,8 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
     reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # never accepted: absent
     after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
     by_depth = [
-        ("accepted, of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
-        ("accepted, where all before were", *(GAP if each is None else f"{each:.2f}" for each in after.values())),
+        ("accepted, share of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
+        ("accepted, if all before were", *(GAP if each is None else f"{each:.2f}" for each in after.values())),
     ]
     return [
         _CHAINS,
@@ -155,9 +155,9 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
 
 def _drawn(settings: Mapping[str, Any]) -> str:
     if not settings.get("do_sample"):
-        return "greedy decoding (which draws nothing, so there is no seed)"
+        return "greedy decoding (no seed needed)"
     top_k = settings.get("top_k")
-    among = "" if top_k is None else " from all tokens" if top_k == 0 else f" from the {cell(top_k)} likeliest tokens"
+    among = "" if top_k is None else " from all tokens" if top_k == 0 else f" from the top {cell(top_k)} tokens"
     return f"sampling at temperature {cell(settings.get('temperature'))}{among}, seed {cell(settings.get('seed'))}"
 
 
@@ -176,7 +176,11 @@ def _held_out(training: Mapping[str, Any]) -> str:
     last: Mapping[str, Any] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
     depths = sorted(int(key.rpartition("_")[2]) for key in last if re.fullmatch(r"eval_accuracy_\d{1,3}", key))
     accuracy = table(
-        ["depth", "first choice right, true tokens given", "some node of the tree accepted, where all above were"],
+        [
+            "depth",
+            "first choice right, given the true tokens",
+            "a node of the tree accepted, if all depths before were",
+        ],
         [
             (f"{depth}", shown_figure(last, f"eval_accuracy_{depth}"), shown_figure(last, f"eval_acceptance_{depth}"))
             for depth in depths
@@ -185,10 +189,10 @@ def _held_out(training: Mapping[str, Any]) -> str:
     sizes = training.get("held_out")
     size = f" ({cell(sizes)})" if isinstance(sizes, str) else ""
     return (
-        f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy, by "
-        f"generating); loss {shown_figure(last, 'eval_loss')} nats. What training computes and what decoding uses "
-        f"differ by {shown_figure(last, 'eval_parity')} at most (total variation of the distributions, 0 is none). A "
-        f"drafter that this run started from may have seen them.\n\n{accuracy}"
+        f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy "
+        f"decoding); loss {shown_figure(last, 'eval_loss')} nats. The distributions of training and of decoding "
+        f"differ by at most {shown_figure(last, 'eval_parity')} (total variation; 0 means equal). The drafter that "
+        f"this run started from may have been trained on these conversations.\n\n{accuracy}"
     )
 
 

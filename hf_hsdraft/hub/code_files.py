@@ -2,7 +2,8 @@
 
 transformers looks for a repository's code only beside the entry file, by lines such as `from .module import name`. So
 each file is copied under its own name into one folder, and its relative imports are rewritten to one dot and the name
-of the file.
+of the file. That folder is `PLACE`, where transformers expects the recipe of `custom_generate`, so all code is in one
+place. Earlier drafters have theirs at the top of the repository.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..core.checks import FORMAT_VERSION, is_code_file
 from .drafter_files import CONFIG, read_json
 
 ENTRY = "hub_entry"  # of travelling code
+PLACE = "custom_generate"  # folder of all code in a repository
 RECIPE = Path(__file__).with_name("generate_recipe.py")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WITHOUT_NETWORK = _PACKAGE / "drafters/base/travelling_drafter.py"
@@ -151,18 +153,20 @@ def write_code(family: Any, folder: Path) -> str:
 def stands_alone(auto_map: Any) -> bool:
     """Whether the travelling code runs without the package; that of foreign families imports it."""
     entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter in older drafters
-    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).removeprefix(f"{PLACE}/").startswith(entries)
 
 
 def former_code(folder: Path) -> set[str]:
-    """Returns the names of the code files that the drafter in a folder was saved with.
+    """Returns the names of the code files that the drafter in a folder was saved with, as in a list of the repository.
 
     They come from its configuration, or in older folders from what the entries import.
     """
     config = read_json(folder / CONFIG)
     listed, auto_map = config.get("code_files"), config.get("auto_map")
     if listed is not None:
-        return set(filter(is_code_file, listed)) if isinstance(listed, list) else set()
+        placed = isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(f"{PLACE}/")
+        names = filter(is_code_file, listed) if isinstance(listed, list) else ()
+        return {f"{PLACE}/{name}" if placed else name for name in names}
     entries = auto_map.values() if isinstance(auto_map, dict) else ()
     found, waiting = set(), ["generate_recipe", *(str(entry).partition(".")[0] for entry in entries)]
     while waiting:

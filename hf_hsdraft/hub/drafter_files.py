@@ -24,7 +24,7 @@ PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibratio
 METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
-CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
+CODE = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")  # of all versions
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it

@@ -24,9 +24,9 @@ _OLD_MARK = "<!-- written by hsdraft train -->"
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
-    "learning_curves.png": "Loss and tau over the steps of training",
-    "acceptance.png": "Training accuracy and acceptance while decoding, by depth",
-    "calibration.png": "How often a first choice is right, by how sure the drafter is of it",
+    "learning_curves.png": "Loss and tau by training step",
+    "acceptance.png": "Accuracy in training and acceptance in decoding, by depth",
+    "calibration.png": "Accuracy of the first choice by the drafter's confidence",
 }
 
 
@@ -137,14 +137,14 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
     if adapts is not None:
         return f"An adapter (LoRA) of the drafter {code(adapts)}, for {shown}."
     text = (
-        f"A hidden-state drafter for {shown}, for speculative decoding: given to `generate()`, it lets the model emit "
-        "the same tokens in fewer forwards. It reads hidden states of the model, rolls its own forward without "
-        "tokens, and proposes a tree of continuations that one forward of the model verifies; what the model would "
-        "not have said is not emitted."
+        f"A hidden-state drafter for {shown}, for speculative decoding. Pass it to `generate()`, and the model emits "
+        "the same tokens in fewer forwards. The drafter reads hidden states of the model, rolls its state forward "
+        "without tokens, and proposes a tree of continuations. One forward of the model verifies the tree, and rejects "
+        "what the model would not emit."
     )
     paper = (
-        f"The method is that of [Make Every Draft Count](https://arxiv.org/abs/{PAPER}) (arXiv:{PAPER}), with one "
-        "change: the drafter also reads the tokens that were accepted."
+        f"The method is [Make Every Draft Count](https://arxiv.org/abs/{PAPER}) (arXiv:{PAPER}), with one "
+        "change: the drafter also reads the accepted tokens."
     )
     parameters, size = parameters_and_bytes(folder)
     window = config.get("sliding_window")
@@ -184,9 +184,9 @@ def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
     reads = "It reads hidden states of the model. " if reads_states else ""
     family = config.get("speculators_model_type") or config.get("model_type")
     return (
-        f"A drafter of the family {code(str(family))}, for speculative decoding: given to "
-        f"`generate()`, it lets a model emit the same tokens in fewer forwards. {reads}What the model would not have "
-        "said is not emitted."
+        f"A drafter of the family {code(str(family))}, for speculative decoding. Pass it to `generate()`, and the "
+        f"model emits the same tokens in fewer forwards. {reads}Drafted tokens that the model "
+        "would not emit are rejected."
     )
 
 
@@ -237,7 +237,7 @@ def _python(*lines: str) -> str:
 def _training(recipe: Mapping[str, Any]) -> str:
     if not recipe.get("training"):
         return "No recipe is recorded."
-    changed = "The weights were changed after this." if recipe["changed_since"] else ""
+    changed = "The weights were changed after this training." if recipe["changed_since"] else ""
     blocks = [changed] * bool(changed) + [table(["", ""], recipe["training"].items())]
     if recipe.get("commands"):
         blocks.append("```bash\n" + "\n".join(recipe["commands"]) + "\n```")
@@ -250,8 +250,8 @@ def _lossy(folder: Path) -> str:
     rule, parts = read_document(folder / OPTIONS).get("verification"), []
     if is_lossy(rule):
         parts.append(
-            f"The saved options ask for `verification={rule!r}`. It may change the text, so a drafter that is loaded "
-            f"verifies exactly until `drafter.generation_config.verification = {rule!r}` is set."
+            f"The saved options ask for `verification={rule!r}`, which may change the text. A loaded drafter verifies "
+            f"exactly until you set `drafter.generation_config.verification = {rule!r}`."
         )
     parts += [paragraph for each in rules_learned_in(folder) for paragraph in each.described(folder)]
     return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
@@ -261,10 +261,10 @@ def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
     warning = ", and `generate()` warns with what it measured" if warns else ""
     unless = ", unless a lossy rule of verification is set" if lossy else ""
     return [
-        f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
-        f"less{warning}; the text is the model's own all the same{unless}.",
-        "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
-        "tokens are closer than that, texts can part. In float32 they are the same.",
+        f"It was trained for the weights of {code(target) if target else 'its target'}. A fine-tuned model accepts "
+        f"fewer drafts{warning}; the text is still the model's own{unless}.",
+        "In half precision, a forward over a tree rounds differently from one over a single token. Where the model's "
+        "top two tokens nearly tie, the outputs can diverge. In float32 they are the same.",
     ]
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..core.checks import demand, few, printable, settings
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
-from .code_files import ENTRY
+from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
 from .fetching import fetch, find_folder, loading, taken_for_hub
 from .publication import complete, complete_folder
@@ -55,12 +55,12 @@ class PretrainedDrafter(PreTrainedModel):
         config = family.config_class
         of_config = entry if entry == ENTRY else config.__module__.rpartition(".")[2]
         code = {
-            "AutoConfig": f"{of_config}.{config.__name__}",
-            "AutoModel": f"{entry}.{family.__name__}",
+            "AutoConfig": f"{PLACE}/{of_config}.{config.__name__}",
+            "AutoModel": f"{PLACE}/{entry}.{family.__name__}",
         }
         if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
             return code
-        return {**code, cls._auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
+        return {**code, cls._auto_class: f"{PLACE}/{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:

@@ -3,7 +3,7 @@
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights
     refiner/ and others                     files of methods, see `METHOD_FILES`
-    *.py, custom_generate/                  the code, for use without the package
+    custom_generate/                        the code, for use without the package
     training_recipe.json, figures.json      how it was trained, what was measured
     README.md, *.png                        the card, made of those
 
@@ -26,8 +26,8 @@ import torch
 from transformers.utils import logging
 
 from ..core.checks import FORMAT_VERSION, public_name
+from .code_files import PLACE, former_code, stands_alone, write_code
 from .code_files import RECIPE as GENERATE
-from .code_files import former_code, stands_alone, write_code
 from .drafter_files import (
     CARD,
     CONFIG,
@@ -73,8 +73,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / path, folder / path)
-        for path in folder.iterdir() if former else []:
-            if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
+        for path in (*folder.iterdir(), *(folder / PLACE).glob("*.py")) if former else ():
+            name = path.relative_to(folder)
+            if name not in written and is_ours(name.as_posix(), code) and path.is_file():
                 path.unlink(missing_ok=True)
         if former:
             _remove_method_files(folder, written)
@@ -88,7 +89,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_ours(name: str, code: Collection[str]) -> bool:
-    """Whether a file belongs to a drafter: weights, files of methods, documents, or its `code`."""
+    """Whether a file of a repository belongs to a drafter: weights, files of methods, documents, or its `code`."""
     ours = (WEIGHTS, INDEX, *METHOD_FILES, *DOCUMENTS)
     return name in ours or name in code or bool(_SHARD.fullmatch(name))
 
@@ -104,16 +105,23 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config.weights_digest = digests(partial)
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(getattr(config, "target_name", ""))
-    entry = write_code(drafter.family(), partial)
+    place = partial / PLACE
+    place.mkdir(exist_ok=True)
+    for path in partial.glob("*.py"):  # of a derived class, saved by transformers
+        path.rename(place / path.name)
+    entry = write_code(drafter.family(), place)
     config.auto_map = drafter.code_map(entry)  # replaces another repository's
     if drafter.taps and not hasattr(config, "target_tap_layers"):
         config.reads_states = True  # for the card
-    config.code_files = sorted(path.name for path in partial.glob("*.py"))
+    config.code_files = sorted(path.name for path in place.glob("*.py"))
     config.save_pretrained(partial)
-    (partial / "custom_generate").mkdir(exist_ok=True)
     needed = REQUIREMENTS + ("" if stands_alone(config.auto_map) else "hf-hsdraft\n")
-    shutil.copyfile(GENERATE, partial / "custom_generate" / "generate.py")
-    (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
+    if (place / "generate.py").exists():
+        raise ImportError(
+            "code that travels with a drafter needs another file name than generate.py: that is a recipe's"
+        )
+    shutil.copyfile(GENERATE, place / "generate.py")
+    (place / "requirements.txt").write_text(needed, encoding="utf-8")
     if source is not None and _is_drafter(source, config.model_type):
         bring_known(source, partial)
     elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):

@@ -115,7 +115,8 @@ class RemoteModel:
     def _decode(
         self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
     ) -> DraftStatistics:
-        statistics = DraftStatistics()
+        name = "none" if drafter is None else type(drafter).__name__
+        statistics = DraftStatistics(drafter=name, target=f"{self._hello.target}, remote")
         keeper = Keeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))

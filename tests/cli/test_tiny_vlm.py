@@ -17,7 +17,9 @@ pytest.importorskip("PIL")
 @pytest.fixture
 def drafting(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    return importlib.import_module("tiny_vlm_drafting")
+    drafting = importlib.import_module("tiny_vlm_drafting")
+    monkeypatch.setattr(drafting, "NEW_TOKENS", 8)
+    return drafting
 
 
 @pytest.fixture
@@ -69,10 +71,10 @@ def test_families_that_would_not_see_the_picture_are_not_offered(drafting):
 def test_each_family_that_is_offered_trains_and_drafts(drafting, folder, tmp_path, capsys, family):
     assert family in drafting.FAMILIES
     fields = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 16}
-    drafting.train(folder, tmp_path / "out", family, fields, pictures=24, minutes=0.05)
+    drafting.train(folder, tmp_path / "out", family, fields, pictures=16, minutes=0.01)
     options = {"beam_width": 1, "tree_sizing": "fixed", "ngram_length": 0}
-    [found] = drafting.measure(folder, [str(tmp_path / "out")], 3, options)
-    assert "3 and 3 of 3" in capsys.readouterr().out
+    [found] = drafting.measure(folder, [str(tmp_path / "out")], 2, options)
+    assert "2 and 2 of 2" in capsys.readouterr().out
     for way in ("reuse", "anew"):
         assert sum(sum(call.drafted_nodes) for call in found.calls[way]) > 0, (
             "a drafter that drafts nothing is exact too"

@@ -47,12 +47,12 @@ CHANGES = {
 def test_packed_weights_are_left_out(monkeypatch, warnings, change):
     name, changed, reason = CHANGES[change]
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    plain = target.generate(ids, max_new_tokens=30, do_sample=False)
+    plain = target.generate(ids, max_new_tokens=16, do_sample=False)
     assert linears_to_pack(target, True), "as torch is"
     monkeypatch.setattr(torch.ops.mkldnn, name, changed)
     private_operators.can_pack.cache_clear()
     for _ in range(2):
-        drafted = target.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=make_drafter(target))
+        drafted = target.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=make_drafter(target))
         assert drafted.tolist() == plain.tolist()
     assert linears_to_pack(target, True) == []
     [said] = warnings
@@ -63,10 +63,10 @@ def test_packed_weights_are_left_out(monkeypatch, warnings, change):
 def test_8_bit_weights_are_left_out(monkeypatch, warnings, changed):
     drafter, ids = make_drafter(make_target(hidden_size=64)).bfloat16(), torch.arange(2, 11)[None]
     target = make_target(hidden_size=64)
-    plain = target.generate(ids, max_new_tokens=30, do_sample=False)
+    plain = target.generate(ids, max_new_tokens=16, do_sample=False)
     monkeypatch.setattr(torch, "_weight_int8pack_mm", changed)
     for _ in range(2):
-        drafted = target.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter)
+        drafted = target.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=drafter)
         assert drafted.tolist() == plain.tolist()
     [said] = warnings
     assert "8-bit weights" in said

@@ -101,8 +101,15 @@ def test_a_family_of_one_file_is_saved_loaded_and_exact(target, tiny, prompt, tm
 def test_its_own_files_travel_and_its_card_is_its_own(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
     config = edited(tmp_path)
-    assert config["auto_map"] == {"AutoConfig": "test_families.TinyConfig", "AutoModel": "test_families.TinyDrafter"}
-    assert config["code_files"] == ["test_families.py"] == [path.name for path in tmp_path.glob("*.py")]
+    assert config["auto_map"] == {
+        "AutoConfig": "custom_generate/test_families.TinyConfig",
+        "AutoModel": "custom_generate/test_families.TinyDrafter",
+    }
+    place = tmp_path / "custom_generate"
+    assert config["code_files"] == ["test_families.py"] == [path.name for path in place.glob("*_families.py")]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md", "config.json", "custom_generate", "generation_config.json", "model.safetensors"
+    }  # fmt: skip
     card = (tmp_path / "README.md").read_text()
     assert "of the family `tiny_block`" in card and "hidden states" not in card
     assert "by the code in this repository and `hf_hsdraft`" in card and "torch alone" not in card
@@ -116,7 +123,7 @@ def test_a_card_says_that_a_family_reads_hidden_states(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "of the family `tiny_block`" in card and "It reads hidden states of the model." in card
-    assert "It belongs to the weights of its target" in card and "2602.21224" not in card
+    assert "It was trained for the weights of its target" in card and "2602.21224" not in card
     assert "warns with what it measured" not in card
 
 
@@ -209,8 +216,8 @@ def test_a_family_of_whatever_base_is_the_one_that_is_saved(family, target, tmp_
     family(config).save_pretrained(tmp_path)
     config = edited(tmp_path)
     assert config["auto_map"] == {
-        "AutoConfig": f"test_families.{family.config_class.__name__}",
-        "AutoModel": f"test_families.{family.__name__}",
+        "AutoConfig": f"custom_generate/test_families.{family.config_class.__name__}",
+        "AutoModel": f"custom_generate/test_families.{family.__name__}",
     }
     assert "test_families.py" in config["code_files"]
     assert "hf-hsdraft" in (tmp_path / "custom_generate" / "requirements.txt").read_text()

@@ -292,22 +292,31 @@ def test_a_configuration_from_elsewhere_is_checked(target, folder, tmp_path):
         HSDrafter.from_pretrained(folder, config=wider, intermediate_size=64)
 
 
-@pytest.mark.parametrize("listed", [True, False], ids=["listed", "saved before there was a list"])
-def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, listed):
+@pytest.mark.parametrize("layout", ["now", "at the top", "at the top, before there was a list"])
+def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, layout):
     """A folder that is saved to again has the code of this version, and whatever somebody else put there."""
-    current = {path.name for path in folder.glob("*.py")}
-    assert set(edited(folder)["code_files"]) == current
-    (folder / "former_module.py").write_text("raise RuntimeError")
-    (folder / "app.py").write_text("print()")
-    if not listed:
-        with (folder / "hub_entry.py").open("a") as entry:
-            entry.write("\nfrom .former_module import nothing\n")
-    edited(folder, code_files=[*current, "former_module.py"] if listed else None)
+    place = folder / "custom_generate"
+    current = {path.name for path in place.glob("*.py")}
+    assert {*edited(folder)["code_files"], "generate.py"} == current and not list(folder.glob("*.py"))
+    listed = [*edited(folder)["code_files"], "former_module.py"]
+    if layout != "now":
+        for name in current - {"generate.py"}:
+            (place / name).rename(folder / name)
+        auto_map = {auto: entry.rpartition("/")[2] for auto, entry in edited(folder)["auto_map"].items()}
+        edited(folder, auto_map=auto_map)
+        place = folder
+    (place / "former_module.py").write_text("raise RuntimeError")
+    for name in ("app.py", "custom_generate/own.py"):
+        (folder / name).write_text("print()")
+    with (place / "hub_entry.py").open("a") as entry:
+        entry.write("\nfrom .former_module import nothing\n")
+    edited(folder, code_files=None if layout.endswith("list") else listed)
     loaded = HSDrafter.from_pretrained(folder)
-    (folder / "network.py").unlink()  # whatever is missing comes again
+    (place / "network.py").unlink()  # whatever is missing comes again
     for _ in range(2):
         loaded.save_pretrained(folder)
-        assert {path.name for path in folder.glob("*.py")} == current | {"app.py"}
+        assert {path.name for path in folder.glob("*.py")} == {"app.py"}
+        assert {path.name for path in (folder / "custom_generate").glob("*.py")} == current | {"own.py"}
     generate(target, HSDrafter.from_pretrained(folder), prompt)
 
 

@@ -205,7 +205,7 @@ def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
     monkeypatch.setattr(NgramSession, "continued", noted)
     mask = (REPEATING > 0).long()
     for rows in (slice(0, 1), slice(0, 2)):
-        call = {"attention_mask": mask[rows], "max_new_tokens": 24, "do_sample": do_sample}
+        call = {"attention_mask": mask[rows], "max_new_tokens": 24 if continues else 10, "do_sample": do_sample}
         if not do_sample or rows.stop == 1:
             as_plain(target, drafter, REPEATING[rows], **call)
             continue
@@ -218,16 +218,18 @@ def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
 
 def test_a_text_that_repeats_itself_takes_fewer_forwards(prompt):
     target = make_target(initializer_range=0.02)  # its text soon goes in circles
-    found = {}
+    plain, found = target.generate(prompt, max_new_tokens=60, do_sample=False), {}
     for length in (None, 0, 3):
         drafter = CachebackDrafter(**FREE) if length is None else make_drafter(target)
         if length is not None:
             drafter.generation_config.ngram_length = length
-        output = as_plain(target, drafter, prompt, max_new_tokens=80)
+        call = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+        output = target.generate(prompt, **call, assistant_model=drafter)
+        assert torch.equal(output.sequences, plain)
         assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
         found[length] = output.statistics
     assert found[3].target_forwards < 0.7 * found[0].target_forwards
-    assert found[None].target_forwards < 40 and found[None].tau > 2
+    assert found[None].target_forwards < 30 and found[None].tau > 2
 
 
 def test_a_text_that_repeats_itself_is_accepted_beyond_the_drafters_depth(monkeypatch):
@@ -238,7 +240,7 @@ def test_a_text_that_repeats_itself_is_accepted_beyond_the_drafters_depth(monkey
     draft = NgramSession.draft  # whose trees are deep by themselves; here only their first tokens are drafted
     monkeypatch.setattr(NgramSession, "draft", lambda self, asks: draft(self, [replace(ask, depth=1) for ask in asks]))
     for options.ngram_continuation in (0, 8):
-        output = as_plain(target, drafter, prompt, max_new_tokens=60)
+        output = as_plain(target, drafter, prompt, max_new_tokens=30)
         longest[options.ngram_continuation] = max(output.statistics.accepted_lengths)
     assert longest[0] <= 1 < longest[8]
 

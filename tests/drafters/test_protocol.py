@@ -17,7 +17,7 @@ from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import OwnChoice, Verdict, Verifier
 
-NEW = 24
+NEW = 12
 
 
 class ListDrafter(Drafter):

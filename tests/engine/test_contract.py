@@ -43,7 +43,7 @@ from hf_hsdraft.serve.chat import DraftColourStreamer
 from hf_hsdraft.verify.rejection import Rejection
 from hf_hsdraft.verify.verdict import OwnChoice
 
-NEW = 24
+NEW = 16
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 OUTPUTS = {
     "return_dict_in_generate": True,
@@ -236,11 +236,11 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 3),
     windowed=st.booleans(),
-    new=st.integers(1, 20),
+    new=st.integers(1, 16),
     ends=st.lists(st.integers(5, VOCAB - 1), max_size=12),
     penalty=st.sampled_from([1.0, 1.3]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_trees_acceptances_and_ends(targets, seed, rows, windowed, new, ends, penalty):
     """Random trees, random acceptance, random ends: tokens, scores and cache are those of plain decoding."""
     target, drafter = targets[windowed]
@@ -507,7 +507,7 @@ def test_chats_go_on_from_the_returned_cache(make):
     texts = []
     for assistant in (None, drafter):
         ids, cache = inputs["input_ids"], None
-        for turn in range(3):
+        for turn in range(2):
             given = {} if assistant is None else {"assistant_model": assistant}
             output = target.generate(ids, past_key_values=cache, **kwargs, **given)
             cache = output.past_key_values
@@ -537,10 +537,10 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     target = model_of("mistral", **LLAMA, head_dim=8, sliding_window=6)
     drafter = HSDrafter(HSDraftConfig.for_target(target, num_draft_steps=4, tree_size=8, draft_vocab_size=VOCAB))
     inputs = batch_of(2)
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
-    wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(60)]
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=32)
+    wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(32)]
     assistant = scripted(drafter, [plain[0, 12:].tolist(), wrong], 4)
-    drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=assistant)
+    drafted = target.generate(**inputs, do_sample=False, max_new_tokens=32, assistant_model=assistant)
     assert drafted.tolist() == plain.tolist()
 
 
@@ -655,7 +655,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
     target = make()
     drafter, call = make_drafter(target), {**GREEDY, "pad_token_id": 0, "return_dict_in_generate": True}
     call |= {"output_scores": True, "output_logits": True}
-    for seed in range(3):
+    for seed in range(2):
         inputs = batch_of(3, seed=seed)
         free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
         sequences = [tuple(row[at : at + 2]) for row, at in zip(free, (2, 8, 13), strict=True)]
@@ -697,7 +697,7 @@ def ending_apart(target, rows=4):
     for seed in range(100):
         inputs = batch_of(rows, seed=seed)
         free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
-        ends = [row[3 + 5 * index] for index, row in enumerate(free[:-1])]
+        ends = [row[2 + 3 * index] for index, row in enumerate(free[:-1])]
         lengths = [_length(row, ends) for row in free]
         if sorted(set(lengths)) == sorted(lengths) and max(lengths) - sorted(lengths)[-2] > 4:
             return inputs, ends
@@ -776,20 +776,25 @@ def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatc
 def test_the_cache_holds_the_end_of_every_row(make):
     """Also of a row that ends in the last round while a longer one, that ended before, decides the length."""
     target, found = make(), 0
+    drafter = make_drafter(target)
     for seed in range(20):
         inputs = batch_of(3, seed=seed)
         free = target.generate(**inputs, **GREEDY)[:, 12:].tolist()
         ends = [row[(3, 9, 14)[index]] for index, row in enumerate(free)]
-        plain, drafted = compare(target, make_drafter(target), inputs, seed=seed, eos_token_id=ends)
+        lengths = [_length(row, ends) for row in free]
+        if len(set(lengths)) == 1:
+            continue
+        found += 1
+        plain, drafted = compare(target, drafter, inputs, seed=seed, script=free, eos_token_id=ends)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
-        lengths = [_length(row, ends) for row in plain.sequences[:, 12:].tolist()]
-        found += len(set(lengths)) > 1
         for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
             for row, length in enumerate(lengths):
                 gone = plain.past_key_values.get_seq_length() - theirs.keys.shape[2]
                 held = slice(int((inputs["attention_mask"][row] == 0).sum()), max(12 + length - gone, 0))
                 torch.testing.assert_close(ours.keys[row, :, held], theirs.keys[row, :, held], atol=2e-4, rtol=2e-4)
-    assert found > 6
+        if found == 4:
+            return
+    pytest.fail("too few batches whose rows end apart")
 
 
 def test_the_rows_that_a_batch_waits_for_are_the_last_ones():
@@ -858,7 +863,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
     for rows in (2, 4):
         target_ability.known.clear()
         inputs = batch_of(rows, length=8, side=side)
-        kwargs = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+        kwargs = {"do_sample": False, "max_new_tokens": 36, "pad_token_id": 0}
         free = target.generate(**inputs, **kwargs)[:, 8:].tolist()
         ends = next(
             ([token] for token in free[0][4:20] if sum(token in text[:24] for text in free) < rows),

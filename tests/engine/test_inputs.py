@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from hf_hsdraft import CachebackDrafter, attach, detach
 
-TABLE = 40
+TABLE = 32
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def drafters(target, plain):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("offset", [0, 20, 28])
+@pytest.mark.parametrize("offset", [0, 12, 20])
 def test_no_draft_reads_beyond_a_table_of_positions(learned, rows, offset):
     """Counted from where the caller says that the prompt stands, also if the text ends before the table does."""
     ids = torch.randint(5, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
@@ -53,7 +53,7 @@ def test_frequencies_change_where_the_positions_say(prompt, offset):
     """Rotary frequencies that follow the furthest position of a forward."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
     target = make_target(rope_parameters=rope, max_position_embeddings=32)
-    call = {"position_ids": torch.arange(11)[None] + offset, "do_sample": False, "max_new_tokens": 40}
+    call = {"position_ids": torch.arange(11)[None] + offset, "do_sample": False, "max_new_tokens": 28}
     plain = target.generate(prompt, **call)
     for drafter in drafters(target, plain):
         assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
@@ -84,7 +84,7 @@ def test_prompts_of_int32(target, rows):
 
 # Caches that hold the text's beginning
 
-NEW = 24
+NEW = 12
 READ = 8  # tokens that the cache holds
 LATER = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
 
@@ -143,7 +143,7 @@ GOES_ON = ["new tokens", "one token", "other positions", "whole texts", "embeddi
 CHANGED = ["evicted", "evicted below the whole mask", "a longer mask", "hidden slots"]
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("rows", "padded"), [(1, False), (3, True)])
 @pytest.mark.parametrize("kind", [*GOES_ON, *CHANGED])
 def test_a_text_goes_on_from_a_cache(target, kind, rows, padded):
     """By what is given of the new tokens, and whatever the caller did to the cache."""
@@ -151,7 +151,7 @@ def test_a_text_goes_on_from_a_cache(target, kind, rows, padded):
     own = plain.past_key_values.layers[-1]
     for drafter in drafters(target, plain.sequences[:, -NEW:]):
         if kind == "static" and rows > 1:  # it has no room for a draft
-            with pytest.raises(ValueError, match="max_cache_len=35"):
+            with pytest.raises(ValueError, match="max_cache_len=23"):
                 target.generate(**going_on(target, kind, rows, padded), **LATER, assistant_model=drafter)
             continue
         drafted = target.generate(**going_on(target, kind, rows, padded), **LATER, assistant_model=drafter)
@@ -195,7 +195,7 @@ class Forgetful(DynamicCache):
 
 
 class Later(DynamicCache):
-    update = functools.partialmethod(forget, 26)
+    update = functools.partialmethod(forget, 18)
 
 
 def replaced():
@@ -220,7 +220,7 @@ def test_a_cache_that_drops_tokens_is_refused_before_work(target, make, rows):
     assert "its own update" in str(attachment.statistics.stepped_aside)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(3, 10), (1, 14), (1, 26), (3, 26)])
+@pytest.mark.parametrize(("rows", "most"), [(3, 10), (1, 14), (1, 20), (3, 20)])
 def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
     """In the prompts' forward or while single tokens are read the call goes on; a draft that it hits is an error."""
     target = make_target()  # not tried yet: the first tokens are read one by one
@@ -234,7 +234,8 @@ def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
         modules = [layer.self_attn for layer in target.model.layers]
         hooks = [module.register_forward_hook(drop) for module in modules if drops]
         try:
-            return target.generate(**batch_of(rows), **LATER, past_key_values=cache, **kwargs).sequences.tolist()
+            call = {**batch_of(rows), **LATER, "max_new_tokens": 16, "past_key_values": cache}
+            return target.generate(**call, **kwargs).sequences.tolist()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -82,7 +82,7 @@ def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
         assert route in card.text
 
 
-@pytest.mark.parametrize("module", ["hub_entry", "modeling_hsdraft", "own_drafter"])
+@pytest.mark.parametrize("module", ["custom_generate/hub_entry", "hub_entry", "modeling_hsdraft", "own_drafter"])
 def test_a_card_tells_whether_the_code_needs_the_package(folder, module):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"]["AutoModel"] = f"{module}.HSDrafter"
@@ -144,8 +144,8 @@ def test_chains_are_reported_by_length_and_category_and_by_depth(folder):
     card = ModelCard.load(folder / "README.md")
     table = "| acceptance length | k = 2 | k = 10 |\n| --- | --- | --- |\n| all prompts | 1.75 | 2.00 |"
     assert f"{table}\n| math | 3.00 | 3.00 |\n| prose | 1.75 | 2.00 |" in card.text
-    assert "| accepted, of all rounds | 0.50 | 0.25 | 0.00 |" in card.text
-    assert "| accepted, where all before were | 0.50 | 0.50 | 0.00 | not measured |" in card.text
+    assert "| accepted, share of all rounds | 0.50 | 0.25 | 0.00 |" in card.text
+    assert "| accepted, if all before were | 0.50 | 0.50 | 0.00 | not measured |" in card.text
     assert "1 + accepted drafted tokens / rounds" in card.text  # the definition
     assert "| tree (16 nodes, 4 deep) | 2.50 |" not in card.text  # the same command: the later report stays
     assert "Speed: not measured" in card.text and not (folder / "speed_up.png").exists()

@@ -35,7 +35,7 @@ def test_what_travels_can_be_read_before_it_is_trusted(make, tmp_path):
         assert ("hf_hsdraft" in names) == (path.name == "hub_entry.py")
         own = {"torch", "transformers", "huggingface_hub", "accelerate", "hf_hsdraft"} | sys.stdlib_module_names
         assert {name.partition(".")[0] for name in names} <= own
-    assert set(get_imports(tmp_path / "hub_entry.py")) <= {
+    assert set(get_imports(tmp_path / "custom_generate" / "hub_entry.py")) <= {
         "__future__",
         "transformers",
     }  # transformers demands these of the entry
@@ -101,10 +101,12 @@ def test_a_saved_drafter_names_entry_and_code(tmp_path):
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"] == {
-        "AutoConfig": "hub_entry.HSDraftConfig",
-        "AutoModel": "hub_entry.HSDrafter",
+        "AutoConfig": "custom_generate/hub_entry.HSDraftConfig",
+        "AutoModel": "custom_generate/hub_entry.HSDrafter",
     }
-    assert config["code_files"] == sorted(path.name for path in tmp_path.glob("*.py"))
+    place = tmp_path / "custom_generate"
+    assert sorted([*config["code_files"], "generate.py"]) == sorted(path.name for path in place.glob("*.py"))
+    assert not list(tmp_path.glob("*.py"))
     drafter.register_for_auto_class(AutoModel)  # as transformers does for code of a repository
     HSDraftConfig.register_for_auto_class()
     drafter.save_pretrained(tmp_path)
@@ -121,12 +123,12 @@ def test_a_class_that_somebody_derived_brings_its_code_once_it_is_registered(tmp
     own = importlib.import_module("own_drafter").OwnDrafter
     drafter = own(make_drafter(make_target()).config)
     drafter.save_pretrained(tmp_path / "plain")
-    assert not (tmp_path / "plain" / "own_drafter.py").exists()
+    assert not (tmp_path / "plain" / "custom_generate" / "own_drafter.py").exists()
     assert type(HSDrafter.from_pretrained(tmp_path / "plain")) is HSDrafter
     own.register_for_auto_class()
     drafter.save_pretrained(tmp_path / "registered")
     config = json.loads((tmp_path / "registered" / "config.json").read_text())
-    assert config["auto_map"]["AutoModel"] == "own_drafter.OwnDrafter"
+    assert config["auto_map"]["AutoModel"] == "custom_generate/own_drafter.OwnDrafter"
     assert {"own_drafter.py", "hub_entry.py"} <= set(config["code_files"])
     # As `AutoModel` does where the package was not imported before; else it takes what the package registered.
     remote = get_class_from_dynamic_module(config["auto_map"]["AutoModel"], tmp_path / "registered")
@@ -135,6 +137,6 @@ def test_a_class_that_somebody_derived_brings_its_code_once_it_is_registered(tmp
     assert loaded.mine and isinstance(loaded, HSDrafter) and not isinstance(loaded, own)
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == config["auto_map"]
-    assert (tmp_path / "again" / "own_drafter.py").exists()
+    assert (tmp_path / "again" / "custom_generate" / "own_drafter.py").exists()
     HSDrafter.register_for_auto_class()
     assert HSDrafter._auto_class is None  # whose code always travels

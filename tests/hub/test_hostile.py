@@ -140,8 +140,7 @@ def test_a_newer_format_asks_for_an_upgrade_and_older_ones_load(folder):
     old = {name: value for name, value in config.items() if name not in new | {"code_files", "auto_map"}}
     (folder / "config.json").write_text(json.dumps({**old, "injector": "path"}))
     shutil.rmtree(folder / "custom_generate")
-    for path in (*folder.glob("*.py"), folder / "README.md"):
-        path.unlink()
+    (folder / "README.md").unlink()
     drafter = HSDrafter.from_pretrained(folder)
     assert drafter.config.format_version == 1
     drafter.save_pretrained(folder)
@@ -300,7 +299,7 @@ def test_the_code_map_of_a_file_is_not_passed_on(folder, tmp_path):
 
 
 def test_no_code_beside_the_weights_is_run_by_the_package(folder, tmp_path):
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         path.write_text(f"import os; os.mkdir({str(tmp_path / 'harmed')!r})")
     change(folder, auto_map={"AutoConfig": "evil/repo--x.Y", "AutoModel": "evil/repo--x.Y"})
     HSDrafter.from_pretrained(folder)

@@ -30,17 +30,28 @@ TOKEN = "hf_NeverToBeSeenAnywhere"
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
-    f"{name}.py"
+    f"custom_generate/{name}.py"
     for name in (
         "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "network",
         "target_weights", "tensors", "travelling_config", "travelling_drafter", "trunk",
     )
 }  # fmt: skip
+ENTRY = "custom_generate/hub_entry.py"
 SAVED = CODE | {
     "README.md", "config.json", "custom_generate/generate.py", "custom_generate/requirements.txt",
     "generation_config.json", "model.safetensors",
 }  # fmt: skip
 REPOSITORY = SAVED | {".gitattributes"}
+
+
+def earlier(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of a repository as earlier versions laid them out: code at the top, but for the recipe."""
+    config = json.loads(files["config.json"])
+    config["auto_map"] = {auto: entry.removeprefix("custom_generate/") for auto, entry in config["auto_map"].items()}
+    moved = {name.removeprefix("custom_generate/") if name in CODE else name: data for name, data in files.items()}
+    return {**moved, "config.json": json.dumps(config).encode()}
+
+
 ALONE = "sys.modules['hf_hsdraft'] = None\n"  # as if the package were not installed
 
 
@@ -224,7 +235,7 @@ answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_m
     theirs = bench.hub.files("user/cared-for")
     assert set(theirs) == REPOSITORY | {"figures.json", "app.py"} and theirs["README.md"] == b"my own words"
     brought_up = bench.hub.files("user/former")  # its former code is gone, somebody's own stays
-    assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up["hub_entry.py"] == before["hub_entry.py"]
+    assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up[ENTRY] == before[ENTRY]
     assert set(bench.hub.files("user/remote", "changed")) <= REPOSITORY
     assert _files(bench.folder / "remote" / "same") == SAVED
     assert _files(bench.folder / "remote" / "changed") == SAVED - {"README.md"} | {"mine.txt"}
@@ -258,7 +269,7 @@ answer([found, type(remote).__module__, "hf_hsdraft" in sys.modules])
 def test_code_is_run_where_it_is_trusted_and_pinned_by_the_revision(bench, pushed):
     """A later commit that turns bad is not run by those who named the commit they had read."""
     first = bench.hub.put("user/turning", {name: bench_file(bench, name) for name in SAVED})
-    bench.hub.put("user/turning", {"hub_entry.py": b"raise RuntimeError('bad code ran')\n"})
+    bench.hub.put("user/turning", {ENTRY: b"raise RuntimeError('bad code ran')\n"})
     found = bench.child(
         ALONE
         + f"""
@@ -276,6 +287,23 @@ answer([
     )
     assert found[:2] == [["ok", bench.plain]] * 2 and found[2] == ["RuntimeError", "bad code ran"]
     assert all(kind == "ValueError" and "trust_remote_code" in message for kind, message in found[3:])
+
+
+def test_repositories_of_the_earlier_layout_load_by_both_routes(bench, pushed):
+    """Their code is at the top of the repository; saved again without the package it stays there."""
+    bench.hub.put("user/earlier-layout", earlier(bench.hub.files(pushed)))
+    assert "hub_entry.py" in bench.hub.files("user/earlier-layout")
+    routes = """
+remote = AutoModel.from_pretrained("user/earlier-layout", trust_remote_code=True)
+recipe = dict(custom_generate="user/earlier-layout", trust_remote_code=True)
+remote.save_pretrained("remote/earlier")
+again = AutoModel.from_pretrained("remote/earlier", trust_remote_code=True)
+answer([[tokens(assistant_model=remote), tokens(**recipe), tokens(assistant_model=again)], type(remote).__module__])
+"""
+    texts, module = bench.child(ALONE + routes, home="no_package", package=False)
+    assert texts == [bench.plain] * 3 and module.startswith("transformers_modules.user.earlier")
+    texts, module = bench.child(routes, home="shell")
+    assert texts == [bench.plain] * 3 and module.startswith("hf_hsdraft.")
 
 
 def bench_file(bench, name: str) -> bytes:
@@ -377,14 +405,16 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
     bench.hub.put("user/lived-in", theirs)
     config = json.loads(bench_file(bench, "config.json"))
     config["code_files"].append("former_module.py")
-    former = {"config.json": json.dumps(config).encode(), "former_module.py": b"of an earlier version"}
-    bench.hub.put("user/former", {**theirs, **former})
+    former = {"config.json": json.dumps(config).encode(), "custom_generate/former_module.py": b"of an earlier version"}
+    bench.hub.put("user/former", {**theirs, **former, "custom_generate/mine.py": b"print()"})
+    saved = {name: bench_file(bench, name) for name in SAVED - {"README.md"}}
+    bench.hub.put("user/earlier", {**theirs, **earlier(saved)})
     other = {"config.json": b'{"model_type": "llama"}', "model-00001-of-00002.safetensors": b"somebody's"}
     bench.hub.put("user/other-model", other)
     found = bench.child(
         """
 drafter = HSDrafter.from_pretrained("drafter")
-for name in ("user/lived-in", "user/former"):
+for name in ("user/lived-in", "user/former", "user/earlier"):
     drafter.push_to_hub(name)
 drafter.save_pretrained("mine", push_to_hub=True, repo_id="user/saved-and-sent")
 answer([
@@ -395,8 +425,10 @@ answer([
         home="author",
         token=TOKEN,
     )
-    for name, gone in (("user/lived-in", set()), ("user/former", {"figures.json", "acceptance.png"})):
+    documents = {"figures.json", "acceptance.png"}
+    for name, gone in (("user/lived-in", set()), ("user/former", documents), ("user/earlier", documents)):
         files = bench.hub.files(name)
+        assert (files.pop("custom_generate/mine.py", None) is not None) == (name == "user/former")
         kept = {file for file in theirs if files.get(file) == theirs[file]}
         assert kept == set(theirs) - gone
         assert set(files) == REPOSITORY | kept

@@ -204,7 +204,11 @@ SETTINGS = [
 def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, end, sampled):
     """An end token ends the text, whoever chose it. Inside a window of fly it is a token like others."""
     rule, forgiven, parted, ends_ahead = a_rule(name, values), 0, 0, 0
+    inside = end is None or name != "fly" or not values["fly_window"]  # of a window no end token is looked for
     for seed in range(200 if end is None else 500):
+        enough = min(forgiven, parted) > 10 and (inside or ends_ahead)
+        if enough and seed >= 60:
+            break
         table = Table(seed, sampled)
         tree = table.tree(width)
         verdict = rule.judge(tree, replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end))
@@ -221,7 +225,7 @@ def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, end
             cut = verdict.cut(tree, length)
             assert tokens_of(tree, cut) == emitted[: length + 1]
             assert [paths[node] for node in cut.relaxed] == [each for each in others if len(each) <= length + 1]
-    assert forgiven > 10 and parted > 10 and (end is None or name != "fly" or not values["fly_window"] or ends_ahead)
+    assert forgiven > 10 and parted > 10 and (inside or ends_ahead)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -247,7 +251,7 @@ def test_a_token_that_the_target_does_not_score_is_never_accepted(name):
 def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
     exact, loose = a_rule(name, EXACT[name]), a_rule(name, LOOSE[name])
     differing = 0
-    for seed in range(400):
+    for seed in range(150):
         table = Table(seed, sampled)
         tree = table.tree(3)
         expected = OwnChoice().judge(tree, table.nodes(tree))
@@ -269,7 +273,8 @@ def opted_in(target, name: str, values: dict, folder=None, **options):
     return drafter
 
 
-CALL = {"max_new_tokens": 40, "return_dict_in_generate": True}
+NEW = 16
+CALL = {"max_new_tokens": NEW, "return_dict_in_generate": True}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -280,7 +285,7 @@ def test_calls_at_the_exact_end_are_plain_decoding_and_looser_ones_say_what_they
 ):
     ids = prompt.expand(rows, -1).clone()
     ids[:, 0] = torch.arange(5, 5 + rows)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=40)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
     exact = opted_in(target, name, EXACT[name], tmp_path / "exact", ngram_length=ngrams)
     output = target.generate(ids, do_sample=False, assistant_model=exact, **CALL)
     assert output.sequences.tolist() == plain.tolist() and output.statistics.relaxed_tokens == 0
@@ -295,10 +300,10 @@ def test_calls_at_the_exact_end_are_plain_decoding_and_looser_ones_say_what_they
     assert output.statistics.tau > 1 and not output.exact
 
 
-@pytest.mark.parametrize(("name", "values"), [*EXACT.items(), ("fly", {"fly_entropy": 0.0, "fly_window": 20})], ids=str)
+@pytest.mark.parametrize(("name", "values"), [*EXACT.items(), ("fly", {"fly_entropy": 0.0, "fly_window": 10})], ids=str)
 def test_sampling_that_forgives_nothing_draws_as_plain_decoding(target, prompt, name, values, tmp_path):
     """Fly looks ahead at every mismatch by the last values, and nothing is as long as its window."""
-    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0, "temperature": 2.0}
+    call = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, "temperature": 2.0}
     exact = opted_in(target, name, values, tmp_path / "exact")
     loose = opted_in(target, name, LOOSE[name], tmp_path / "loose")
     texts, after = [], []
@@ -342,7 +347,7 @@ def test_rows_of_a_batch_end_each_for_itself(chatty, prompt, name, sampled, tmp_
     """By rules that accept end tokens too. At its exact end each row is plain decoding's, by its own draws."""
     ids, end = prompt.expand(4, -1).clone(), chatty.config.eos_token_id
     ids[:, 0] = torch.arange(5, 9)
-    call = {"do_sample": sampled, "max_new_tokens": 40, "return_dict_in_generate": True}
+    call = {"do_sample": sampled, "max_new_tokens": 40 if sampled else 24, "return_dict_in_generate": True}
     call |= {"temperature": 1.5, "top_k": 0} if sampled else {}
     exact = opted_in(chatty, name, EXACT[name], tmp_path / "exact")
     torch.manual_seed(7)

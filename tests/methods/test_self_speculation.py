@@ -345,7 +345,9 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is SelfDrafter and loaded.config.draft_layers == 2 and loaded.config.draft_vocab_size == 40
-    assert {"hub_entry.py", "travelling_drafter.py"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"hub_entry.py", "travelling_drafter.py"} <= {
+        path.name for path in (tmp_path / "out" / "custom_generate").iterdir()
+    }
     as_plain(chatty, loaded.float(), padded(1), max_new_tokens=12)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| family | self |" in card and "first 2 of 3 layers" in card

@@ -70,7 +70,7 @@ def test_bfloat16_runs_and_drafts_well(pair):
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.02  # whatever else runs here
     for _ in range(2):  # the first call begins with plain rounds, to try the target
         output = target.generate(
-            **inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+            **inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
         )
     assert output.statistics.tau > 1.5
 

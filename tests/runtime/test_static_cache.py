@@ -204,13 +204,13 @@ def test_verification_is_compiled_once(prompt, graphs):
 @pytest.mark.slow
 def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
     """Verification and single steps: two shapes, also if plain decoding was compiled before."""
-    target = make_target(num_hidden_layers=2)
+    target = make_target()
     drafter = make_drafter(target, tree_size=TREE_SIZE)
-    plain = decode(target, prompt)
+    plain = decode(target, prompt, new_tokens=40)
     config = graphs.config()
-    assert decode(target, prompt, cache_implementation="static", compile_config=config).equal(plain)
+    assert decode(target, prompt, new_tokens=40, cache_implementation="static", compile_config=config).equal(plain)
     cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1)
-    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), past_key_values=cache, compile_config=config)
+    output = decode(target, prompt, scripted(drafter, plain[:, 11:]), 40, past_key_values=cache, compile_config=config)
     assert output.sequences.equal(plain)
     assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) <= 4
 

@@ -97,7 +97,7 @@ def test_trees(name, rows):
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_where_a_tree_cannot_be(name, rows):
     model_type, fields, reason = CHAINS[name]
-    assert reason in check(model_of(model_type, **fields), "chain", rows).reason
+    assert reason in check(model_of(model_type, **fields), "chain", rows, max_new_tokens=24).reason
 
 
 def test_a_bare_cache_of_the_caller():
@@ -113,14 +113,13 @@ BART |= {"decoder_ffn_dim": 64, "init_std": 0.3, "max_position_embeddings": 128,
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "initializer_factor": 2.0}
 
 
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    ("model_type", "fields", "layers"),
+    ("model_type", "fields", "layers", "rows"),
     [
-        ("bart", {**BART, "encoder_layers": 1, "decoder_layers": 4}, 4),
-        ("bart", {**BART, "encoder_layers": 4, "decoder_layers": 2}, 2),
-        ("t5", {**T5, "num_layers": 3}, 3),
-        ("t5", {**T5, "num_layers": 4, "num_decoder_layers": 2}, 2),
+        ("bart", {**BART, "encoder_layers": 1, "decoder_layers": 3}, 3, 1),
+        ("bart", {**BART, "encoder_layers": 4, "decoder_layers": 2}, 2, 2),
+        ("t5", {**T5, "num_layers": 3}, 3, 2),
+        ("t5", {**T5, "num_layers": 4, "num_decoder_layers": 2}, 2, 1),
     ],
 )
 def test_encoder_decoders(model_type, fields, layers, rows):
@@ -130,7 +129,8 @@ def test_encoder_decoders(model_type, fields, layers, rows):
     assert drafter.config.target_num_hidden_layers == layers
     plain = text(target, rows, **states)
     drafted = text(target, rows, scripted(drafter, plain.sequences[:, 1:]), **states)
-    assert drafted.sequences.tolist() == plain.sequences.tolist() == text(target, rows, drafter).tolist()
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert text(target, rows, drafter, max_new_tokens=12).tolist() == plain.sequences[:, :13].tolist()
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
         assert [state.shape for state in ours] == [state.shape for state in theirs]
@@ -195,15 +195,15 @@ def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
     """No draft reaches over the change, and beyond it drafts go on where the library's frequencies allow."""
     if kind == "dynamic":
         target = make_target(
-            rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=24
+            rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=20
         )
     else:
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-        rope |= {"original_max_position_embeddings": 24, "factor": 4.0}
-        fields = {**LLAMA, "max_position_embeddings": 96, "rope_parameters": rope}
+        rope |= {"original_max_position_embeddings": 20, "factor": 4.0}
+        fields = {**LLAMA, "max_position_embeddings": 80, "rope_parameters": rope}
         target = model_of("phi3" if model_type == "phi3" else "llama", **fields)
         if model_type == "phi3":  # it computes its cache anew at the change
-            target.config.original_max_position_embeddings = 24
+            target.config.original_max_position_embeddings = 20
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert drafted.statistics.tau > 1.05
@@ -215,7 +215,7 @@ def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
 def test_flex_attention_reads_trees():
     """Where flex attention itself reads rightly: on some processors its compiled kernel gives NaN for some lengths."""
     target, other = make_target("flex_attention"), make_target("sdpa")
-    if not torch.equal(*(text(each, max_new_tokens=36) for each in (target, other))):
+    if not torch.equal(*(text(each, max_new_tokens=28) for each in (target, other))):
         pytest.skip("plain decoding by flex attention and by sdpa give different texts here")
     check(target, "tree")
 
@@ -259,9 +259,8 @@ def test_quantised_targets(name):
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     expected = target.lm_head.unpacked()[weights.vocab_ids]
     torch.testing.assert_close(weights.head, expected, atol=1e-5, rtol=1e-5)
-    for rows in (1, 2):
-        agree(target, rows, drafter)
-        check(target, "tree", rows)
+    agree(target, 1, drafter)
+    check(target, "tree", 2)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -466,7 +465,7 @@ def test_after_a_failed_trial_the_cache_holds_what_plain_decoding_reads(monkeypa
     assert "nothing is drafted beyond" in drafted.statistics.reason
 
 
-def repeating(target, rows: int = 1, prompt: int = 12, new: int = 48, **drafting):
+def repeating(target, rows: int = 1, prompt: int = 12, new: int = 30, **drafting):
     """A plain and a drafted text, by a drafter that knows the plain one: its drafts are as long as they may be."""
     inputs = {"input_ids": torch.randint(2, VOCAB, (rows, prompt), generator=torch.Generator().manual_seed(prompt))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -486,10 +485,10 @@ def test_queries_scaled_by_cache_slot(rows):
     fields |= {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 0], "moe_layers": [1], "attn_scale": 2.0}
     target = model_of("llama4_text", **fields, floor_scale=24)
     for prompt in (12, 20, 23):  # a trial would lie over the step, or just before it
-        plain, drafted = repeating(target, rows, prompt)
+        plain, drafted = repeating(target, rows, prompt, new=28)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         ids = plain.sequences[:, :prompt]
-        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 24}
+        settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "max_new_tokens": 14}
         agree(target, **settings)  # trees with many branches
     assert drafted.statistics.tau > 1.5
     assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")
@@ -513,8 +512,8 @@ def test_keys_chosen_by_scores_that_may_be_equal(name, rows):
     """Which of equal keys are chosen depends on how many stand in the cache: nothing is drafted beyond so many."""
     model_type, fields = CHOOSING[name]
     target = model_of(model_type, **fields)
-    for prompt in (8, 12, 22, 30):
-        plain, drafted = repeating(target, rows, prompt)
+    for prompt in (8, 22, 30):
+        plain, drafted = repeating(target, rows, prompt, new=20)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert (
             name in drafted.statistics.reason and "nothing is drafted beyond position 23" in drafted.statistics.reason
@@ -585,7 +584,7 @@ def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows, tuned
     found = []
     for _ in range(4):
         before = len(trials)
-        plain, drafted = repeating(target, rows)
+        plain, drafted = repeating(target, rows, new=26)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert "nothing is drafted beyond" in drafted.statistics.reason
         found.append(len(trials) - before)
@@ -600,9 +599,10 @@ def test_a_call_of_one_text_goes_on_where_it_finds_that_long_texts_are_misread(m
     misread_beyond(monkeypatch, target, 25, "drafts")
     drafter = make_drafter(target)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    plain = text(target, return_dict_in_generate=True)
+    call = {"max_new_tokens": 24, "return_dict_in_generate": True}
+    plain = text(target, **call)
     for _ in range(3):
-        drafted = text(target, drafter=drafter, return_dict_in_generate=True)
+        drafted = text(target, drafter=drafter, **call)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert "nothing is drafted beyond" in drafted.statistics.reason
         assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
@@ -634,7 +634,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     target = make_target()
     target.config.keep_last = 32
     misread_beyond(monkeypatch, target, 32, what)
-    plain, drafted = repeating(target, rows=3)
+    plain, drafted = repeating(target, rows=3, new=40)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert "nothing is drafted beyond" in drafted.statistics.reason
 
@@ -658,7 +658,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     monkeypatch.setattr(HSDraftSession, "observe", noting)
     monkeypatch.setattr(Drafting, "rest", resting)
     for drafter in (CachebackDrafter(plain.sequences.tolist()), make_drafter(target)):
-        call = {"max_new_tokens": 60, "return_dict_in_generate": True}
+        call = {"max_new_tokens": 40, "return_dict_in_generate": True}
         plain, drafted = text(target, 3, **call), text(target, 3, drafter, **call)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         furthest = int(drafted.statistics.reason.split(" tokens:")[0].split()[-1])
@@ -676,10 +676,10 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
     target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
     plain, drafted = repeating(target, rows)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert len(trials) == 3 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
+    assert len(trials) == 2 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert len(trials) == 3  # of texts as long as the first one's, everything is known
+    assert len(trials) == 2  # of texts as long as the first one's, everything is known
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -706,7 +706,7 @@ def test_two_rows_of_a_batch_are_tried(monkeypatch, padded, tuned):
     inputs = batch_of(5)
     if not padded:
         inputs = {"input_ids": inputs["input_ids"][:1].repeat(5, 1)}
-    plain, drafted = compare(target, make_drafter(target), inputs, max_new_tokens=40)
+    plain, drafted = compare(target, make_drafter(target), inputs, max_new_tokens=24)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert len(sizes) == 12 and set(sizes) == {2}  # six forwards a trial
 
@@ -719,7 +719,7 @@ def test_how_long_a_trial_counts():
     assert target_limits.known_until(target, 201, doubling=False) == sys.maxsize
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "lfm3", "mamba"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bloom", "lfm3", "mamba"])
 def test_the_support_table_tells_trees_chains_and_refusals(model_type):
     rows = [check_type("causal", *row) for row in model_types("causal") if row[0] == model_type]
     expected = {"bloom": "chain", "lfm3": "chain", "mamba": "refused"}.get(model_type, "tree")

@@ -26,6 +26,7 @@ from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.generating import DrawnToken, user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
+from hf_hsdraft.training.data.recording import TapRecorder
 from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
 
 
@@ -302,3 +303,51 @@ def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatt
     again = features.FeatureCache(chatty, [1, 2], tmp_path).dataset([chats[5], *chats[:2], chats[5]])  # other company
     assert not forwards
     assert [len(each.input_ids) for each in again] == [len(chats[index].input_ids) for index in (5, 0, 1, 5)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_the_target_reads_as_it_answers_is_not_read_again(chatty, tokenizer, tmp_path, monkeypatch, temperature):
+    """Recorded features are those of a forward over the whole chat, as far as answers are learned from."""
+    from hf_hsdraft.training.data import features
+
+    cache = features.FeatureCache(chatty, [1, 2], tmp_path)
+    prompts = [Prompt.of([" ".join(f"w{n}" for n in range(index, 2 * index + 1))]) for index in range(1, 13)]
+    sizes = {"max_new_tokens": 12, "batch_size": 12, "temperatures": (temperature,)}
+    torch.manual_seed(0)
+    [answers] = answer_prompts(chatty, tokenizer, prompts, **sizes, recorder=TapRecorder(cache.layers))
+    if temperature:
+        assert len({answered.new_tokens for answered in answers}) > 1  # rows end at different steps
+    chats = [tokenize_conversation(tokenizer, Conversation.of(each.messages), 100) for each in answers]
+    cache.keep((chat, *answered.read) for chat, answered in zip(chats, answers, strict=True))
+    lengths = [min(len(chat.input_ids), len(answered.read[0])) for chat, answered in zip(chats, answers, strict=True)]
+    # A random target says words that its tokenizer writes otherwise: such chats are read again.
+    same = [
+        torch.equal(chat.input_ids[:length], answered.read[0][:length])
+        for chat, answered, length in zip(chats, answers, lengths, strict=True)
+    ]
+    assert same.count(True) >= 3
+    chats, answers = ([each for each, kept in zip(all_, same, strict=True) if kept] for all_ in (chats, answers))
+    alone = [features.read_features(chatty, [1, 2], [chat])[0] for chat in chats]
+    monkeypatch.setattr(features, "read_features", None)
+    for chat, kept, read in zip(chats, cache.dataset(chats), alone, strict=True):
+        goals = kept.answer_mask.nonzero()
+        assert len(goals) >= int(chat.answer_mask.sum()) - 1 and not (kept.answer_mask & ~chat.answer_mask).any()
+        learned = int(goals.max())  # the last token that is predicted, from the states before it
+        assert torch.equal(kept.input_ids, chat.input_ids)
+        torch.testing.assert_close(kept.final[:learned].float(), read.final[:learned].float(), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(kept.taps[:learned].float(), read.taps[:learned].float(), atol=2e-2, rtol=2e-2)
+    wrong = answers[0].read[0].clone()
+    wrong[3] += 1
+    other = features.FeatureCache(chatty, [1, 2], tmp_path / "other")
+    other.keep([(chats[0], wrong, answers[0].read[1])])
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_recorded_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
+    prompts = [Prompt.of([f"w{index} w1"]) for index in range(5)]
+    sizes = {"temperatures": (0.0,), "max_new_tokens": 10, "batch_size": 5}
+    answers = [
+        [each.messages for batch in answer_prompts(chatty, tokenizer, prompts, **sizes, **more) for each in batch]
+        for more in ({}, {"recorder": TapRecorder([1])})
+    ]
+    assert answers[0] == answers[1]

@@ -137,6 +137,7 @@ class Session:
 
     # Drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
     free = False
+    listens = False  # whether it observes all rounds of a call in which nothing can be drafted
     takes_ngrams = True  # whether n-grams may be put in front, as `ngram_length` asks
     # Hashable; what the time of a draft depends on besides the session's class, target, options and depth
     kind: tuple[Any, ...] = ()
@@ -189,6 +190,25 @@ class Drafter:
         super().__init_subclass__(**kwargs)
         if vars(cls).get("__hash__") is None:  # dataclasses and classes with `__eq__` have none
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+        if getattr(cls, "extra_repr", None) is nn.Module.extra_repr:  # printed above the modules
+            cls.extra_repr = Drafter.summary  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary()})"
+
+    def summary(self) -> str:
+        """What it is, in a few lines: target, shape of its drafts, hidden states that it reads, size."""
+        options, lines = getattr(self, "generation_config", None), list[str]()
+        if name := getattr(getattr(self, "config", None), "target_name", ""):
+            lines.append(f"for the target {name}")
+        if options is not None:
+            shape = "num_assistant_tokens", "tree_size", "beam_width", "ngram_length", "verification"
+            lines.append(", ".join(f"{each}={getattr(options, each, None)}" for each in shape))
+        if taps := getattr(self, "taps", ()):
+            lines.append(f"reads the target's hidden states {', '.join(map(str, taps))}")
+        if isinstance(self, nn.Module) and (count := weights_of(self)):
+            lines.append(f"{count / 1e6:.1f}M parameters")
+        return "\n".join(lines)
 
     def default_generation_config(self) -> GenerationConfig:
         """The default drafting options."""

@@ -108,7 +108,8 @@ class TravellingDrafter(PreTrainedModel):
             config, _ = PreTrainedConfig.get_config_dict(repo_id, revision=revision, token=token)
             if (found := config.get("model_type")) != self.config.model_type:
                 raise ValueError(f"{repo_id} holds a model of type {found!r}, not a drafter: nothing was sent")
-            code = set(filter(is_code_file, config.get("code_files") or ()))
+            place = str((config.get("auto_map") or {}).get("AutoModel")).rpartition("/")[0]  # "" in earlier versions
+            code = {f"{place}/{name}".lstrip("/") for name in filter(is_code_file, config.get("code_files") or ())}
             stale = {each for each in there if each in code or _OF_WEIGHTS.match(each)}
         options["delete_patterns"] = sorted(each for each in stale if not (folder / each).is_file()) or None
         options["ignore_patterns"] = ["README.md"] if "README.md" in there else None

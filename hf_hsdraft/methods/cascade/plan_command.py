@@ -21,18 +21,21 @@ NGRAMS = "n-grams"
 def plan(
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", help="Hub name or folder; repeat for several. Language models may stand in between."),
+        typer.Option(
+            "--drafter",
+            help="Hub name or folder of a drafter; repeat for several. Language models may be intermediate levels.",
+        ),
     ] = None,
     prompts: PromptsOption = None,
     target: TargetOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")] = 6,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=16)] = 64,
-    measure: Annotated[bool, typer.Option("--measure", help="Also decode by the plans, and compare.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="With --measure: how often all prompts are decoded.")] = 1,
+    measure: Annotated[bool, typer.Option("--measure", help="Decode by the plans too, and compare.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="How often --measure decodes all prompts.")] = 1,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Save the recommended hierarchy here, if it is one.")
+        Path | None, typer.Option(file_okay=False, help="Folder for the recommended plan, if that is a hierarchy.")
     ] = None,
 ) -> None:
     """Calculates the best hierarchy of n-grams, the drafters named and the target, from costs and acceptances.

@@ -20,14 +20,16 @@ from ...cli._shared import (
 app = typer.Typer()
 
 
-@app.command(short_help="Search which layers a target can leave out when it drafts.")
+@app.command(short_help="Search for layers that a target can skip when it drafts.")
 def skip_layers(
     out: OutOption,
     prompts: PromptFileOption = None,
     target: TargetOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts in all, evenly from all categories.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
-    most: Annotated[int | None, typer.Option(min=1, help="Layers to leave out at most; default: all but two.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 48,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of layers to skip; default: all but two.")
+    ] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:

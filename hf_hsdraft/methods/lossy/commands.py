@@ -33,10 +33,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
-TasksOption = Annotated[str, typer.Option(help=f"Comma-separated: {TASKS.replace(',', ', ')}.")]
+TasksOption = Annotated[str, typer.Option(help=f"Tasks, comma-separated: {TASKS.replace(',', ', ')}.")]
 QuestionsOption = Annotated[
     list[Path] | None,
-    typer.Option(exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if it is one."),
+    typer.Option(
+        exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if the answer is one of these."
+    ),
 ]
 RulesOption = Annotated[
     str,
@@ -47,11 +49,11 @@ RulesOption = Annotated[
 ]
 SpeedOption = Annotated[
     bool,
-    typer.Option(help="Speeds too; --no-speed where the machine does something else: drafts have a fixed size then."),
+    typer.Option(help="Measure speed too; --no-speed suits a busy machine, and fixes the size of drafts."),
 ]
 AnswersOption = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."),
+    typer.Option(dir_okay=False, help="File that keeps answers as they come; an interrupted run resumes from it."),
 ]
 
 
@@ -85,15 +87,16 @@ def going_on_from(kept: Path | None) -> Iterator[None]:
 def quality(
     rules: RulesOption = "fly,typical",
     thresholds: Annotated[
-        str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5; all have to be in its range.")
+        str,
+        typer.Option(help="Measure each rule with these thresholds too, e.g. 0.1,0.3,0.5; all must be in its range."),
     ] = "",
     tasks: TasksOption = TASKS,
     questions: QuestionsOption = None,
-    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 200,
+    items: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 200,
     max_new_tokens: NewTokensOption = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampled answers; 0 leaves them out.")] = 0.7,
-    greedy: Annotated[bool, typer.Option(help="Also greedy answers.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the questions and of the sampled answers.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampled answers; 0 omits them.")] = 0.7,
+    greedy: Annotated[bool, typer.Option(help="Measure greedy answers too.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed for choosing questions and sampling answers.")] = 0,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -101,7 +104,7 @@ def quality(
     answers: AnswersOption = None,
     speed: SpeedOption = True,
     json_out: JsonOption = None,
-    picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG file for the curve of accuracy against speed.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
     from ...bench.machine import processor
@@ -182,19 +185,20 @@ def _answer(
 @app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
 def train_verifier(
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of a drafter to write; default: the drafter's own.")
+        Path | None,
+        typer.Option(file_okay=False, help="Folder of the drafter to write to; default: the given drafter's."),
     ] = None,
     tasks: TasksOption = TASKS,
     questions: QuestionsOption = None,
-    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
-    places: Annotated[int, typer.Option(min=1, help="Mismatches that are labelled, at most, of each question.")] = 2,
-    roll_outs: Annotated[int, typer.Option(min=1, help="Answers sampled from each of the two tokens.")] = 20,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
+    items: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 100,
+    places: Annotated[int, typer.Option(min=1, help="Maximum number of mismatches to label per question.")] = 2,
+    roll_outs: Annotated[int, typer.Option(min=1, help="Answers to sample from each of the two tokens.")] = 20,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of these answers.")] = 0.7,
     max_new_tokens: NewTokensOption = 64,
-    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for all random choices.")] = 0,
     labels: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Keep the labels here as they come. A run that was stopped goes on from it."),
+        typer.Option(dir_okay=False, help="File that keeps labels as they come; an interrupted run resumes from it."),
     ] = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,

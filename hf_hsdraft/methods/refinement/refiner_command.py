@@ -12,21 +12,21 @@ from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit,
 app = typer.Typer()
 
 
-@app.command("train-refiner", short_help="Train what refines the drafts of a drafter.")
+@app.command("train-refiner", short_help="Train a refiner of a drafter's drafts.")
 def train_refiner(
     train: Annotated[
         list[Path],
-        typer.Option("--train", exists=True, help="Answers of the target: JSONL, or a run's folder; repeat."),
+        typer.Option("--train", exists=True, help="Answers of the target: JSONL, or the folder of a run; repeat."),
     ],
     drafter: DrafterOption = None,
     target: TargetOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Save the drafter here, with the refiner; default: beside its weights."),
+        typer.Option(file_okay=False, help="Folder for the drafter with the refiner; default: beside its weights."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="How often the answers are gone through.")] = 1,
-    held_out: Annotated[int, typer.Option(min=2, help="One of so many chats is held out.")] = 20,
-    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a chat; the rest is cut.")] = 1024,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the answers.")] = 1,
+    held_out: Annotated[int, typer.Option(min=2, help="Hold out one chat in this many.")] = 20,
+    max_length: Annotated[int, typer.Option(min=8, help="Maximum tokens per chat; the rest is cut.")] = 1024,
     seed: int = 0,
     device: DeviceOption = "cpu",
 ) -> None:

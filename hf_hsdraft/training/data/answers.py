@@ -14,6 +14,7 @@ from .conversations import Message, Prompt, with_padding
 from .dataset import RowFolder
 from .generating import reply
 from .inventing import invent_turns
+from .recording import TapRecorder
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
@@ -22,12 +23,18 @@ _PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation that the target finished; `new_tokens` counts the tokens of all answers."""
+    """A conversation that the target finished.
+
+    Attributes:
+        new_tokens: number of tokens of all answers.
+        read: see `Reply.read`, of the last answer.
+    """
 
     prompt: Prompt
     temperature: float
     messages: list[Message]
     new_tokens: int
+    read: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:
@@ -64,6 +71,7 @@ def answer_prompts(
     invented_turns: int = 0,
     seed: int = 0,
     shuffled: bool = False,
+    recorder: TapRecorder | None = None,
 ) -> Iterator[list[Answered]]:
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
@@ -71,6 +79,7 @@ def answer_prompts(
         shuffled: whether the batches behind the first come in random order, for learning from them as they arrive.
         temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
+        recorder: keeps the hidden states of what is read.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
@@ -87,7 +96,7 @@ def answer_prompts(
         random.Random(seed).shuffle(further)
         batches[1:] = further
     for temperature, batch in batches:
-        yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed)
+        yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed, recorder)
 
 
 def store_answers(
@@ -142,17 +151,22 @@ def _answer_batch(
     max_new_tokens: int,
     invented_turns: int,
     seed: int,
+    recorder: TapRecorder | None,
 ) -> list[Answered]:
     histories: list[list[Message]] = [[] for _ in batch]
     tokens = [0] * len(batch)
+    read: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(batch)
     turns = [list(prompt.turns) for prompt in batch]
     while active := [index for index, left in enumerate(turns) if left]:
         for index in active:
             histories[index].append({"role": "user", "content": turns[index].pop(0)})
-        replies = reply(target, tokenizer, [histories[index] for index in active], temperature, max_new_tokens)
-        for index, (text, count) in zip(active, replies, strict=True):
-            histories[index].append({"role": "assistant", "content": text})
-            tokens[index] += count
+        chats = [histories[index] for index in active]
+        for index, each in zip(
+            active, reply(target, tokenizer, chats, temperature, max_new_tokens, recorder), strict=True
+        ):
+            histories[index].append({"role": "assistant", "content": each.text})
+            tokens[index] += each.new_tokens
+            read[index] = each.read
         ended = [index for index in active if not turns[index]]
         ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
         if ended:
@@ -161,6 +175,6 @@ def _answer_batch(
             for index, text in zip(ended, invented, strict=True):
                 turns[index] += [text] if text else []
     return [
-        Answered(prompt, temperature, history, count)
-        for prompt, history, count in zip(batch, histories, tokens, strict=True)
+        Answered(prompt, temperature, history, count, own)
+        for prompt, history, count, own in zip(batch, histories, tokens, read, strict=True)
     ]

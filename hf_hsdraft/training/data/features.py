@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..loss.candidates import likely_columns
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file
+_UNREAD = 8  # most positions behind what was read while an answer was written
 _READ_AT_ONCE = 4096  # positions per forward, padding included
 _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
@@ -70,7 +71,7 @@ class FeatureCache:
 
     def __init__(self, target: Any, tap_layers: Sequence[int], folder: str | os.PathLike[str], identity: str = ""):
         self._target, self._taps, self._identity, self._folder = target, list(tap_layers), identity, Path(folder)
-        self._shards: dict[str, Path] | None = None  # of each key
+        self._shards: dict[str, Path] = {}  # of each key
 
     @torch.inference_mode()
     def dataset(self, conversations: Sequence[TokenizedConversation], stage: Stage | None = None) -> FeatureDataset:
@@ -79,11 +80,8 @@ class FeatureCache:
         If the disk lacks room for them, an OSError is raised and nothing is written.
         """
         state = PartialState()
-        if self._shards is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            paths = sorted(self._folder.glob("features-*.safetensors"))
-            self._shards = {key: path for path in paths for key in _keys(path)}
-            state.wait_for_everyone()  # until all processes know which are there
+        self._look()
+        state.wait_for_everyone()  # until all processes know which are there
         keys = [self._key(conversation) for conversation in conversations]
         missing = {key: chat for key, chat in zip(keys, conversations, strict=True) if key not in self._shards}
         self._check_room(sum(len(chat.input_ids) for chat in missing.values()))
@@ -94,11 +92,54 @@ class FeatureCache:
         for begin in range(0, len(shards), state.num_processes):
             # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
             shard = shards[min(begin + state.process_index, len(shards) - 1)]
-            self._write({key: missing[key] for key in shard})
+            self._write(shard, self._read([missing[key] for key in shard]))
             stage.advance(min(begin + state.num_processes, len(shards)))
         state.wait_for_everyone()
         self._shards |= {key: self._path(shard) for shard in shards for key in shard}
         return FeatureDataset([(self._shards[key], key) for key in keys])
+
+    @property
+    def layers(self) -> list[int]:
+        """The hidden states that are kept, by their indices: the tapped ones and the final ones."""
+        return sorted({*self._taps, self._target.config.get_text_config().num_hidden_layers})
+
+    def keep(self, read: Iterable[tuple[TokenizedConversation, torch.Tensor, torch.Tensor]]) -> None:
+        """Keeps features of conversations that the target has read, where it read the same tokens.
+
+        Args:
+            read: conversations, each with the tokens `[n]` read, and their hidden states `[n, layers * D]` of `layers`.
+        """
+        self._look()
+        found = {self._key(chat): self._of_states(chat, ids, states) for chat, ids, states in read}
+        kept = {key: features for key, features in found.items() if features is not None and key not in self._shards}
+        if kept:
+            self._check_room(sum(len(features.input_ids) for features in kept.values()))
+            self._write(list(kept), list(kept.values()))
+            self._shards |= dict.fromkeys(kept, self._path(list(kept)))
+
+    def _of_states(self, chat: TokenizedConversation, ids: torch.Tensor, states: torch.Tensor) -> Features | None:
+        """Features of a conversation whose tokens were read but for the last few; `None` if others were.
+
+        The last token of an answer is not read as it is written, nor what the template puts behind it. Their states are
+        0. What comes after the first of them is not learned.
+        """
+        length = min(len(chat.input_ids), len(ids))
+        unread = len(chat.input_ids) - length
+        if unread > _UNREAD or not torch.equal(chat.input_ids[:length], ids[:length].cpu()):
+            return None
+        width = self._target.config.get_text_config().hidden_size
+        known = states[:length].to("cpu", torch.bfloat16).unflatten(-1, (-1, width))
+        known = torch.cat([known, known.new_zeros(unread, *known.shape[1:])])
+        taps = known[:, [self.layers.index(layer) for layer in self._taps]].flatten(1)
+        learned = chat.answer_mask.clone()
+        learned[length + 1 :] = False
+        return Features(chat.input_ids, learned, taps, known[:, -1].contiguous())
+
+    def _look(self) -> None:
+        """Looks for shards that are not known yet."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted({*self._folder.glob("features-*.safetensors")} - {*self._shards.values()}):
+            self._shards |= dict.fromkeys(_keys(path), path)
 
     def _key(self, conversation: TokenizedConversation) -> str:
         digest = hashlib.sha256(repr((self._identity, self._taps)).encode())
@@ -119,14 +160,18 @@ class FeatureCache:
                 "left; free some space, or train without --cache-taps",
             )
 
-    def _write(self, shard: dict[str, TokenizedConversation]) -> None:
-        chats, keys = list(shard.values()), list(shard)
+    def _read(self, chats: Sequence[TokenizedConversation]) -> list[Features]:
+        """Features of conversations in their order, those of similar length in one forward."""
         groups = [list(range(len(chats)))] if PartialState().num_processes > 1 else of_similar_lengths(chats)
-        tensors: dict[str, torch.Tensor] = {}
-        for indices in groups:  # each is read in one forward
+        found: dict[int, Features] = {}
+        for indices in groups:
             read = read_features(self._target, self._taps, [chats[index] for index in indices])
-            for index, features in zip(indices, read, strict=True):
-                tensors |= {f"{keys[index]}.{name}": getattr(features, name) for name in _FIELDS}
+            found |= dict(zip(indices, read, strict=True))
+        return [found[index] for index in range(len(chats))]
+
+    def _write(self, keys: Sequence[str], read: Sequence[Features]) -> None:
+        pairs = zip(keys, read, strict=True)
+        tensors = {f"{key}.{name}": getattr(features, name) for key, features in pairs for name in _FIELDS}
         write_complete(self._path(keys), lambda temporary: save_file(tensors, temporary))
 
 

@@ -26,13 +26,16 @@ from .conversations import (
     prompts_from_dataset,
     read_chats,
     read_jsonl,
+    tokenize_conversation,
 )
 from .dataset import RowFolder
+from .features import FeatureCache
 from .generating import reply
 from .inventing import invent_prompts, prompt_of
 from .kinds import Kind, chosen_kinds, kind_of_openings
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
+from .recording import TapRecorder, can_record
 from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
@@ -98,7 +101,11 @@ def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> li
 class Answering:
     """Lets the target answer the prompts of a run, and invent them first if the plan says so.
 
-    Rows on disk are not made again. `identity` is the target's fingerprint.
+    Rows on disk are not made again.
+
+    Attributes:
+        identity: fingerprint of the target.
+        features: keeps what the target reads as it answers, for training.
     """
 
     target: Any
@@ -107,6 +114,7 @@ class Answering:
     seed: int
     identity: str
     report: Reporter
+    features: FeatureCache | None = None
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -246,10 +254,23 @@ class Answering:
         common["seed"] = self.seed
         if plan.answers_from is None or not prompts:
             turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
-            return answer_prompts(self.target, self.tokenizer, prompts, **common, **turns, shuffled=shuffled)
+            turns |= {"recorder": self._recorder(), "shuffled": shuffled}
+            return self._kept(answer_prompts(self.target, self.tokenizer, prompts, **common, **turns))
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
         answers = answer_by_server(plan.answers_from, prompts, **common, **served, expected=expected, on_skip=skip)
         return ([answered] for answered in answers)
+
+    def _recorder(self) -> TapRecorder | None:
+        return TapRecorder(self.features.layers) if self.features is not None and can_record(self.target) else None
+
+    def _kept(self, batches: Iterable[Sequence[Answered]]) -> Iterator[Sequence[Answered]]:
+        """Yields answers once the features that were recorded with them are kept."""
+        for batch in batches:
+            if self.features is not None:
+                chats = [(Conversation.of(each.messages), each.read) for each in batch if each.read is not None]
+                tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat, _ in chats]
+                self.features.keep((each, *read) for each, (_, read) in zip(tokenized, chats, strict=True))
+            yield batch
 
     def _own_answers(self) -> list[str] | None:
         """The target's greedy answers to `PROBES`; `None` without a server.
@@ -259,7 +280,7 @@ class Answering:
         if self.plan.answers_from is None:
             return None
         histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
-        return [text for text, _ in reply(self.target, self.tokenizer, histories, 0.0, PROBE_TOKENS)]
+        return [each.text for each in reply(self.target, self.tokenizer, histories, 0.0, PROBE_TOKENS)]
 
 
 def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answered]]:

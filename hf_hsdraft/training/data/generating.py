@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from ...runtime.prompt_inputs import end_tokens
 from .conversations import Message, with_padding
+from .recording import TapRecorder
 
 _SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template contains it
 
@@ -46,6 +48,8 @@ class DrawnToken(LogitsProcessor):
     It takes one random number a row, and `torch.multinomial` one for each token of the vocabulary: on CPUs that is more
     than half of the time of a sampled batch.
     """
+
+    row_wise = True  # for drafted calls
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -91,11 +95,31 @@ def continue_texts(
     return found
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The target's next message in a chat.
+
+    Attributes:
+        new_tokens: number of its tokens; the end is not counted if it is the padding token.
+        read: the tokens `[n]` that the target read for it, chat and message, and their tapped hidden states
+            `[n, taps * D]`; `None` where they were not recorded.
+    """
+
+    text: str
+    new_tokens: int
+    read: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 @torch.inference_mode()
 def reply(
-    target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
-) -> list[tuple[str, int]]:
-    """Returns the target's next message in each chat, and its number of tokens."""
+    target: Any,
+    tokenizer: Any,
+    histories: Sequence[list[Message]],
+    temperature: float,
+    max_new_tokens: int,
+    recorder: TapRecorder | None = None,
+) -> list[Reply]:
+    """Returns the target's next message in each chat; with a `recorder`, what was read for it too."""
     tokenizer = with_padding(tokenizer)
     inputs = tokenizer.apply_chat_template(
         list(histories),
@@ -106,8 +130,17 @@ def reply(
         tokenizer_kwargs={"padding_side": "left"},
     ).to(target.device)
     pad = tokenizer.pad_token_id
-    output = target.generate(**inputs, **decoding(temperature), max_new_tokens=max_new_tokens, pad_token_id=pad)
+    recorded = {} if recorder is None else {"assistant_model": recorder}
+    output = target.generate(
+        **inputs, **decoding(temperature), **recorded, max_new_tokens=max_new_tokens, pad_token_id=pad
+    )
     replies = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    counts = (replies != pad).sum(dim=1).tolist()  # the end of a text is not counted if it is the padding token
-    return [(text.strip(), count) for text, count in zip(texts, counts, strict=True)]
+    counts = (replies != pad).sum(dim=1).tolist()
+    states = [] if recorder is None else recorder.taken()
+    begins = (inputs["attention_mask"] == 0).sum(dim=1).tolist()  # padding is on the left
+    read = [(row[begin : begin + len(each)], each) for row, begin, each in zip(output, begins, states, strict=False)]
+    return [
+        Reply(text.strip(), count, read[row] if read else None)
+        for row, (text, count) in enumerate(zip(texts, counts, strict=True))
+    ]

@@ -126,8 +126,8 @@ def _documents(
         histories = [[{"role": "user", "content": each.asks[part]}] for each in sketches]
         with seeded(target, _number(f"{seed} document {part}")):
             written = reply(target, tokenizer, histories, kind.document_temperature, tokens)
-        for parts, (text, count) in zip(found, written, strict=True):
-            whole = text if count < tokens else _whole_sentences(text)
+        for parts, each in zip(found, written, strict=True):
+            whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)
             if len(whole) >= _SHORTEST_DOCUMENT:
                 parts.append(whole)
     return found

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +179,15 @@ class _Run:
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
-        plan, clock, minutes = self.plan, None, self.args.max_minutes
+        plan, clock, minutes, features = self.plan, None, self.args.max_minutes, self._features(start)
+        answering = replace(self.answering, features=features)
         if minutes is not None:
             begun = last_checkpoint(Path(plan.out)) is not None
             clock = RunClock(Path(plan.out), minutes, plan.stream, begun, self.began)
         if not plan.stream and clock is None:
-            self.learn_from(finished + self.answering.all(prompts), start)
+            self.learn_from(finished + answering.all(prompts), start, features)
             return
-        chats, groups = list(finished), self.answering.stream(prompts)
+        chats, groups = list(finished), answering.stream(prompts)
         unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
         with self.report.stage("answering", unit, total) as stage:
             for group in groups:
@@ -197,18 +198,20 @@ class _Run:
                 enough = len(chats) > plan.eval_conversations
                 if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
                     break
-        self.learn_from(chats, start, groups if plan.stream else None, clock)
+        self.learn_from(chats, start, features, groups if plan.stream else None, clock)
 
     def learn_from(
         self,
         conversations: Sequence[Conversation],
         start: Any,
+        features: FeatureCache | None,
         groups: Iterator[list[Conversation]] | None = None,
         clock: RunClock | None = None,
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best.
 
         Args:
+            features: those on disk; `None` to compute them in every step.
             groups: yields further conversations.
             clock: the time of the whole run, if it is limited.
         """
@@ -225,7 +228,7 @@ class _Run:
         report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
         drafter = self._drafter(start, tokenized[:first])
         taps = family.taps(drafter, target)
-        readable = self._cached(drafter, taps) if plan.cache_taps else lambda chats: chats
+        readable = self._cached(drafter, taps, features) if features is not None else lambda chats: chats
         dataset: Any = readable(tokenized)
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
@@ -329,10 +332,19 @@ class _Run:
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
 
-    def _cached(self, drafter: Any, taps: Sequence[int]) -> Callable[[Sequence[TokenizedConversation]], Any]:
+    def _features(self, start: Any) -> FeatureCache | None:
+        """The features on disk that the drafter to train reads, if the plan keeps them."""
+        if not self.plan.cache_taps:
+            return None
+        family, target = self.family, self.target
+        taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
+        return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
+
+    def _cached(
+        self, drafter: Any, taps: Sequence[int], cache: FeatureCache
+    ) -> Callable[[Sequence[TokenizedConversation]], Any]:
         """Returns a function that returns the features of conversations, after writing those that are missing."""
-        folder, candidates = Path(self.plan.out) / "features", self.args.candidates
-        cache = FeatureCache(self.target, taps, folder, self.identity)
+        candidates = self.args.candidates
         ids = drafter.draft_vocab_ids()
         rows = self.target.get_output_embeddings().weight.detach()[ids.to(self.target.device)].to(torch.bfloat16)
 

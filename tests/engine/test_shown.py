@@ -1,0 +1,96 @@
+"""What statistics, attachments and drafters print."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import make_drafter
+from family_helpers import make_lm
+from session_helpers import padded
+
+from hf_hsdraft import CachebackDrafter, attach
+from hf_hsdraft.engine.call_output import DraftStatistics
+
+CALL = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+
+
+def shown(text) -> list[str]:
+    return str(text).splitlines()
+
+
+def test_statistics_print_what_their_fields_hold(target, prompt):
+    found = target.generate(prompt, **CALL, assistant_model=make_lm(target)).statistics
+    lines = shown(found)
+    assert lines[0] == (
+        f"tau {found.tau:.2f} (tokens emitted per target forward and row, bonus token included): 24 tokens, "
+        f"{found.target_forwards} forwards"
+    )
+    lengths = found.accepted_lengths
+    for depth, share in enumerate(found.acceptance_by_depth, 1):
+        assert share == sum(length >= depth for length in lengths) / found.rounds
+        assert f"{depth}: {share:.0%}" in lines[1]
+    assert len(found.acceptance_by_depth) == max(lengths) > 0 and f" {found.rounds} rounds" in lines[1]
+    assert 1 + sum(found.acceptance_by_depth) == pytest.approx((found.new_tokens - 1) / found.rounds)
+    assert lines[2] == "drafter: CausalLMDrafter, trees; target: LlamaForCausalLM"
+    assert lines[3].startswith(f"seconds: {found.total_seconds:.2f} = {found.prefill_seconds:.2f} prefill + ")
+    assert lines[4] == "text: the target's own" and repr(found) == str(found)
+
+
+def test_accepted_lengths_by_row_are_those_of_each_text_alone(target):
+    drafter, rows = make_lm(target), 3
+    drafter.generation_config.tree_sizing = "fixed"
+    inputs = padded(rows)
+    found = target.generate(**inputs, **CALL, assistant_model=drafter)
+    by_row = found.statistics.accepted_by_row
+    assert len(by_row) == rows and sum(map(len, by_row)) == found.statistics.rounds
+    assert sorted(itertools.chain(*by_row)) == sorted(found.statistics.accepted_lengths)
+    for row in range(rows):
+        # The prompts' forward emits one token and each round one more; of the last round tokens may be dropped.
+        assert 0 <= 1 + sum(by_row[row]) + len(by_row[row]) - CALL["max_new_tokens"] <= by_row[row][-1]
+    assert "counted by row" in shown(found.statistics)[0]
+
+
+def test_chains_and_lossy_rules_print_why(target):
+    lines = shown(DraftStatistics(draft_kind="chain", reason="no masks", exact=False, relaxed_tokens=3))
+    assert lines[1] == "accepted by depth, share of 0 rounds: nothing"
+    assert "chains: no masks" in lines[2] and lines[4] == "text: lossy verification, 3 tokens relaxed"
+
+
+def test_an_attachment_prints_all_of_its_calls(target, prompt):
+    with attach(target, make_lm(target)) as attachment:
+        assert shown(attachment) == ["CausalLMDrafter attached to LlamaForCausalLM", "drafted calls: 0, in 0.00 s"]
+        calls = []
+        for count in (8, 24):
+            target.generate(prompt, max_new_tokens=count, do_sample=False)
+            calls.append(attachment.last)
+        target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)
+    found, lengths = attachment.statistics, [*calls[0].accepted_lengths, *calls[1].accepted_lengths]
+    assert found.accepted_by_depth == [
+        sum(length >= depth for length in lengths) for depth in (1, 2, 3, 4)[: max(lengths)]
+    ]
+    assert found.rounds == len(lengths) and 0 < calls[1].total_seconds < found.seconds < 60
+    lines = shown(attachment)
+    assert lines[1] == f"drafted calls: 2, in {found.seconds:.2f} s" and lines[2].startswith(f"tau {found.tau:.2f} (")
+    assert lines[-1] == "calls without drafts: 1, because the call decodes by beam search"
+    found.accepted_by_depth.append(1)
+    assert attachment.statistics.accepted_by_depth != found.accepted_by_depth, "a copy"
+
+
+def test_drafters_print_target_shape_and_size(target):
+    drafter = make_drafter(target, target_name="someone/target")
+    lines = [line.strip() for line in shown(drafter)]
+    assert lines[0] == "HSDrafter(" and lines[1] == "for the target someone/target"
+    assert lines[2].startswith(f"num_assistant_tokens={drafter.num_draft_steps}, tree_size=")
+    assert lines[3] == f"reads the target's hidden states {', '.join(map(str, drafter.taps))}"
+    assert lines[4].endswith("M parameters") and any("Linear(" in line for line in lines)
+    assert shown(CachebackDrafter(tree_size=7))[0].startswith("CachebackDrafter(num_assistant_tokens=")
+    assert shown(make_lm(target))[1].strip().startswith("num_assistant_tokens=")
+
+
+def test_a_drafter_that_is_not_yet_built_can_be_printed():
+    from hf_hsdraft.drafters.base.protocol import Drafter
+
+    class Bare(Drafter):
+        pass
+
+    assert repr(Bare()) == "Bare()" and isinstance(torch.nn.Linear(1, 1).extra_repr(), str)
