@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -59,10 +60,12 @@ TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find")
 
 
 class _Estimate(TyperGroup):
-    """Takes `hsdraft estimate TARGET` too, as earlier versions did: decoding with --tau, training without it."""
+    """Takes `hsdraft estimate TARGET ...` too, as earlier versions did: decoding with --tau, training without it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
+        if any(each.startswith("--middle") for each in args):
+            raise typer.BadParameter("it is `hsdraft estimate hierarchy TARGET MIDDLE` now", param_hint="--middle")
+        if args and args[0] not in self.commands and not get_close_matches(args[0], self.commands):
             args = ["decoding" if any(each.startswith("--tau") for each in args) else "training", *args]
         return super().resolve_command(ctx, args)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from enum import StrEnum
@@ -65,7 +66,11 @@ def train(
     dataset_column: Annotated[str | None, typer.Option(help="Text, turns or chat messages; default: found.")] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompts at most; without files and data set, prompts the target invents (2000)."),
+        typer.Option(
+            min=1,
+            help="Prompts at most. Without files and data set, prompts the target invents: 2000, or as many as "
+            "--max-minutes or --stream has time for.",
+        ),
     ] = None,
     kinds: Annotated[
         str, typer.Option(help="Of invented prompts, with shares, as code,summary=2; default: all kinds evenly.")
@@ -87,7 +92,9 @@ def train(
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="Prompts that will judge: leave near-duplicates out; repeat."),
     ] = None,
-    skip_bad_lines: Annotated[bool, typer.Option(help="Report unusable lines of --prompts and go on.")] = False,
+    skip_bad_lines: Annotated[
+        bool, typer.Option(help="Report unusable lines of --prompts and leave them out.")
+    ] = False,
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
     ] = None,
@@ -189,6 +196,9 @@ def train(
     as_given |= {"exclude_near": [str(path) for path in exclude_near or ()]}
     plan, arguments = quick_run(as_given, arguments) if quick else (TrainingPlan(**as_given), arguments)
     place = device or _own_device()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.get("max_minutes"):  # before the target is loaded
+        told = "it divides the time of one process: give --max-training-minutes, or start without `accelerate launch`"
+        raise typer.BadParameter(told, param_hint="--quick" if quick else "--max-minutes")
     dtype = dtype or (_fastest(place) if quick else Dtype.float32)
     if quick and dtype is Dtype.bfloat16:
         arguments.setdefault("bf16", True)
@@ -199,11 +209,17 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    _run(model, tokenizer, plan, arguments, began, target)
+    _run(model, tokenizer, plan, arguments, began, target, dtype)
 
 
 def _run(
-    model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any], began: float, target: str | None
+    model: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    arguments: dict[str, Any],
+    began: float,
+    target: str | None,
+    dtype: Dtype,
 ) -> None:
     """Trains; says on Ctrl-C that the work so far is not lost."""
     from ..training.loop.progress import Reporter
@@ -213,11 +229,12 @@ def _run(
     try:
         run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None), began)
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command goes on from what is in {plan.out}")
+        console.print(f"stopped; the same command resumes from what is in {plan.out}")
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
-        given = "" if target is None else f" --target {target}"
-        _say(f"next: hsdraft bench --drafter {plan.out}{given}")
+        if plan.lora is None:
+            options = ["--drafter", plan.out, *(["--target", target] if target else []), "--dtype", dtype.value]
+            _say(f"next: hsdraft bench {shlex.join(options)}")
         _say(result_of(Path(plan.out)))
 
 
@@ -234,9 +251,15 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _fastest(device: str) -> Dtype:
     """The dtype in which a target decodes fastest."""
+    import torch
+
     from ..cpu.private_operators import can_pack
 
-    return Dtype.bfloat16 if device != "cpu" or can_pack(Dtype.bfloat16.torch) else Dtype.float32
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = (device != "cpu" and device != "auto") or can_pack(torch.bfloat16)
+    return Dtype.bfloat16 if fast else Dtype.float32
 
 
 def _own_device() -> str:

@@ -100,7 +100,10 @@ def answer_prompts(
 
 
 def store_answers(
-    batches: Iterable[Sequence[Answered]], store: RowFolder, on_progress: Callable[[int, float], None] | None = None
+    batches: Iterable[Sequence[Answered]],
+    store: RowFolder,
+    on_progress: Callable[[int, float], None] | None = None,
+    on_stored: Callable[[Sequence[Answered]], object] = lambda batch: None,
 ) -> None:
     """Writes conversations as they come; small batches are collected into larger parts.
 
@@ -115,6 +118,7 @@ def store_answers(
         if not waiting:
             return
         store.append([row_of(answered) for answered in waiting])
+        on_stored(waiting)
         count, last = count + len(waiting), time.monotonic()
         waiting.clear()
         if on_progress is not None:

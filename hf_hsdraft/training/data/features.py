@@ -29,6 +29,7 @@ from ..loss.candidates import likely_columns
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file
+_DIGITS = 24  # of a conversation's key
 _UNREAD = 8  # most positions behind what was read while an answer was written
 _READ_AT_ONCE = 4096  # positions per forward, padding included
 _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
@@ -72,6 +73,7 @@ class FeatureCache:
     def __init__(self, target: Any, tap_layers: Sequence[int], folder: str | os.PathLike[str], identity: str = ""):
         self._target, self._taps, self._identity, self._folder = target, list(tap_layers), identity, Path(folder)
         self._shards: dict[str, Path] = {}  # of each key
+        self._seen: set[Path] = set()
 
     @torch.inference_mode()
     def dataset(self, conversations: Sequence[TokenizedConversation], stage: Stage | None = None) -> FeatureDataset:
@@ -138,14 +140,15 @@ class FeatureCache:
     def _look(self) -> None:
         """Looks for shards that are not known yet."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted({*self._folder.glob("features-*.safetensors")} - {*self._shards.values()}):
+        for path in sorted({*self._folder.glob("features-*.safetensors")} - self._seen):
+            self._seen.add(path)
             self._shards |= dict.fromkeys(_keys(path), path)
 
     def _key(self, conversation: TokenizedConversation) -> str:
         digest = hashlib.sha256(repr((self._identity, self._taps)).encode())
         digest.update(conversation.input_ids.numpy().tobytes())
         digest.update(conversation.answer_mask.numpy().tobytes())
-        return digest.hexdigest()[:24]
+        return digest.hexdigest()[:_DIGITS]
 
     def _path(self, keys: Sequence[str]) -> Path:
         digest = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:24]
@@ -177,7 +180,8 @@ class FeatureCache:
 
 def _keys(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
-        return [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
+        keys = [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
+    return [key for key in keys if len(key) == _DIGITS]  # those of earlier versions are numbers
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:

@@ -151,28 +151,36 @@ class Answering:
         share = prompts_that_fit(self.tokenizer, share, self._longest, lambda prompt, why: skipped.append(why))
         batches = self._batches(share, expected, lambda prompt, why: skipped.append(why))
         with self.report.stage("answering", "prompts", len(share)) as stage:
-            store_answers(batches, store, lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
+            told = lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s")  # noqa: E731
+            store_answers(batches, store, told, self._keep)
         if skipped:
             self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
         state.wait_for_everyone()
         wanted = {prompt.key for prompt in prompts}
         return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
 
-    def stream(self, prompts: Sequence[Prompt]) -> Iterator[list[Conversation]]:
+    def stream(self, prompts: Sequence[Prompt], invented_at_once: int | None = None) -> Iterator[list[Conversation]]:
         """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
 
-        The target invents prompts as they are needed, and as many as it can. Batches come in random order.
+        The target invents prompts as they are needed, so many at once, and as many as it can. Batches come in random
+        order. If there are not even enough conversations to hold out, a ValueError says why no more can be invented.
         """
         store, skipped = self._store(), list[str]()
-        keys = {prompt.key for prompt in (self._made() if self.plan.invents else prompts)}
-        yield [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in keys]
+        made = self._made() if self.plan.invents else prompts
+        keys = {prompt.key for prompt in made}
+        known = [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in keys]
+        chats = len(known)
+        yield known
         wanted = self.plan.num_prompts or _ENDLESS
-        counts = range(_INVENTED_AT_ONCE, wanted + _INVENTED_AT_ONCE, _INVENTED_AT_ONCE) if self.plan.invents else [0]
-        for count in counts:
+        at_once = invented_at_once or _INVENTED_AT_ONCE
+        begin = max(len(made), at_once)
+        for count in range(begin, wanted + at_once, at_once) if self.plan.invents else [0]:
             if self.plan.invents:
                 try:
                     prompts = self._invented(min(count, wanted))
-                except ValueError as error:  # training goes on with what is there
+                except ValueError as error:  # training continues with what is there
+                    if chats <= self.plan.eval_conversations:
+                        raise
                     self.report(f"no further prompts: {error}")
                     return
             done = store.keys()
@@ -182,6 +190,8 @@ class Answering:
             answers = self._batches(pending, expected, lambda prompt, why: skipped.append(why), shuffled=True)
             for batch in _of_some_size(answers):
                 store.append([row_of(answered) for answered in batch])
+                self._keep(batch)
+                chats += len(batch)
                 yield [Conversation.of(answered.messages) for answered in batch]
             if skipped:
                 self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
@@ -255,7 +265,7 @@ class Answering:
         if plan.answers_from is None or not prompts:
             turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
             turns |= {"recorder": self._recorder(), "shuffled": shuffled}
-            return self._kept(answer_prompts(self.target, self.tokenizer, prompts, **common, **turns))
+            return answer_prompts(self.target, self.tokenizer, prompts, **common, **turns)
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
         answers = answer_by_server(plan.answers_from, prompts, **common, **served, expected=expected, on_skip=skip)
         return ([answered] for answered in answers)
@@ -263,14 +273,12 @@ class Answering:
     def _recorder(self) -> TapRecorder | None:
         return TapRecorder(self.features.layers) if self.features is not None and can_record(self.target) else None
 
-    def _kept(self, batches: Iterable[Sequence[Answered]]) -> Iterator[Sequence[Answered]]:
-        """Yields answers once the features that were recorded with them are kept."""
-        for batch in batches:
-            if self.features is not None:
-                chats = [(Conversation.of(each.messages), each.read) for each in batch if each.read is not None]
-                tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat, _ in chats]
-                self.features.keep((each, *read) for each, (_, read) in zip(tokenized, chats, strict=True))
-            yield batch
+    def _keep(self, batch: Sequence[Answered]) -> None:
+        """Keeps what was recorded with answers that are stored."""
+        if self.features is not None:
+            chats = [(Conversation.of(each.messages), each.read) for each in batch if each.read is not None]
+            tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat, _ in chats]
+            self.features.keep((each, *read) for each, (_, read) in zip(tokenized, chats, strict=True))
 
     def _own_answers(self) -> list[str] | None:
         """The target's greedy answers to `PROBES`; `None` without a server.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from ...core.refusals import DraftingRefused
 from ...runtime.prompt_inputs import end_tokens
 from .conversations import Message, with_padding
 from .recording import TapRecorder
@@ -130,10 +131,11 @@ def reply(
         tokenizer_kwargs={"padding_side": "left"},
     ).to(target.device)
     pad = tokenizer.pad_token_id
-    recorded = {} if recorder is None else {"assistant_model": recorder}
-    output = target.generate(
-        **inputs, **decoding(temperature), **recorded, max_new_tokens=max_new_tokens, pad_token_id=pad
-    )
+    call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "pad_token_id": pad}
+    try:
+        output = target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
+    except DraftingRefused:  # recording is a drafted call
+        recorder, output = None, target.generate(**call)
     replies = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
     counts = (replies != pad).sum(dim=1).tolist()

@@ -12,6 +12,7 @@ from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ...drafters.ngrams.cacheback import CachebackConfig
+from ...runtime.target_loading import is_sharded
 
 
 class TapRecorder(Drafter):
@@ -22,9 +23,6 @@ class TapRecorder(Drafter):
     Args:
         taps: indices into `hidden_states`, ascending.
 
-    Attributes:
-        rows: of the last call, by row: hidden states `[n, taps * D]` of the n tokens read, padding left out. Empty
-            where the target was not read through the package, as where a batch cannot be drafted.
     """
 
     num_draft_steps = 1
@@ -42,11 +40,17 @@ class TapRecorder(Drafter):
         return self._session
 
     def taken(self) -> list[torch.Tensor]:
-        """Returns the hidden states of the last call's rows, and forgets them; an empty list if there are none."""
+        """Returns what the last call read, and forgets it: of each row `[n, taps * D]`, padding left out.
+
+        The list is empty where nothing was recorded.
+        """
         session, self._session = self._session, None
         if session is None or not all(session.news):
             return []
-        return [torch.cat([each.taps for each in news]) for news in session.news]
+        taken: list[torch.Tensor] = []
+        while session.news:  # each row's news is dropped once it is joined
+            taken.append(torch.cat([each.taps for each in session.news.pop()]))
+        return taken[::-1]
 
 
 class _Recording(Session):
@@ -66,4 +70,4 @@ class _Recording(Session):
 
 def can_record(target: Any) -> bool:
     """Whether recording saves time: on CPUs, where reading a text again takes as long as writing it."""
-    return bool(target.device.type == "cpu" and not hasattr(target, "hf_device_map"))
+    return bool(target.device.type == "cpu" and not hasattr(target, "hf_device_map") and not is_sharded(target))

@@ -1,6 +1,7 @@
 """A run of five minutes, loading and leaving included: a drafter to look at, not to keep.
 
-Short greedy answers to prompts for which the target writes no texts first, few draft tokens, a loss on candidates.
+Short greedy answers to prompts for which the target writes no texts first, a small draft vocabulary, a loss on
+candidates.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 from ..data.plan import TrainingPlan
 
 _PLAN: dict[str, Any] = {
-    "temperatures": (0.0,), "max_new_tokens": 96, "max_length": 256, "cache_taps": True, "eval_conversations": 16,
-    "eval_prompts": 8,
+    "temperatures": (0.0,), "max_new_tokens": 96, "max_length": 256, "cache_taps": True, "answer_batch_size": 32,
+    "eval_conversations": 16, "eval_prompts": 8,
 }  # fmt: skip
 _KINDS = {"question": 1.0, "writing": 1.0, "code": 1.0, "mathematics": 1.0}
 _ARGUMENTS = {
@@ -22,8 +23,9 @@ _ARGUMENTS = {
     "eval_new_tokens": 32,
     "logging_steps": 10,
 }
+_OTHER_LIMITS = ("max_steps", "num_train_epochs", "max_training_minutes")
 _CANDIDATES = 16
-_DRAFT_TOKENS = 8192
+_DRAFT_VOCABULARY = 8192
 
 
 def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[TrainingPlan, dict[str, Any]]:
@@ -35,9 +37,11 @@ def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Train
     """
     own = TrainingPlan(**given)
     fields, further = {**_PLAN, **given}, {**_ARGUMENTS, **arguments}
+    if any(arguments.get(name) is not None for name in _OTHER_LIMITS):
+        further.pop("max_minutes")
     if own.invents and not own.openings:
         fields["kinds"] = given.get("kinds") or _KINDS
     if own.family == "hidden-state" and own.init_from is None:
-        fields["drafter"] = {"draft_vocab_size": _DRAFT_TOKENS, **own.drafter}
+        fields["drafter"] = {"draft_vocab_size": _DRAFT_VOCABULARY, **own.drafter}
         further.setdefault("candidates", _CANDIDATES)
     return TrainingPlan(**fields), further

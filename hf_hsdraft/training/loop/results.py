@@ -48,7 +48,8 @@ def save(
     figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
     held_out = f"{trainer.held_out[0]} conversations; tau: {trainer.held_out[1]} prompts, at most "
     held_out += f"{trainer.args.eval_new_tokens} tokens each"
-    write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
+    training = {"history": figures, "calibration": calibration, "held_out": held_out, "tau": _tau(trainer)}
+    write_json(out / FIGURES, {"training": training})
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **_recipe(trainer, plan, family)}}
@@ -61,16 +62,21 @@ def save(
     write_card(out, out.resolve().name)
 
 
+def _tau(trainer: DrafterTrainer) -> float | None:
+    """The saved drafter's tau: that of the best checkpoint, or else of the last evaluation."""
+    measured = {entry["step"]: entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry}
+    best = trainer.state.best_model_checkpoint
+    last = next(reversed(measured.values()), None)
+    return measured.get(int(best.rsplit("-", 1)[1]), last) if best else last
+
+
 def result_of(out: Path) -> str:
     """Returns the result of the run in a folder, in a line."""
     figures = (read_json(out / FIGURES).get("training") or {}) if (out / FIGURES).is_file() else {}
-    measured = [entry["eval_tau"] for entry in figures.get("history", []) if entry.get("eval_tau")]
-    tau = (
-        f"tau {max(measured):.2f} (tokens per target forward, bonus included; {figures['held_out']}), "
-        if measured
-        else ""
-    )
-    return f"{tau}drafter saved in {out}"
+    if not figures.get("tau"):
+        return f"drafter saved in {out}"
+    how = f"tokens per target forward, bonus included; {figures['held_out']}"
+    return f"tau {figures['tau']:.2f} ({how}), drafter saved in {out}"
 
 
 def saved(plan: TrainingPlan, family: TrainableFamily) -> Any:

@@ -187,9 +187,10 @@ class _Run:
         if not plan.stream and clock is None:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
-        chats, groups = list(finished), answering.stream(prompts)
+        chats = list(finished)
+        groups = answering.stream(prompts) if clock is None else answering.stream(prompts, plan.answer_batch_size)
         unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
-        with self.report.stage("answering", unit, total) as stage:
+        with self.report.stage("answering", unit, total, 0 if clock is None else min(clock.minutes, total)) as stage:
             for group in groups:
                 chats += group
                 timed_out = clock is not None and not clock.answers_go_on()

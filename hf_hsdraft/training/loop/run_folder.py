@@ -59,6 +59,7 @@ def settings_of(identity: str, plan: TrainingPlan, args: DrafterTrainingArgument
         "prompt_digests": digests,
         "exclude_near": excluded,
         "target": identity,
+        "answers by the clock": args.max_minutes is not None,  # decides how many conversations there are
         **{name: str(getattr(args, name)) for name in _FIXED},
         **{name: str(args.method_options.get(name)) for name in METHOD_OPTIONS},
     }
