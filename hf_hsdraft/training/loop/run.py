@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import sys
 import time
@@ -345,9 +346,11 @@ class _Run:
         self, drafter: Any, taps: Sequence[int], cache: FeatureCache
     ) -> Callable[[Sequence[TokenizedConversation]], Any]:
         """Returns a function that returns the features of conversations, after writing those that are missing."""
-        candidates = self.args.candidates
-        ids = drafter.draft_vocab_ids()
-        rows = self.target.get_output_embeddings().weight.detach()[ids.to(self.target.device)].to(torch.bfloat16)
+        likely_of = None
+        if candidates := self.args.candidates:
+            ids = drafter.draft_vocab_ids()
+            head = self.target.get_output_embeddings().weight.detach()[ids.to(self.target.device)].to(torch.bfloat16)
+            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates)
 
         def read(chats: Sequence[TokenizedConversation]) -> Any:
             tokens = sum(len(chat.input_ids) for chat in chats)
@@ -355,10 +358,10 @@ class _Run:
             self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
             with self.report.stage("taps", "files") as stage:
                 dataset = cache.dataset(chats, stage)
-            if not candidates:
+            if likely_of is None:
                 return dataset
             with self.report.stage("likely tokens", "files") as stage:
-                return keep_likely(dataset, rows, ids, candidates, stage)
+                return likely_of(dataset, stage=stage)
 
         return read
 
