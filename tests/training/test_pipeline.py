@@ -19,6 +19,7 @@ from training_helpers import decodes_as_plain, end_briefly, interrupted, own_hub
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -38,9 +39,11 @@ def plan(folder: Path, **overrides) -> TrainingPlan:
 
 @pytest.fixture(scope="module")
 def trained(chatty, tokenizer, tmp_path_factory) -> SimpleNamespace:
-    """A finished run with cached taps: its folder, its drafter and what it said."""
+    """A finished run with taps that are read and cached: its folder, its drafter and what it said."""
     folder, said = tmp_path_factory.mktemp("trained"), []
-    drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0), whole=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gather, "can_record", lambda target: False)
+        drafter = run(chatty, tokenizer, plan(folder, cache_taps=True), Reporter(said.append, every=0.0), whole=True)
     return SimpleNamespace(out=folder / "out", drafter=drafter, said=said)
 
 
