@@ -339,7 +339,8 @@ class _Run:
         if not self.plan.cache_taps:
             return None
         family, target = self.family, self.target
-        taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
+        with torch.random.fork_rng(devices=[]):  # so that answers are those of a run without features
+            taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
         return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
 
     def _cached(
