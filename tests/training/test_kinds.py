@@ -11,6 +11,7 @@ import pytest
 
 from hf_hsdraft.training.data import inventing
 from hf_hsdraft.training.data.dataset import RowFolder
+from hf_hsdraft.training.data.generating import Reply
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import KINDS, WORDS, Kind, chosen_kinds, kind_of_openings, quotas, sketch
 
@@ -114,9 +115,8 @@ def test_the_document_is_what_the_target_writes_when_asked(chatty, tokenizer, tm
 
     def reply(target, tokenizer, histories, temperature, tokens):
         asked.extend(history[0]["content"] for history in histories)
-        return [
-            (f"An answer that has some length to: {history[0]['content']} And then", tokens) for history in histories
-        ]
+        asked_now = [history[0]["content"] for history in histories]
+        return [Reply(f"An answer that has some length to: {text} And then", tokens) for text in asked_now]
 
     monkeypatch.setattr(inventing, "reply", reply)
     kind = Kind(

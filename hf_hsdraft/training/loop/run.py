@@ -88,9 +88,9 @@ def train(
         OSError: the disk is full. What is finished is kept.
         RuntimeError: another run is at work in the same folder.
     """
-    out, main = Path(plan.out), PartialState().is_main_process
-    began = time.monotonic() if began is None else began
+    out, began = Path(plan.out), time.monotonic() if began is None else began
     plan, args = prepared(plan, arguments or {}, target.device.type)
+    main = PartialState().is_main_process
     report = Reporter.of(report if main else lambda _: None)
     if is_sharded(target):
         report(f"target sharded over {PartialState().num_processes} processes")
