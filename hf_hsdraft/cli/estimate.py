@@ -85,7 +85,7 @@ def decoding(
 ) -> None:
     """Says what memory and time decoding with a drafter would take, with the arithmetic; runs nothing.
 
-    The defaults are those of an H100 and of a fresh hidden-state drafter.
+    By default the device is an H100, and the drafter a fresh hidden-state drafter.
     """
     from ..runtime.target_loading import load_config
     from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding

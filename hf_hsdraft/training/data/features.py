@@ -61,7 +61,7 @@ def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
 
 
 class FeatureCache:
-    """Features of a target on disk, in shards: those of a conversation are computed once, whatever it comes with.
+    """Features of a target on disk, in shards: a conversation's are computed once, whatever it comes with.
 
     Keys are digests of target, taps and tokens. Processes share the work.
 
@@ -164,7 +164,7 @@ class FeatureCache:
             )
 
     def _read(self, chats: Sequence[TokenizedConversation]) -> list[Features]:
-        """Features of conversations in their order, those of similar length in one forward."""
+        """Returns features of conversations in their order. Similar lengths share a forward."""
         groups = [list(range(len(chats)))] if PartialState().num_processes > 1 else of_similar_lengths(chats)
         found: dict[int, Features] = {}
         for indices in groups:
@@ -181,7 +181,7 @@ class FeatureCache:
 def _keys(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
         keys = [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
-    return [key for key in keys if len(key) == _DIGITS]  # those of earlier versions are numbers
+    return [key for key in keys if len(key) == _DIGITS]  # keys of earlier versions are numbers
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:

@@ -191,8 +191,10 @@ class Answering:
             for batch in _of_some_size(answers):
                 store.append([row_of(answered) for answered in batch])
                 self._keep(batch)
-                chats += len(batch)
-                yield [Conversation.of(answered.messages) for answered in batch]
+                group = [Conversation.of(answered.messages) for answered in batch]
+                batch.clear()  # recorded states would stay in memory while the drafter learns
+                chats += len(group)
+                yield group
             if skipped:
                 self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
                 skipped.clear()
@@ -296,6 +298,7 @@ def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answer
     waiting: list[Answered] = []
     for batch in batches:
         waiting += batch
+        del batch  # and what was recorded with it
         if len(waiting) >= _LEAST_BATCH:
             yield waiting
             waiting = []

@@ -84,7 +84,7 @@ class Estimate:
     units: Mapping[str, str]
 
     def result(self, *names: str) -> str:
-        """Returns these figures in a line, those of 0 left out."""
+        """Returns these figures in a line, without any that are 0."""
         known = [name for name in names if self.figures.get(name)]
         return "; ".join(f"{name}: {readable(self.figures[name], self.units[name])}" for name in known)
 

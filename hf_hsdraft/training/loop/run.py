@@ -339,7 +339,7 @@ class _Run:
         if not self.plan.cache_taps:
             return None
         family, target = self.family, self.target
-        with torch.random.fork_rng(devices=[]):  # so that answers are those of a run without features
+        with torch.random.fork_rng(devices=[]):  # or sampled answers would change
             taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
         return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
 

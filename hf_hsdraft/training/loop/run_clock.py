@@ -17,7 +17,7 @@ _FILE = "clock.json"
 class RunClock:
     """Counts the time of a run, also over interruptions, until its training begins.
 
-    Training has a clock of its own, `TimeBudget`, which gets the minutes that are left.
+    `TimeBudget` times the training, and gets the minutes that are left.
 
     Args:
         out: folder of the run, which keeps the time.
