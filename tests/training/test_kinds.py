@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -82,22 +83,31 @@ def test_prompts_are_invented_by_shares_and_the_same_after_a_restart(chatty, tok
     assert Counter(kind for kind, _ in whole) == {kind.name: 2 for kind in SMALL}
     assert len({turns for _, turns in whole}) == 12
     calls = []
-    original = inventing._invent
+    original = inventing._Writer.prompts
 
-    def dies(*args):
-        calls.append(args)
+    def dies(writer, size):
+        calls.append(size)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(*args)
+        return original(writer, size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inventing, "_invent", dies)
+        patch.setattr(inventing._Writer, "prompts", dies)
         with pytest.raises(KeyboardInterrupt):
             invented(chatty, tokenizer, 12, tmp_path / "cut", batch_size=4)
     assert 0 < len(RowFolder(tmp_path / "cut").keys()) < 12
     assert invented(chatty, tokenizer, 12, tmp_path / "cut", batch_size=4) == whole
-    monkeypatch.setattr(inventing, "_invent", lambda *_: pytest.fail("prompts were invented again"))
+    monkeypatch.setattr(inventing._Writer, "prompts", lambda *_: pytest.fail("prompts were invented again"))
     assert invented(chatty, tokenizer, 12, tmp_path / "cut") == whole
+
+
+def test_whole_batches_are_of_one_kind_and_kept(chatty, tokenizer, tmp_path):
+    kinds = [replace(kind, share=2.0 if kind.name == "free" else 1.0) for kind in SMALL if kind.name != "long-context"]
+    found = invented(chatty, tokenizer, 18, tmp_path, kinds, batch_size=4, whole_batches=True)
+    sizes = [len(list(rows)) for _, rows in groupby(RowFolder(tmp_path).rows(), key=lambda row: row["batch"])]
+    assert len(found) == sum(sizes) >= 18 and sum(sizes[:-1]) < 18 and max(sizes) <= 4
+    assert len({row["kind"] for row in RowFolder(tmp_path).rows()}) == len(kinds)
+    assert Counter(kind for kind, _ in found).most_common(1)[0][0] == "free"
 
 
 def test_documents_stand_in_prompts_and_fit(chatty, tokenizer, tmp_path):
@@ -113,7 +123,7 @@ def test_documents_stand_in_prompts_and_fit(chatty, tokenizer, tmp_path):
 def test_the_document_is_what_the_target_writes_when_asked(chatty, tokenizer, tmp_path, monkeypatch):
     asked = []
 
-    def reply(target, tokenizer, histories, temperature, tokens):
+    def reply(target, tokenizer, histories, temperature, tokens, recorder):
         asked.extend(history[0]["content"] for history in histories)
         asked_now = [history[0]["content"] for history in histories]
         return [Reply(f"An answer that has some length to: {text} And then", tokens) for text in asked_now]

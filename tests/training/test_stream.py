@@ -12,6 +12,7 @@ from test_pipeline import keys_of, plan, run
 from training_helpers import kill_at_step_three
 
 from hf_hsdraft.training.data import gather
+from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.stream import ChatStream
 from hf_hsdraft.training.loop import run as run_module
 
@@ -75,6 +76,27 @@ def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch
     invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
     run(chatty, tokenizer, invented, max_steps=2)
     assert len(keys_of(tmp_path / "out" / "prompts")) < 40
+
+
+@pytest.mark.parametrize("greedy_only", [False, True])
+def test_documents_written_for_prompts_are_learned_too(
+    chatty, tokenizer, tmp_path, monkeypatch, small_groups, greedy_only
+):
+    monkeypatch.setattr(gather, "_INVENTED_AT_ONCE", 8)
+    few = {"num_prompts": 16, "kinds": {"summary": 1.0}, "max_length": 100, "greedy_only": greedy_only}
+    invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
+    run(chatty, tokenizer, invented, max_steps=20)
+    rows = list(RowFolder(tmp_path / "out" / "data").rows())
+    written = [row for row in rows if row["category"] == "document"]
+    prompts = "".join(turns[0] for turns in (row["turns"] for row in RowFolder(tmp_path / "out" / "prompts").rows()))
+    assert bool(written) != greedy_only
+    for row in written:
+        ask, answer = row["messages"]
+        assert row["temperature"] > 0 and ask["role"] == "user" and answer["role"] == "assistant"
+    assert greedy_only or sum(row["messages"][1]["content"][:30] in prompts for row in written) >= len(written) // 3
+    recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
+    learned = int(recipe["data"].partition(" conversations")[0])
+    assert len(rows) - len(written) < learned <= len(rows) if written else learned == len(rows)
 
 
 @pytest.mark.parametrize(

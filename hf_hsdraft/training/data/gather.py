@@ -30,7 +30,7 @@ from .conversations import (
 )
 from .dataset import RowFolder
 from .features import FeatureCache
-from .generating import reply
+from .generating import Reply, reply
 from .inventing import invent_prompts, prompt_of
 from .kinds import Kind, chosen_kinds, kind_of_openings
 from .overlap import PromptIndex
@@ -40,7 +40,9 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
-_INVENTED_AT_ONCE = 128  # prompts that a stream invents before the target answers them
+_INVENTED_AT_ONCE = 960  # prompts that a stream invents before the target answers them: a batch of each kind
+_WHOLE_BATCHES = 512  # prompts at once, from which on each batch of them is of one kind and full
+_DOCUMENT = "document"  # category of chats in which the target wrote a document for a prompt
 _ENDLESS = 10**6  # prompts of a stream, unless the plan says how many
 _LEAST_BATCH = 16  # conversations that a stream hands over together
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
@@ -162,22 +164,29 @@ class Answering:
     def stream(self, prompts: Sequence[Prompt], invented_at_once: int | None = None) -> Iterator[list[Conversation]]:
         """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
 
-        The target invents prompts as they are needed, so many at once, and as many as it can. Batches come in random
-        order. If there are not even enough conversations to hold out, a ValueError says why no more can be invented.
+        The target invents prompts as they are needed, so many at once, and as many as it can. The documents that it
+        writes for them are conversations too, with the requests for them. Batches come in random order. If there are
+        not even enough conversations to hold out, a ValueError says why no more can be invented.
         """
         store, skipped = self._store(), list[str]()
         made = self._made() if self.plan.invents else prompts
         keys = {prompt.key for prompt in made}
-        known = [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in keys]
+        rows = list(store.rows())
+        known = [Conversation.of(row["messages"]) for row in rows if row["key"] in keys]
+        made_for = [row["messages"] for row in rows if row["category"] == _DOCUMENT and row["key"] not in keys]
+        known += leave_near_out(self.plan, [Conversation.of(chat) for chat in made_for], self.report)
         chats = len(known)
         yield known
         wanted = self.plan.num_prompts or _ENDLESS
         at_once = invented_at_once or _INVENTED_AT_ONCE
         begin = max(len(made), at_once)
+        documents: list[Conversation] = []
         for count in range(begin, wanted + at_once, at_once) if self.plan.invents else [0]:
             if self.plan.invents:
+                whole_batches = count <= wanted and at_once >= _WHOLE_BATCHES
                 try:
-                    prompts = self._invented(min(count, wanted))
+                    prompts = self._invented(min(count, wanted), whole_batches, documents.extend)
+                    documents = leave_near_out(self.plan, documents, self.report)
                 except ValueError as error:  # training continues with what is there
                     if chats <= self.plan.eval_conversations:
                         raise
@@ -188,13 +197,15 @@ class Answering:
             pending = prompts_that_fit(self.tokenizer, pending, self._longest, lambda prompt, why: skipped.append(why))
             expected = self._own_answers() if pending else None
             answers = self._batches(pending, expected, lambda prompt, why: skipped.append(why), shuffled=True)
+            among = -(-len(documents) // max(len(pending), 1))  # documents after each answer, so that they mix
             for batch in _of_some_size(answers):
-                store.append([row_of(answered) for answered in batch])
-                self._keep(batch)
-                group = [Conversation.of(answered.messages) for answered in batch]
+                group = self._stored(store, batch)
+                group += [documents.pop() for _ in range(min(among * len(batch), len(documents)))]
                 batch.clear()  # recorded states would stay in memory while the drafter learns
                 chats += len(group)
                 yield group
+            if documents:
+                yield [documents.pop() for _ in range(len(documents))]
             if skipped:
                 self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
                 skipped.clear()
@@ -219,8 +230,17 @@ class Answering:
     def _store(self, rows: type[RowFolder] = RowFolder, writer: int = 0) -> RowFolder:
         return rows(Path(self.plan.out) / "data", "Chats answered by the target.", self.recipe, writer)
 
-    def _invented(self, count: int) -> list[Prompt]:
-        """Lets the target invent prompts, until there are `count`."""
+    def _invented(
+        self,
+        count: int,
+        whole_batches: bool = False,
+        on_documents: Callable[[list[Conversation]], object] | None = None,
+    ) -> list[Prompt]:
+        """Lets the target invent prompts, until there are `count`.
+
+        With `on_documents`, the documents are stored as answered chats, and passed on. They are sampled, so a plan that
+        learns from greedy answers alone leaves them out.
+        """
         target, tokenizer, plan, state = self.target, self.tokenizer, self.plan, PartialState()
         kinds = kinds_to_invent(plan, tokenizer)
         invented: dict[str, Any] = {"openings": list(plan.openings)}
@@ -232,6 +252,17 @@ class Answering:
         if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
             own = self._own_answers() or ()
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
+        chats = None if on_documents is None or plan.greedy_only else self._store()
+        written: list[Answered] = []
+
+        def invented_batch(count: int) -> None:
+            stage.advance(count)
+            if chats is not None and on_documents is not None:
+                known = chats.keys()
+                fresh = {each.prompt.key: each for each in written if each.prompt.key not in known}
+                on_documents(self._stored(chats, list(fresh.values())))
+            written.clear()
+
         if state.is_main_process or is_sharded(target):
             with self.report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
                 invent_prompts(
@@ -242,13 +273,18 @@ class Answering:
                     kinds,
                     max_prompt_tokens=self._longest,
                     seed=self.seed,
-                    on_batch=stage.advance,
+                    whole_batches=whole_batches,
+                    recorder=self._recorder() or (TapRecorder(()) if can_record(target) else None),
+                    on_document=lambda kind, ask, reply: written.append(_document(kind, ask, reply)),
+                    on_batch=invented_batch,
                     on_given_up=lambda name: self.report(
                         f"the target invents too few prompts of kind {name}: other kinds take its share"
                     ),
                 )
         state.wait_for_everyone()
-        prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], self.report)
+        prompts = leave_near_out(
+            plan, [prompt_of(row) for row in made.rows()][: None if whole_batches else count], self.report
+        )
         found = Counter(prompt.category for prompt in prompts)
         self.report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
         return prompts
@@ -275,6 +311,12 @@ class Answering:
     def _recorder(self) -> TapRecorder | None:
         return TapRecorder(self.features.layers) if self.features is not None and can_record(self.target) else None
 
+    def _stored(self, store: RowFolder, batch: Sequence[Answered]) -> list[Conversation]:
+        """Writes answers and what was recorded with them."""
+        store.append([row_of(answered) for answered in batch])
+        self._keep(batch)
+        return [Conversation.of(answered.messages) for answered in batch]
+
     def _keep(self, batch: Sequence[Answered]) -> None:
         """Keeps what was recorded with answers that are stored."""
         if self.features is not None:
@@ -291,6 +333,12 @@ class Answering:
             return None
         histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
         return [each.text for each in reply(self.target, self.tokenizer, histories, 0.0, PROBE_TOKENS)]
+
+
+def _document(kind: Kind, ask: str, reply: Reply) -> Answered:
+    messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": reply.text}]
+    prompt = Prompt.of([ask], _DOCUMENT)
+    return Answered(prompt, kind.document_temperature, messages, reply.new_tokens, reply.read)
 
 
 def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answered]]:

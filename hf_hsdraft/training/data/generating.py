@@ -70,9 +70,18 @@ def decoding(temperature: float) -> dict[str, Any]:
 
 @torch.inference_mode()
 def continue_texts(
-    target: Any, tokenizer: Any, texts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
+    target: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    recorder: TapRecorder | None = None,
 ) -> list[str]:
-    """Returns a continuation of each text without its end token; `""` for one that does not end."""
+    """Returns a continuation of each text without its end token; `""` for one that does not end.
+
+    With a `recorder` the target is read as in a drafted call, which is faster; nothing is recorded.
+    """
     encoding = with_padding(tokenizer)(
         [text.rstrip(" ") for text in texts],
         return_tensors="pt",
@@ -81,13 +90,10 @@ def continue_texts(
         padding_side="left",
         return_token_type_ids=False,
     ).to(target.device)
+    pad = with_padding(tokenizer).pad_token_id
+    call = {**encoding, **decoding(temperature), "max_new_tokens": max_new_tokens, "pad_token_id": pad}
     with seeded(target, seed):
-        output = target.generate(
-            **encoding,
-            **decoding(temperature),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=with_padding(tokenizer).pad_token_id,
-        )
+        output = _generate(target, call, None if recorder is None else TapRecorder(()))[0]
     ends = end_tokens(target) | {tokenizer.eos_token_id}
     found = []
     for row in output[:, encoding["input_ids"].shape[1] :].tolist():
@@ -132,17 +138,26 @@ def reply(
     ).to(target.device)
     pad = tokenizer.pad_token_id
     call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "pad_token_id": pad}
-    try:
-        output = target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
-    except DraftingRefused:  # recording is a drafted call
-        recorder, output = None, target.generate(**call)
+    output, states = _generate(target, call, recorder)
     replies = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
     counts = (replies != pad).sum(dim=1).tolist()
-    states = [] if recorder is None else recorder.taken()
     begins = (inputs["attention_mask"] == 0).sum(dim=1).tolist()  # padding is on the left
     read = [(row[begin : begin + len(each)], each) for row, begin, each in zip(output, begins, states, strict=False)]
     return [
         Reply(text.strip(), count, read[row] if read else None)
         for row, (text, count) in enumerate(zip(texts, counts, strict=True))
     ]
+
+
+def _generate(
+    target: Any, call: dict[str, Any], recorder: TapRecorder | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the tokens of `generate()`, and what was recorded: nothing where the target takes no drafted call."""
+    if recorder is None:
+        return target.generate(**call), []
+    try:
+        output = target.generate(**call, assistant_model=recorder)
+    except DraftingRefused:
+        return target.generate(**call), []
+    return output, recorder.taken() if recorder.taps else []

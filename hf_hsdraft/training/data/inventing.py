@@ -7,13 +7,16 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .conversations import Message, Prompt
 from .dataset import RowFolder
-from .generating import continue_texts, reply, seeded, user_header
+from .generating import Reply, continue_texts, reply, seeded, user_header
 from .kinds import Kind, Sketch, quotas, sketch
+from .recording import TapRecorder
 
+OnDocument = Callable[[Kind, str, Reply], object]
 _SHORTEST_PROMPT, _SHORTEST_DOCUMENT = 12, 40  # characters
 _TURN_TOKENS = 96  # of a user's further turn
 _PATIENCE = 10  # number of batches without a new prompt after which a kind is given up
@@ -30,6 +33,9 @@ def invent_prompts(
     max_prompt_tokens: int = 1024,
     batch_size: int = 64,
     seed: int = 0,
+    whole_batches: bool = False,
+    recorder: TapRecorder | None = None,
+    on_document: OnDocument = lambda kind, ask, reply: None,
     on_batch: Callable[[int], object] = lambda made: None,
     on_given_up: Callable[[str], object] = lambda name: None,
 ) -> list[Prompt]:
@@ -41,6 +47,11 @@ def invent_prompts(
     Args:
         store: keeps the `turns` of each prompt and the name of its `kind`.
         max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
+        whole_batches: whether each batch is as large as `batch_size` and all its prompts are kept, `count` or more in
+            the end. Kinds are even after a batch of each.
+        recorder: keeps the hidden states of what is read for documents.
+        on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
+            learn from.
         on_batch: called with the number of prompts so far.
         on_given_up: called with the name of each kind that is given up for the others.
     """
@@ -51,9 +62,10 @@ def invent_prompts(
     have = Counter(row.get("kind", kinds[0].name) for row in rows.values())
     while len(rows) < count and open_kinds:
         kind, missing = _next_kind(open_kinds, have, count)
-        missing = min(missing, count - len(rows))
+        missing = batch_size if whole_batches else min(missing, count - len(rows))
         size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
-        found = _invent(target, tokenizer, header, kind, size, max_prompt_tokens, f"{seed} {batch}")
+        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, f"{seed} {batch}", recorder, on_document)
+        found = writer.prompts(size)
         fresh = {prompt.key: list(prompt.turns) for prompt in found if prompt.key not in rows}
         entry = {"kind": kind.name, "batch": batch}
         added = [{"key": key, "turns": turns, **entry} for key, turns in list(fresh.items())[:missing]]
@@ -72,7 +84,7 @@ def invent_prompts(
             f"the target invented only {len(rows)} of {count} prompts that end and differ; it may not be tuned to "
             "chat. Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
         )
-    return [prompt_of(row) for row in rows.values()][:count]
+    return [prompt_of(row) for row in rows.values()][: None if whole_batches else count]
 
 
 def _next_kind(kinds: Sequence[Kind], have: Counter[str], count: int) -> tuple[Kind, int]:
@@ -93,44 +105,63 @@ def invent_turns(target: Any, tokenizer: Any, histories: Sequence[Sequence[Messa
     return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, _TURN_TOKENS, seed)]
 
 
-def _invent(
-    target: Any, tokenizer: Any, header: str, kind: Kind, size: int, max_prompt_tokens: int, seed: str
-) -> list[Prompt]:
-    """Returns prompts of one kind, fewer than `size` where a document or a continuation is unusable."""
-    sketches = [sketch(kind, random.Random(f"{seed} {index}")) for index in range(size)]
-    documents = _documents(target, tokenizer, kind, sketches, max_prompt_tokens // 2, seed)
-    room = max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
-    texts = [_with_document(tokenizer, each.text, parts, room) for each, parts in zip(sketches, documents, strict=True)]
-    going = [index for index, text in enumerate(texts) if text is not None and sketches[index].goes_on]
-    if going:
+@dataclass(frozen=True)
+class _Writer:
+    """Writes a batch of prompts of one kind."""
+
+    target: Any
+    tokenizer: Any
+    header: str
+    kind: Kind
+    max_prompt_tokens: int
+    seed: str
+    recorder: TapRecorder | None
+    on_document: OnDocument
+
+    def prompts(self, size: int) -> list[Prompt]:
+        """Returns `size` prompts, or fewer where a document or a continuation is unusable."""
+        kind = self.kind
+        sketches = [sketch(kind, random.Random(f"{self.seed} {index}")) for index in range(size)]
+        documents = self._documents(sketches)
+        room = self.max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
+        texts = [
+            _with_document(self.tokenizer, each.text, parts, room)
+            for each, parts in zip(sketches, documents, strict=True)
+        ]
+        going = [index for index, text in enumerate(texts) if text is not None and sketches[index].goes_on]
         openings = [str(texts[index]) for index in going]
-        headers = [header + opening for opening in openings]
-        written = continue_texts(target, tokenizer, headers, kind.temperature, kind.continued, _number(seed))
-        for index, opening, more in zip(going, openings, written, strict=True):
+        for index, opening, more in zip(going, openings, self._continued(openings), strict=True):
             whole = _joined(opening, more)
             texts[index] = whole if more.strip() and len(whole.strip()) >= _SHORTEST_PROMPT else None
-    return [
-        Prompt.of([text.strip(), *each.follow_ups], kind.name)
-        for text, each in zip(texts, sketches, strict=True)
-        if text is not None
-    ]
+        return [
+            Prompt.of([text.strip(), *each.follow_ups], kind.name)
+            for text, each in zip(texts, sketches, strict=True)
+            if text is not None
+        ]
 
+    def _continued(self, openings: Sequence[str]) -> list[str]:
+        if not openings:
+            return []
+        headers, kind = [self.header + opening for opening in openings], self.kind
+        drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder)
+        return continue_texts(self.target, self.tokenizer, headers, *drawn)
 
-def _documents(
-    target: Any, tokenizer: Any, kind: Kind, sketches: Sequence[Sketch], max_tokens: int, seed: str
-) -> list[list[str]]:
-    """Returns the documents of each prompt, in whole sentences."""
-    found: list[list[str]] = [[] for _ in sketches]
-    tokens = min(kind.document_tokens, max_tokens)
-    for part in range(max((len(each.asks) for each in sketches), default=0)):
-        histories = [[{"role": "user", "content": each.asks[part]}] for each in sketches]
-        with seeded(target, _number(f"{seed} document {part}")):
-            written = reply(target, tokenizer, histories, kind.document_temperature, tokens)
-        for parts, each in zip(found, written, strict=True):
-            whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)
-            if len(whole) >= _SHORTEST_DOCUMENT:
-                parts.append(whole)
-    return found
+    def _documents(self, sketches: Sequence[Sketch]) -> list[list[str]]:
+        """Returns the documents of each prompt, in whole sentences."""
+        kind, found = self.kind, [list[str]() for _ in sketches]
+        tokens = min(kind.document_tokens, self.max_prompt_tokens // 2)
+        for part in range(max((len(each.asks) for each in sketches), default=0)):
+            asks = [each.asks[part] for each in sketches]
+            histories: list[list[Message]] = [[{"role": "user", "content": ask}] for ask in asks]
+            with seeded(self.target, _number(f"{self.seed} document {part}")):
+                drawn = (kind.document_temperature, tokens, self.recorder)
+                written = reply(self.target, self.tokenizer, histories, *drawn)
+            for parts, ask, each in zip(found, asks, written, strict=True):
+                self.on_document(kind, ask, each)
+                whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)
+                if len(whole) >= _SHORTEST_DOCUMENT:
+                    parts.append(whole)
+        return found
 
 
 def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -> str | None:

@@ -58,6 +58,7 @@ from .run_folder import (
 from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
 
+_MINUTES_FOR_ALL_KINDS = 20.0  # for answers, from which on a stream invents full batches of each kind of prompt
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
 
@@ -189,7 +190,8 @@ class _Run:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
         chats = list(finished)
-        groups = answering.stream(prompts) if clock is None else answering.stream(prompts, plan.answer_batch_size)
+        little = clock is not None and clock.answer_minutes < _MINUTES_FOR_ALL_KINDS
+        groups = answering.stream(prompts, plan.answer_batch_size if little else None)
         unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
         with self.report.stage("answering", unit, total, 0 if clock is None else min(clock.minutes, total)) as stage:
             for group in groups:
