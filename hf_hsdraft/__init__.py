@@ -34,6 +34,7 @@ _MODULES = {
     "HSDraftEncoderDecoderOutput": "engine.call_output",
     "HSDraftGenerateOutput": "engine.call_output",
     "HSDrafter": "drafters.hidden_state.modeling_hsdraft",
+    "MtpDrafter": "drafters.mtp.drafter",
     "attach": "generate.attachment",
     "attached": "generate.attachment",
     "connect": "remote.connecting",

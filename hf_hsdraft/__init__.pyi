@@ -12,6 +12,7 @@ from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as H
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
 from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
+from .drafters.mtp.drafter import MtpDrafter as MtpDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter as CachebackDrafter
 from .engine.call_output import DraftStatistics as DraftStatistics
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput

@@ -1,4 +1,4 @@
-"""Drafters given by name, as in `generate(assistant_model="user/drafter")`.
+"""Drafters given by name, as in `generate(assistant_model="user/drafter")`; `"mtp"` names the target's own layers.
 
 A drafter named in a call is loaded once for a target, and kept for as long as the target lives. The methods of
 `generate()` that first see an assistant are wrapped, and replace the name by the drafter. A pipeline loads its
@@ -17,10 +17,12 @@ from torch import nn
 
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
+from ..drafters.mtp.drafter import MtpDrafter
 from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+OWN_LAYERS = "mtp"  # names a target's layers for multi-token prediction
 
 
 def load_drafter(
@@ -37,6 +39,8 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
     Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
+    if name == OWN_LAYERS:
+        return MtpDrafter.for_target(target)
     return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
 
 

@@ -121,6 +121,6 @@ def test_rows_are_borrowed_without_the_factor_of_the_target(target, hooked):
 def test_what_texts_see_is_told_without_waiting_for_a_device():
     """A tensor on the meta device has no values that could be waited for."""
     device = torch.device("meta")
-    context = RowContext(1, 1, 1, 2, device, torch.float32)
+    context = RowContext(1, 1, device)
     context.reserve({0: 3}, torch.arange(3))
     assert context.seen([0], torch.tensor([[5]], device=device)).shape == (1, 1, 3)

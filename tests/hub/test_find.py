@@ -172,7 +172,8 @@ def test_what_drafts_for_six_targets_the_best_first(world):
     assert "EagleDrafter (speculators eagle3 and peagle)" in row(published, "user/eagle")
     assert "its card names this target as base model" in row(published, "user/blocks")
     assert "pickled" in row(published, "user/old-eagle") and "unknown" in row(published, "user/old-eagle")
-    assert uses(mtp) == ["model.generate(**inputs, use_mtp=True)", NGRAMS] and "num_mtp_layers=1" in mtp
+    assert uses(mtp) == ['model.generate(**inputs, assistant_model="mtp")', NGRAMS]
+    assert "1 layer for multi-token prediction in the checkpoint" in mtp
     assert uses(large) == [called("org/small"), NGRAMS] and "same tokenizer" in row(large, "org/small")
     assert uses(nothing) == [NGRAMS]
     assert uses(local) == [called("user/ours"), NGRAMS]
@@ -185,19 +186,19 @@ def test_what_drafts_for_six_targets_the_best_first(world):
     assert not any("hsdraft train" in output for output in (named, published, mtp, local))
 
 
-def test_transformers_drafts_with_the_layers_that_are_listed_and_not_with_others(world):
+def test_layers_that_are_listed_draft_and_others_are_not_listed(world):
     found = world.run(
         FIND
         + """
 mtp = AutoModelForCausalLM.from_pretrained("org/mtp").eval()
 call = dict(max_new_tokens=8, do_sample=False)
-texts = [mtp.generate(ids, **call, **own)[0].tolist() for own in ({}, {"use_mtp": True})]
+texts = [mtp.generate(ids, **call, **own)[0].tolist() for own in ({}, {"use_mtp": True}, {"assistant_model": "mtp"})]
 answer([texts, find("org/without-mtp")])
 """,
         home="mtp",
     )
-    (plain, drafted), without = found
-    assert plain == drafted and uses(without) == [NGRAMS]
+    (plain, theirs, ours), without = found
+    assert plain == theirs == ours and uses(without) == [NGRAMS]
 
 
 def test_nothing_is_fetched_but_configurations_and_tokenizers(world):

@@ -77,7 +77,7 @@ class AutoDrafter:
         """Returns the best drafter that `hsdraft find` lists for a loaded target, and logs in a line which it is.
 
         Where nothing else drafts, that is a [`CachebackDrafter`], and the line says how to train a drafter. What cannot
-        be loaded is logged too. Layers that transformers drafts with itself (`use_mtp=True`) are not returned.
+        be loaded is logged too. Layers for multi-token prediction in the target's checkpoint come first.
 
         Args:
             model: the target.
@@ -91,7 +91,8 @@ class AutoDrafter:
                 continue
             loading = {"dtype": model.dtype, "local_files_only": each.here, **each.loading}
             try:
-                drafter = cls.from_pretrained(each.name, **loading)
+                made = each.made
+                drafter = cls.from_pretrained(each.name, **loading) if made is None else made(model)
                 drafter.check(model)
             except (OSError, ValueError) as error:
                 logger.warning(f"{each.name} is not used, although it fits: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Found:
         trained: whether it was trained for this target, or for one like it.
         here: whether it can be used without the network.
         loading: arguments of `AutoDrafter.from_pretrained` beside the name; None where that does not load it.
+        made: makes the drafter from the loaded target, where it is part of the target.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Found:
     trained: bool = True
     here: bool = True
     loading: Mapping[str, Any] | None = field(default_factory=dict)
+    made: Callable[[Any], Any] | None = None
 
 
 _NGRAMS = Found(
@@ -102,23 +104,28 @@ def train_command(place: str) -> str:
 
 
 def _own_layers(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
-    """The target's layers for multi-token prediction, if transformers can draft with them."""
-    count = getattr(target.config.get_text_config(), "num_mtp_layers", None)
+    """The target's layers for multi-token prediction, if they can draft."""
+    from ..mtp.drafter import MtpDrafter
+    from ..mtp.layers import layers_in
+
+    count = layers_in(target.config)
     if not count or not target.place or not _mtp_tensors(target, count, local_files_only):
         return
     yield Found(
         "the target's own layers",
-        "multi-token prediction of transformers",
-        f"num_mtp_layers={count} in the checkpoint; transformers reads them in every call, for single texts",
+        "MtpDrafter",
+        f"{count} layer{'s' * (count > 1)} for multi-token prediction in the checkpoint",
         None,
-        "model.generate(**inputs, use_mtp=True)",
-        loading=None,
+        'model.generate(**inputs, assistant_model="mtp")',
+        made=MtpDrafter.for_target,
     )
 
 
 def _mtp_tensors(target: TargetInfo, count: int, local_files_only: bool) -> bool:
-    """Whether transformers builds these layers, and the checkpoint names tensors for them."""
+    """Whether these layers can be built, and the checkpoint names tensors for them."""
     from transformers.modeling_layers import MtpModel
+
+    from ..mtp.layers import MtpLayers, described
 
     model = target.model if target.model is not None else empty_model(target.config)
     if model is None:
@@ -126,7 +133,7 @@ def _mtp_tensors(target: TargetInfo, count: int, local_files_only: bool) -> bool
     try:
         pattern = MtpModel.get_mtp_weights_regex(model)
         with torch.device("meta"):
-            MtpModel(empty_model(target.config), count)
+            MtpLayers(MtpModel(described(empty_model(target.config)), count))
         checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
         return any(pattern.search(name) for name in _tensor_names(checkpoint))
     except Exception:  # any error of building them means that it cannot

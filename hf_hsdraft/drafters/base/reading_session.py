@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
-from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions
 from .protocol import Accepted, Ask, Call
 from .refiners import refiner_of
@@ -30,15 +30,15 @@ class Slots:
 
 
 class RowContext:
-    """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots."""
+    """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots.
 
-    def __init__(
-        self, rows: int, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    The first ones written to a layer decide its number of heads, their sizes and the dtype.
+    """
+
+    def __init__(self, rows: int, layers: int, device: torch.device) -> None:
         self.lengths = [0] * rows
         self._positions = torch.empty(rows, 0, dtype=torch.int64, device=device)
-        room = torch.empty(rows, kv_heads, 0, head_dim, device=device, dtype=dtype)
-        self._layers = [(room, room) for _ in range(layers)]
+        self._layers: list[tuple[torch.Tensor, ...]] = [()] * layers  # keys and values; empty before the first ones
 
     @property
     def capacity(self) -> int:
@@ -83,10 +83,15 @@ class RowContext:
 
         self._positions = grown(self._positions, 1, _NOWHERE)
         # Zeros, not uninitialised memory: a masked NaN still spoils the weighted sum.
-        self._layers = [(grown(keys, 2, 0), grown(values, 2, 0)) for keys, values in self._layers]
+        self._layers = [tuple(grown(room, 2, 0) for room in layer) for layer in self._layers]
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores keys and values `[n, kv_heads, head_dim]`."""
+        """Stores keys and values `[n, kv_heads, head_dim]`; the sizes of values may differ."""
+        if not self._layers[layer]:
+            shape = len(self.lengths), self.capacity
+            self._layers[layer] = tuple(
+                states.new_zeros(shape[0], states.shape[1], shape[1], states.shape[2]) for states in (keys, values)
+            )
         for room, states in zip(self._layers[layer], (keys, values), strict=True):
             room[slots.rows, :, slots.slots] = states.to(room.dtype)
 
@@ -130,10 +135,7 @@ class RowContext:
         other, length = RowContext.__new__(RowContext), self.lengths[row]
         other.lengths = [length]
         other._positions = self._positions[row : row + 1, :length].clone()
-        other._layers = [
-            (keys[row : row + 1, :, :length].clone(), values[row : row + 1, :, :length].clone())
-            for keys, values in self._layers
-        ]
+        other._layers = [tuple(room[row : row + 1, :, :length].clone() for room in layer) for layer in self._layers]
         return other
 
 
@@ -144,14 +146,13 @@ class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
     Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
-    number of layers that attend to accepted positions, `sizes` theirs.
+    number of layers that attend to accepted positions.
     """
 
-    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int, sizes: LayerSizes) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int) -> None:
         super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
-        heads, width = sizes.num_key_value_heads, sizes.head_dim
-        self._context = RowContext(call.rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._context = RowContext(call.rows, layers, drafter.device)
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
@@ -204,6 +205,17 @@ class ReadingSession(TreeSession):
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._context = memory.context.copy_of(0)
             self._pending[0].extend(memory.pending)
+
+
+class LevelSession(ReadingSession):
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward, and forgets what was drafted."""
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        read = self._context
+        self._context = copy.deepcopy(read)  # later rounds overwrite drafted positions
+        made = self.expansion(asks, expansion.depth, options)
+        self._context = read
+        return made
 
 
 class ParallelSession(ReadingSession):

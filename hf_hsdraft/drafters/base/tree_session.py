@@ -214,6 +214,58 @@ class ParallelExpansion(Expansion):
         return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
 
 
+class Levels:
+    """The levels of the trees that a batch grows in one round, one forward each. Rows of nodes are numbered from 1."""
+
+    def of_roots(self) -> torch.Tensor:
+        """Returns logits `[B, 1, V']` of the roots' children."""
+        raise NotImplementedError
+
+    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds nodes with `tokens` `[B, n]`, int64, whose parents have the numbers `parents`, likewise; a root has 0.
+
+        Returns the logits `[B, n, V']` of their children, which are at depth `level`, and the numbers `[B, n]`.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LevelExpansion(Expansion):
+    """Expands nodes level by level. A node's state is its number."""
+
+    levels: Levels
+    depth: int  # greatest depth of a child
+    temperature: float  # of the returned distributions
+    race: Race | None  # with foreseen target draws; probabilities are then those of winning the race
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, numbers = self.logits(level, tokens, states)
+        return log_probs_of(level, logits, self.temperature, self.race), numbers
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
+        logits, numbers = self.logits(level, tokens, states)
+        if self.race is None or logits.shape[-1] < 2 * TUNING.likely_columns:
+            return *best_children(log_probs_of(level, logits, self.temperature, self.race), scores, count), numbers
+        columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
+        values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
+        return values, columns.gather(1, found), parents, numbers
+
+    def logits(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns logits `[B, n, V']` of all children and numbers `[B, n, 1]` of the nodes."""
+        if states is None:
+            return self.levels.of_roots(), torch.zeros_like(tokens)[..., None]
+        logits, numbers = self.levels.of_nodes(level, tokens, states[..., 0])
+        return logits, numbers[..., None]
+
+
 class TreeSession(Session):
     """Drafts trees (or chains) of tokens `vocab_ids` `[V']`, int64; for drawn nodes `foresight` is ignored."""
 

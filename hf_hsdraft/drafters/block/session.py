@@ -55,7 +55,7 @@ class BlockSession(ParallelSession):
     def __init__(self, drafter: BlockNetwork, weights: TargetWeights, call: Call) -> None:
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
-        super().__init__(drafter, weights, call, layers, sizes)
+        super().__init__(drafter, weights, call, layers)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,34 +11,40 @@ import torch.nn.functional as F
 
 from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Expansion, best_children
-from ...verify.foresight import Race
+from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.published import AttendByLayer
-from ..base.reading_session import Columns, ReadingSession, RowContext, Slots
+from ..base.reading_session import Columns, LevelSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import ParallelExpansion, log_probs_of
+from ..base.tree_session import LevelExpansion, Levels, ParallelExpansion
 from .feedback_trial import FeedbackTrial, can_be_tried
 from .network import EagleNetwork
 
 
-class DraftedRows:
+class DraftedRows(Levels):
     """Rows drafted in one round: keys and values by node, and ancestor masks.
 
     Row 0 is the last accepted pair; drafted rows follow in the order of `extend`.
 
     Args:
         context: accepted positions. Drafted ones are written after them, and overwritten when more are read.
+        weights: what the drafter borrows from its target.
         rows: rows of the batch to draft for; each has been read.
         states: `[B, D]`, y of their last pairs.
         last: `[B, 1]`, int64, positions of these pairs.
     """
 
     def __init__(
-        self, network: EagleNetwork, context: RowContext, rows: Sequence[int], states: torch.Tensor, last: torch.Tensor
+        self,
+        network: EagleNetwork,
+        weights: TargetWeights,
+        context: RowContext,
+        rows: Sequence[int],
+        states: torch.Tensor,
+        last: torch.Tensor,
     ) -> None:
-        self._network, self._context, self._rows = network, context, list(rows)
+        self._network, self._weights, self._context, self._rows = network, weights, context, list(rows)
         self.states, self._last = states[:, None], last  # y of all rows by number, `[B, 1 + m, D]`
         self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
 
@@ -79,56 +83,22 @@ class DraftedRows:
         self.states = torch.cat([self.states, y], dim=1)
         return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
 
+    def of_roots(self) -> torch.Tensor:
+        return self._network.logits(self.states[:, :1])
 
-@dataclass(frozen=True)
-class EagleExpansion(Expansion):
-    """Expands nodes level by level. A node's state is the number of its row."""
-
-    network: EagleNetwork
-    weights: TargetWeights
-    drafted: DraftedRows  # of this round
-    depth: int  # greatest depth of a child
-    temperature: float  # of the returned distributions
-    race: Race | None  # with foreseen target draws; probabilities are then those of winning the race
-
-    def __call__(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, numbers = self.logits(level, tokens, states)
-        return log_probs_of(level, logits, self.temperature, self.race), numbers
-
-    def best(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
-        if self.race is None or self.network.config.draft_vocab_size < 2 * TUNING.likely_columns:
-            return super().best(level, tokens, states, scores, count)
-        logits, numbers = self.logits(level, tokens, states)
-        columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
-        logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
-        return values, columns.gather(1, found), parents, numbers
-
-    def logits(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logits `[B, n, V']` of all children and row numbers `[B, n, 1]` of the nodes; the root's row is 0."""
-        network, drafted = self.network, self.drafted
-        if states is None:
-            return network.logits(drafted.states[:, :1]), torch.zeros_like(tokens)[..., None]
-        parents = states[..., 0]
-        above = drafted.states.gather(1, parents[..., None].expand(-1, -1, drafted.states.shape[-1]))
+    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
         depths = torch.full_like(tokens[0], level - 1)
-        numbers = drafted.extend(network.fed_back(above), self.weights.embed(tokens), parents, depths)
-        return network.logits(drafted.states[:, -tokens.shape[1] :]), numbers[..., None]
+        numbers = self.extend(self._network.fed_back(above), self._weights.embed(tokens), parents, depths)
+        return self._network.logits(self.states[:, -tokens.shape[1] :]), numbers
 
 
-class EagleSession(ReadingSession):
+class EagleSession(LevelSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward."""
 
     def __init__(self, network: EagleNetwork, weights: TargetWeights, call: Call) -> None:
         config = network.config
-        super().__init__(network, weights, call, config.num_hidden_layers, config.layer)
+        super().__init__(network, weights, call, config.num_hidden_layers)
         parallel = config.mask_token_id is not None
         sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
@@ -179,13 +149,6 @@ class EagleSession(ReadingSession):
 
         return attend
 
-    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
-        read = self._context
-        self._context = copy.deepcopy(read)  # later rounds overwrite drafted positions
-        made = self.expansion(asks, expansion.depth, options)
-        self._context = read
-        return made
-
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
         rows = [ask.row for ask in asks]
@@ -194,9 +157,9 @@ class EagleSession(ReadingSession):
             self._trial.decide()
         race, temperature = self.race(rows, depth), options.temperature
         states = torch.stack([self._last[row] for row in rows])
-        drafted = DraftedRows(network, self._context, rows, states, self.anchors(rows) - 1)
+        drafted = DraftedRows(network, weights, self._context, rows, states, self.anchors(rows) - 1)
         if mask is None:
-            return EagleExpansion(network, weights, drafted, depth, temperature, race)
+            return LevelExpansion(drafted, depth, temperature, race)
         if depth > 1:  # one forward over rows of the mask token; the last accepted pair gives the first depth
             depths = torch.arange(1, depth, device=states.device)
             embeds = weights.embed(torch.full_like(depths, mask)).expand(len(rows), -1, -1)

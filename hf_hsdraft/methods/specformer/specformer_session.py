@@ -27,7 +27,7 @@ class SpecFormerSession(ParallelSession):
 
     def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
-        super().__init__(drafter, weights, call, 1, config.sizes)
+        super().__init__(drafter, weights, call, 1)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place

@@ -79,12 +79,16 @@ def invent_prompts(
                 on_given_up(kind.name)
         on_batch(len(rows))
         batch += 1
-    if len(rows) < count:
-        raise ValueError(
-            f"the target invented only {len(rows)} of {count} prompts that end and differ; it may not be tuned to "
-            "chat. Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
-        )
+    _check_enough(len(rows), count)
     return [prompt_of(row) for row in rows.values()][: None if whole_batches else count]
+
+
+def _check_enough(found: int, count: int) -> None:
+    if found < count:
+        raise ValueError(
+            f"the target invented only {found} of {count} prompts that end and differ; it may not be tuned to chat. "
+            "Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
+        )
 
 
 def _next_kind(kinds: Sequence[Kind], have: Counter[str], count: int) -> tuple[Kind, int]:

@@ -1,0 +1,87 @@
+"""A drafter made of the target's own layers for multi-token prediction."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import GenerationConfig
+
+from ...core.refusals import DraftingRefused
+from ...runtime.target_limits import decoder_layers, text_config
+from ..base.draft_options import default_options
+from ..base.plain_config import PlainConfig
+from ..base.protocol import Call, Drafter, Read, weights_of
+from .layers import MtpLayers
+from .session import MtpSession
+
+_LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
+
+
+@dataclass(frozen=True)
+class MtpConfig(PlainConfig):
+    """What the layers are for."""
+
+    model_type: ClassVar[str] = "mtp"
+
+    vocab_size: int
+    num_mtp_layers: int
+    target_name: str = ""
+
+
+class MtpDrafter(Drafter):
+    """Drafts with the layers for multi-token prediction that a target's checkpoint holds (DeepSeek-V3, section 2.2).
+
+        drafter = MtpDrafter.for_target(model)
+        out = model.generate(**inputs, assistant_model=drafter)  # or assistant_model="mtp"
+
+    It drafts trees for batches, greedy and sampled texts. The layers of depths 1, 2, ... are used in turn, so a single
+    layer drafts deeper too. They are read once for each target, and belong to it: there is nothing to save.
+    """
+
+    takes_tree_builders = True
+    why_not_exported = "its layers are in the target's checkpoint, where other programs find them"
+
+    def __init__(self, target: Any, layers: MtpLayers) -> None:
+        self._target, self.layers = weakref.ref(target), layers
+        name = str(getattr(target.config, "name_or_path", "") or "")
+        self.config = MtpConfig(text_config(target).vocab_size, layers.count, name)
+        self.num_draft_steps = max(layers.count, _LEAST_STEPS)
+        self.taps = (decoder_layers(text_config(target)),)  # after the final norm
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def for_target(cls, target: Any) -> MtpDrafter:
+        """Returns the drafter of a loaded target.
+
+        Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
+        """
+        return cls(target, MtpLayers.of(target))
+
+    @property
+    def device(self) -> Any:
+        return self.layers.device
+
+    @property
+    def dtype(self) -> Any:
+        return self.layers.dtype
+
+    def default_generation_config(self) -> GenerationConfig:
+        return default_options(self.num_draft_steps, tree_size=16, beam_width=4)
+
+    def check(self, target: Any) -> None:
+        if target is not self._target():
+            raise DraftingRefused(
+                "this drafter is made of another model's layers: make one with MtpDrafter.for_target(model)"
+            )
+
+    def session(self, call: Call) -> MtpSession:
+        self.layers.follow(call.target)
+        return MtpSession(self, self.layers, call)
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        weights, model = weights_of(*self.layers.model.layers), self.layers.model
+        each, head = weights // self.layers.count, weights_of(model.shared_head)
+        return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=True)

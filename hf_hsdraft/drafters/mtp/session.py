@@ -1,0 +1,195 @@
+"""Session of the target's own prediction layers: columns of accepted tokens and of nodes; see `layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from ...core.tensors import on_device
+from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask, Call
+from ..base.reading_session import Columns, LevelSession, RowContext, Slots
+from ..base.target_weights import TargetWeights
+from ..base.tree_session import DraftMemory, LevelExpansion, Levels
+from .layers import MtpLayers
+
+
+class DraftedColumns(Levels):
+    """Columns of nodes drafted in one round, and of the roots, which have number 0.
+
+    The target has not read the tokens before a node of depth m, so its column begins with layer m, which predicts its
+    children. Deeper than there are layers, they are used again in turn, one for each depth.
+
+    Args:
+        context: accepted columns, the roots' included. Drafted ones are written after them, and overwritten when more
+            are read.
+        rows: rows of the batch to draft for.
+        outputs: `[B, L, D]`, outputs of the roots' columns.
+        roots: `[B, 1]`, int64, their positions.
+        begins: `[B, 1]`, int64, the first position read of each text.
+        depth: greatest depth of a node's child.
+    """
+
+    def __init__(
+        self,
+        layers: MtpLayers,
+        context: RowContext,
+        rows: Sequence[int],
+        outputs: torch.Tensor,
+        roots: torch.Tensor,
+        begins: torch.Tensor,
+        depth: int,
+    ) -> None:
+        self._layers, self._context, self._rows, self._depth = layers, context, list(rows), depth
+        self._roots, self._begins = roots, begins
+        self._used = outputs.shape[1]
+        self._outputs = list(outputs.split(1, dim=1))  # by layer, `[B, 1 + m, D]`; zeros where a column lacks it
+        self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=outputs.device)  # `[B, 1 + m, m]`
+        self._held: list[tuple[range, int]] = []  # layers in the columns of each depth, and number of these columns
+
+    def _held_at(self, depth: int) -> range:
+        """The layers in the columns of nodes of a depth; the first one predicts their children."""
+        if depth < self._used:
+            return range(depth, min(self._used, self._depth))
+        return range(depth % self._used, depth % self._used + 1)
+
+    def of_roots(self) -> torch.Tensor:
+        return self._layers.logits(self._outputs[0][:, :1])
+
+    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (batch, count), before, depth = tokens.shape, self._above.shape[2], level - 1
+        held = self._held_at(depth)
+        ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        ancestors = torch.cat([ancestors, own], dim=2)
+        self._above = torch.cat([F.pad(self._above, (0, count)), ancestors], dim=1)
+        self._held.append((held, count))
+        context, rows, drafted = self._context, self._rows, before + count
+        slots = context.drafted(rows, before, count)
+        places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
+        embeds, positions = self._layers.embed(tokens), (self._roots + depth).expand(-1, count)
+
+        def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            context.write(layer, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (keys, values)))
+            return context.view(layer, rows, drafted)
+
+        below = self._outputs[(depth - 1) % self._used]
+        made = []
+        for layer in held:
+            states = below.gather(1, parents[..., None].expand(-1, -1, below.shape[-1]))
+            near = _near(self._layers.windows[layer], self._roots - 1, self._begins + layer, depth)
+            seen = context.seen(rows, self._roots - 1, near, drafted)
+            assert seen is not None
+            there = torch.cat([seen.new_full((size,), layer in layers) for layers, size in self._held])
+            mask = seen.expand(-1, count, -1).scatter(2, places, ancestors & there)
+            made.append(self._layers.run(layer, embeds, states, positions, mask, write))
+            below = self._outputs[layer]
+        for layer, outputs in enumerate(self._outputs):
+            added = made[layer - held.start] if layer in held else outputs.new_zeros(batch, count, outputs.shape[-1])
+            self._outputs[layer] = torch.cat([outputs, added], dim=1)
+        numbers = torch.arange(before + 1, before + 1 + count, device=tokens.device).expand(batch, -1)
+        return self._layers.logits(made[0]), numbers
+
+
+class MtpSession(LevelSession):
+    """Drafts trees (or chains) for a batch, one depth of all rows per forward.
+
+    A column of x_p is queued with the position p - 1, that of the hidden state that it reads.
+    """
+
+    def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
+        self._layers, self._used = layers, min(layers.count, call.options.depth)
+        ids = torch.arange(layers.vocab_size, device=layers.device)
+        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, self._used)
+        self.kind = (layers.count, self._used, layers.dtype, layers.device)
+        self._outputs: dict[int, torch.Tensor] = {}  # `[L, D]`, of each row's last column
+        self._begins: dict[int, torch.Tensor] = {}  # `[1]`, int64, the first position read of each row
+
+    def columns(self, news: Accepted) -> Columns:
+        device, dtype, embeds = self._layers.device, self._layers.dtype, news.next_embeds(self._layers.embed)
+        return news.taps.to(device, dtype), embeds.to(device, dtype), news.positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], TUNING.mask_rows
+        for start in range(0, max(counts.values()), block):  # a mask of a whole prompt would grow quadratically
+            rows = [row for row, count in counts.items() if count > start]
+            places = [place for place, count in enumerate(counts.values()) if count > start]
+            parts = [[column[place][start : start + block] for place in places] for column in every]
+            self._read(rows, *parts)
+
+    def _read(
+        self,
+        rows: Sequence[int],
+        taps: list[torch.Tensor],
+        embeds: list[torch.Tensor],
+        positions: list[torch.Tensor],
+        slots: list[torch.Tensor],
+    ) -> None:
+        """Reads so many columns of each row, padded to the longest."""
+        device, lengths = self._layers.device, [len(each) for each in positions]
+        for row, each in zip(rows, positions, strict=True):
+            self._begins.setdefault(row, each[:1])
+        width = max(lengths)
+        real = torch.arange(width, device=device) < on_device(lengths, device)[:, None]
+        at = torch.stack([torch.cat([each, each[-1:].expand(width - len(each))]) for each in positions])
+        texts = on_device(list(rows), device).repeat_interleave(on_device(lengths, device))
+        places, context = Slots(texts, torch.cat(slots)), self._context
+
+        def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            context.write(layer, places, *(each.transpose(1, 2)[real] for each in (keys, values)))
+            return context.view(layer, rows)
+
+        below, tokens = pad_sequence(taps, batch_first=True), pad_sequence(embeds, batch_first=True)
+        begins, ends = self._begins_of(rows), on_device(lengths, device) - 1
+        last = [self._outputs.get(row, below.new_zeros(self._used, below.shape[-1])) for row in rows]
+        kept = []
+        for layer in range(self._used):
+            seen = context.seen(rows, at, _near(self._layers.windows[layer], at, begins + layer))
+            made = self._layers.run(layer, tokens, below, at + 1, seen, write)
+            kept.append(made[torch.arange(len(rows), device=device), ends])
+            below = torch.cat([torch.stack([each[layer : layer + 1] for each in last]), made[:, :-1]], dim=1)
+        self._outputs.update(zip(rows, torch.stack(kept, dim=1), strict=True))
+
+    def _begins_of(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.stack([self._begins[row] for row in rows])
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        rows = [ask.row for ask in asks]
+        self.read_pending(rows)
+        outputs, roots = torch.stack([self._outputs[row] for row in rows]), self.anchors(rows)
+        begins = self._begins_of(rows)
+        drafted = DraftedColumns(self._layers, self._context, rows, outputs, roots, begins, depth)
+        return LevelExpansion(drafted, depth, options.temperature, self.race(rows, depth))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        for held in (self._outputs, self._begins):
+            for row in held.keys() - set(rows):
+                del held[row]
+
+    def memory(self, length: int) -> DraftMemory | None:
+        memory = super().memory(length)
+        if memory is None or 0 not in self._outputs:
+            return None
+        return replace(memory, context=(memory.context, self._outputs[0], self._begins[0]))
+
+    def resume(self, memory: Any, cached: int) -> None:
+        if not (isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)):
+            return
+        context, outputs, begin = memory.context
+        if len(outputs) == self._used:
+            self._outputs[0], self._begins[0] = outputs, begin
+            super().resume(replace(memory, context=context), cached)
+
+
+def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: int = 0) -> torch.Tensor:
+    """Returns how many positions up to `last` a query may see, from `first` on; `depth` is its distance from `last`."""
+    near = last - first + 1
+    return near if window is None else near.clamp(max=window - depth)

@@ -1,0 +1,272 @@
+"""The target's own layers for multi-token prediction: drafts as transformers', exact texts, and their file."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from oracles.mtp_targets import LAYERS, counting, each_plain, made, prompts
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from hf_hsdraft import attach
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from hf_hsdraft.drafters.mtp.layers import MtpLayers
+
+
+def drafter_of(model_type: str, count: int, **options) -> MtpDrafter:
+    target, layers = made(model_type, count)
+    drafter = MtpDrafter(target, MtpLayers(layers))
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+def states_of(target, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return target(ids[None], output_hidden_states=True).hidden_states[-1][0]
+
+
+@pytest.mark.parametrize(("model_type", "count"), LAYERS.items())
+@torch.no_grad()
+def test_drafts_are_those_of_transformers(model_type, count):
+    """Chains of one token a layer, at several points of a text that is read in pieces."""
+    target, layers = made(model_type, count)
+    drafter = drafter_of(model_type, count, num_assistant_tokens=count)
+    ids = torch.randint(2, VOCABULARY, (30,), generator=torch.Generator().manual_seed(0))
+    states, session = states_of(target, ids), drafter.session(Call(target, 1, DraftOptions.of(drafter)))
+    for begin, end in ((0, 12), (12, 13), (13, 17), (17, 29)):
+        at = torch.arange(begin, end)
+        session.observe([Accepted(0, [int(ids[end])], states[begin:end], at, ids[begin + 1 : end + 1])])
+        ask = Ask(0, int(ids[end]), count, count, 1)
+        [tree] = session.draft([ask])
+        text, places = ids[None, 1 : end + 1], torch.arange(1, end + 1)[None]
+        expected, logits, _ = layers(text, states[None, :end], None, places, MtpCache(config=layers.config))
+        assert list(tree.tokens[1:]) == expected[0].tolist()
+        expansion, found = session.expansion([ask], count, session.options_for(ask)), []
+        token, numbers = ids[None, end : end + 1], None
+        for level in range(1, count + 1):
+            scores, numbers = expansion.logits(level, token, numbers)
+            found.append(scores[0, 0])
+            token = scores.argmax(-1)
+        torch.testing.assert_close(torch.stack(found), logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("glm4_moe", 1), ("step3p7", 3), ("deepseek_v3", 2)])
+@torch.no_grad()
+def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(model_type, count):
+    """Deeper than there are layers too, and in a batch of texts of different lengths."""
+    target, _ = made(model_type, count)
+    drafter = drafter_of(model_type, count)
+    depth = drafter.num_draft_steps
+    texts = [
+        torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 14)
+    ]
+
+    def session_of(rows):
+        session = drafter.session(Call(target, len(rows), DraftOptions.of(drafter)))
+        for row, ids in enumerate(rows):
+            states, at = states_of(target, ids)[:-1], torch.arange(len(ids) - 1)
+            session.observe([Accepted(row, [int(ids[-1])], states, at, ids[1:])])
+        return session
+
+    batch = session_of(texts)
+    asks = [Ask(row, int(ids[-1]), depth, 20, 4) for row, ids in enumerate(texts)]
+    expansion = batch.expansion(asks, depth, batch.options_for(asks[0]))
+    roots = torch.tensor([[ask.root] for ask in asks])
+    scores, states = expansion.logits(1, roots, None)
+    level_paths: list[list[tuple[int, ...]]] = [[()], [()]]
+    seen = {0: {(): scores[0, 0]}, 1: {(): scores[1, 0]}}
+    above = states
+    for level in range(2, depth + 1):
+        children = [scores[row].topk(2).indices for row in (0, 1)]
+        tokens = torch.stack([each.flatten() for each in children])[:, :4]
+        owners = torch.stack([torch.arange(scores.shape[1]).repeat_interleave(2) for _ in (0, 1)])[:, :4]
+        level_paths = [
+            [(*level_paths[row][int(owners[row, place])], int(tokens[row, place])) for place in range(tokens.shape[1])]
+            for row in (0, 1)
+        ]
+        above = above.gather(1, owners[..., None])
+        scores, above = expansion.logits(level, tokens, above)
+        for row in (0, 1):
+            seen[row].update({path: scores[row, place] for place, path in enumerate(level_paths[row])})
+    for row, ids in enumerate(texts):
+        for path, found in seen[row].items():
+            alone = session_of([ids])
+            chain = alone.expansion([Ask(0, int(ids[-1]), depth, depth, 1)], depth, alone.options_for(asks[0]))
+            expected, state = chain.logits(1, ids[None, -1:], None)
+            for level, token in enumerate(path, start=2):
+                expected, state = chain.logits(level, torch.tensor([[token]]), state)
+            torch.testing.assert_close(found, expected[0, 0], rtol=1e-4, atol=1e-4)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("model_type", "count"), LAYERS.items())
+def test_texts_are_those_of_plain_decoding(model_type, count, do_sample, rows):
+    target, _ = made(model_type, count)
+    drafter, inputs = drafter_of(model_type, count, tree_sizing="fixed"), prompts(rows)
+    call = {"max_new_tokens": 24, "do_sample": do_sample}
+    plain = each_plain(target, inputs, 7, **call)
+    torch.manual_seed(7)
+    drafted = target.generate(**inputs, **call, assistant_model=drafter, return_dict_in_generate=True)
+    assert drafted.sequences.tolist() == plain.tolist()
+    assert sum(drafted.statistics.drafted_nodes) > 0 or rows > 1
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize(("model_type", "count"), [("glm4_moe", 1), ("step3p7", 3)])
+def test_layers_that_know_what_follows_are_accepted_at_all_depths(model_type, count, shape, rows):
+    target, layers = counting(model_type, count)
+    drafter = MtpDrafter(target, MtpLayers(layers))
+    drafter.generation_config.tree_sizing, drafter.generation_config.tree_size = "fixed", 64
+    if shape == "chain":
+        drafter.generation_config.beam_width = 1
+    inputs = prompts(rows)
+    plain = target.generate(**inputs, max_new_tokens=25, do_sample=False)
+    made_of = target.generate(
+        **inputs, max_new_tokens=25, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert made_of.sequences.tolist() == plain.tolist()
+    assert made_of.statistics.tau > 4
+
+
+@torch.no_grad()
+def test_a_next_call_on_the_same_cache_drafts_as_one_whole_text():
+    target, _ = made("deepseek_v3", 2)
+    drafter = drafter_of("deepseek_v3", 2)
+    ids = torch.randint(2, VOCABULARY, (20,), generator=torch.Generator().manual_seed(3))
+    states = states_of(target, ids)
+
+    def told(session, begin, end):
+        at = torch.arange(begin, end)
+        session.observe([Accepted(0, [int(ids[end])], states[begin:end], at, ids[begin + 1 : end + 1])])
+        ask = Ask(0, int(ids[end]), 4, 4, 1)
+        return session.expansion([ask], 4, session.options_for(ask)).logits(1, ids[None, end : end + 1], None)[0]
+
+    first, second, whole = (drafter.session(Call(target, 1, DraftOptions.of(drafter))) for _ in range(3))
+    told(first, 0, 12)
+    second.resume(first.memory(13), 12)
+    torch.testing.assert_close(told(second, 12, 19), told(whole, 0, 19), rtol=1e-4, atol=1e-4)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A target whose files hold a layer, as published ones do: behind the last one, with the number of layers."""
+    folder = tmp_path_factory.mktemp("mtp")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 46}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "n_routed_experts": 2}
+    sizes |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    target = Glm4MoeForCausalLM(Glm4MoeConfig(vocab_size=VOCABULARY, **sizes, num_mtp_layers=1, pad_token_id=0)).eval()
+    layers = MtpModel(target, 1).eval()
+    with torch.no_grad():
+        for module in (target, layers):
+            for name, weight in module.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    weight.zero_()
+        target.lm_head.weight.copy_(target.model.embed_tokens.weight.roll(1, 0))
+        layers.layers[0].eh_proj.weight.copy_(torch.eye(32, 64))
+    target.generation_config.eos_token_id = None
+    target.save_pretrained(folder)
+    named = {
+        f"model.layers.46.{name.removeprefix('layers.0.').removeprefix('mtp_block.')}": tensor.clone()
+        for name, tensor in layers.state_dict().items()
+        if name.startswith("layers.")
+    }
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | named, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_checkpoint_with_layers_drafts_in_one_line(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    ids = prompts(1)["input_ids"]
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model="mtp").tolist() == plain.tolist()
+    with attach(model) as attachment:
+        assert isinstance(attachment.drafter, MtpDrafter)
+        assert attachment.drafter.layers is MtpDrafter.for_target(model).layers  # they are read once
+        assert model.generate(ids, max_new_tokens=20, do_sample=False).tolist() == plain.tolist()
+        assert attachment.statistics.tau > 1.5
+
+
+IN_FILES = {
+    "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"
+}  # fmt: skip
+
+
+def as_published(layers) -> dict[str, torch.Tensor]:
+    """The tensors of one layer by the names of Qwen's files, where each expert has its own."""
+    tensors = {}
+    for name, tensor in layers.state_dict().items():
+        name, tensor = name.removeprefix("layers.0."), tensor.clone()
+        part, _, rest = name.removeprefix("mtp_block.").partition("mlp.experts.")
+        if name.split(".")[0] in IN_FILES:
+            tensors[f"mtp.{IN_FILES[name.split('.')[0]]}.weight"] = tensor
+        elif rest:
+            for expert, one in enumerate(tensor):
+                parts = {"down_proj": one} if rest == "down_proj" else dict(zip(HALVES, one.chunk(2), strict=True))
+                for each, weight in parts.items():
+                    tensors[f"mtp.layers.0.mlp.experts.{expert}.{each}.weight"] = weight.clone()
+        elif name.startswith("mtp_block."):
+            tensors[f"mtp.layers.0.{part}"] = tensor
+    return tensors
+
+
+HALVES = ("gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_layers_are_read_by_the_names_of_qwens_files(model_type, tmp_path):
+    target, layers = made(model_type, 1)
+    target.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | as_published(layers), file, metadata={"format": "pt"})
+    read = MtpLayers.of(AutoModelForCausalLM.from_pretrained(tmp_path).eval()).model.state_dict()
+    expected = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+def test_layers_are_refused_with_a_reason(checkpoint, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    drafter = MtpDrafter.for_target(target)
+    with pytest.raises(DraftingRefused, match=r"another model's layers: make one with MtpDrafter.for_target\(model\)"):
+        copy.deepcopy(target).generate(prompts(1)["input_ids"], assistant_model=drafter)
+    with pytest.raises(DraftingRefused, match="was not loaded from a checkpoint"):
+        MtpDrafter.for_target(made("glm4_moe", 1)[0])
+    plain = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
+    with pytest.raises(DraftingRefused, match="this LlamaForCausalLM has no layers for multi-token prediction"):
+        plain.generate(prompts(1)["input_ids"], assistant_model="mtp")
+    target.save_pretrained(tmp_path)  # without the layers
+    with pytest.raises(DraftingRefused, match=r"cannot be read from .*weights are missing"):
+        MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_target_that_has_moved_takes_its_layers_with_it(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    drafter, ids = MtpDrafter.for_target(model), prompts(1)["input_ids"]
+    model.to(torch.bfloat16)
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    assert drafter.dtype == torch.bfloat16

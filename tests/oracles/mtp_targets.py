@@ -1,0 +1,108 @@
+"""Tiny targets with layers for multi-token prediction, of every model type that has them: random, or right or wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_layers import MtpModel
+
+from hf_hsdraft.drafters.mtp.layers import described
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
+
+LAYERS = {
+    "glm4_moe": 1,
+    "deepseek_v3": 2,
+    "kimi_k25": 1,
+    "sarvam_mla": 1,
+    "sarvam_moe": 3,
+    "step3p7": 3,
+    "mellum": 1,
+    "qwen3_next": 1,
+    "qwen3_5_text": 1,
+}
+GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
+UNNAMED = ("qwen3_next", "qwen3_5_text")  # their configurations do not count the layers as transformers expects
+
+
+@cache
+def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
+    """A target and random layers for multi-token prediction."""
+    config = tiny_config(type(AutoConfig.for_model(model_type)), "full")
+    text = config.get_text_config()
+    if model_type not in UNNAMED:
+        text.num_mtp_layers = count
+    if model_type in ("step3p7", "mellum"):
+        types = ["sliding_attention", "full_attention"]
+        text.sliding_window, text.layer_types = 8, (types * text.num_hidden_layers)[: text.num_hidden_layers]
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        text.rope_parameters = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 500.0}}
+        text.mtp_layer_types = (types * count)[:count]
+        text.mtp_mlp_layer_types = list(text.mlp_layer_types[-1:]) * count
+    model_class = GENERATING[type(config)]
+    target = tiny_model(model_class, config)
+    torch.manual_seed(1)
+    layers = MtpModel(described(target), count).eval()
+    for name, weight in layers.named_parameters():
+        if name.startswith("layers.") and weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return target, layers
+
+
+@torch.no_grad()
+def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpModel]:
+    """A target by which a token is followed by the next one, and layers that say so too, or the one before.
+
+    Attention and feed-forward add nothing, so an output is the normed embedding of the token read.
+    """
+    target, layers = copy.deepcopy(made(model_type, count))
+    for module in (target, layers):
+        for name, weight in module.named_parameters():
+            if any(part in name for part in ("o_proj", "down_proj", "out_proj", ".dense.")):
+                weight.zero_()
+            elif "norm" in name and weight.dim() == 1:
+                weight.fill_(0.0 if float(weight.abs().max()) == 0 else 1.0)
+    embeddings = target.get_input_embeddings().weight.normal_()
+    target.get_output_embeddings().weight.copy_(embeddings.roll(1, 0))
+    layers.tie_with_main_model(target)
+    for layer in layers.layers:
+        halves = layer.eh_proj.weight.zero_()
+        width = halves.shape[0]
+        halves[:, :width].copy_(torch.eye(width) if right else torch.randn(width, width))  # of the embedding
+    return target, layers
+
+
+def prompts(rows: int) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    ids = torch.randint(2, VOCABULARY, (rows, 11), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        ids[row, : 2 * row], mask[row, : 2 * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def each_plain(target: Any, inputs: dict[str, torch.Tensor], seed: int, **call: Any) -> torch.Tensor:
+    """Plain decoding's texts with the seeds that a drafted call's rows get."""
+    torch.manual_seed(seed)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if len(ids) == 1 or not call["do_sample"]:
+        return target.generate(**inputs, **call)
+    texts = []
+    for row, row_seed in enumerate(torch.randint(2**63 - 1, (len(ids),)).tolist()):
+        torch.manual_seed(row_seed)
+        texts.append(target.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **call))
+    return torch.cat(texts)
+
+
+def forwards_of(target: Any, run: Callable[[], Any]) -> tuple[Any, int]:
+    """Returns what `run` returns, and how often it calls the target's forward."""
+    calls: list[None] = []
+    hook = target.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        return run(), len(calls)
+    finally:
+        hook.remove()
