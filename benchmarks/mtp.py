@@ -9,6 +9,8 @@ one text. Right and wrong layers bound what a checkpoint's layers can do; tau of
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -61,14 +63,15 @@ def measure(model_type: str, count: int) -> dict[str, Any]:
     return {**row, "exact": f"{sum(exact)} of {len(exact)}"}
 
 
-def main() -> None:
-    given = options(__doc__, json=None).parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = options(__doc__, json=None).parse_args(arguments)
     from oracles.mtp_targets import LAYERS
 
     rows = [measure(model_type, count) for model_type, count in LAYERS.items()]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
-    keep(given.json, rows)
+    keep(given.json, {"rows": rows})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

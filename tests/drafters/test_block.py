@@ -148,7 +148,10 @@ def test_a_fresh_drafter_follows_its_target(target):
         ({"markov_head_type": "x"}, "markov_head_type='x' is invalid: expected one of vanilla, gated, rnn"),
         ({"hidden_size": 16}, "hidden_size=16 is invalid: expected target_hidden_size=32"),
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size=5 is invalid: expected a divisor"),
-        ({"selector_rank": 4}, "markov_rank=256 is invalid: expected 0 beside a selector"),
+        (
+            {"selector_rank": 4},
+            r"markov_rank, selector_rank and domino_rank=\[256, 4, 0\] is invalid: expected at most one",
+        ),
         ({"no_such_field": 1}, "has no no_such_field"),
         ({"sights": (Sight(),)}, "sights=.*one for each of the 3 layers"),
     ],

@@ -124,10 +124,47 @@ def speculators_slots(model: Any, taps: torch.Tensor, text: Sequence[int], ancho
     if getattr(model, "markov_head", None) is not None:
         bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
         return logits + bias
+    if getattr(model, "prefix_gru", None) is not None:
+        return logits + _domino_bias(model, hidden, list(text[anchor : anchor + SLOTS]))
     if getattr(model, "candidate_selector", None) is not None:
         ids, scores = model.candidate_selector.select(logits[None], hidden[None], before)
         return torch.full_like(logits, -torch.inf).scatter(-1, ids[0], scores[0])
     return logits
+
+
+def _domino_bias(model: Any, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Returns the bias `[slots, V']` by Domino's formula: the GRU reads the tokens before a slot's draft, all at once.
+
+    Written after SpecForge's `DominoDraftModel.apply_logits_head`, in both of its layouts.
+    """
+    read = model.prefix_gru(model.embed_tokens.weight[list(tokens)])[0]
+    first = 0 if model.config.sample_from_anchor else 1
+    states = read if model.config.sample_from_anchor else torch.cat([read[:1], read[:-1]])
+    bias = model.embed_proj(torch.cat([hidden, states], dim=-1))
+    return torch.cat([torch.zeros_like(bias[: first + DOMINO[2]]), bias[first + DOMINO[2] :]])
+
+
+def of_domino(target: Any, shift_label: bool, early: bool = False) -> BlockReference:
+    """Returns a Domino drafter as SpecForge writes it: DFlash by the class of speculators, and a recurrent head.
+
+    `early` files have the head's tensors under another name.
+    """
+    model = speculators_model(target, "dflash", sample_from_anchor=shift_label)
+    gru, rank, free = DOMINO
+    torch.manual_seed(5)
+    model.prefix_gru = nn.GRU(HIDDEN, gru, batch_first=True, bias=False)
+    first, last = nn.Linear(HIDDEN + gru, rank, bias=False), nn.Linear(rank, VOCABULARY, bias=False)
+    model.embed_proj = nn.Sequential(first, nn.SiLU(), last)
+    own = {"projector_type": "domino", "pure_draft_prefix_len": free, "emb_dim": rank, "gru_hidden_dim": gru}
+    config = {"block_size": SLOTS, "emb_dim": rank, "dflash_config": {**own, **_LAYOUT, "shift_label": shift_label}}
+    config |= {**_layer_fields(model), "architectures": ["DominoDraftModel"]}
+    heads = ("prefix_gru.", "embed_proj.")
+    tensors = {
+        f"logit_head.{name}" if early and name.startswith(heads) else name: tensor
+        for name, tensor in without(model, OF_TARGET).items()
+    }
+    slots, save = partial(speculators_slots, model), partial(write, config=config, tensors=tensors)
+    return BlockReference("DominoDraftModel", save, slots, first_slot=0 if shift_label else 1)
 
 
 def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
@@ -338,6 +375,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DFLASH2: dict[str, Any] = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
 HEAD = {"markov_rank": 8}
+DOMINO = (12, 8, 1)  # width of the recurrent state, rank, depths without the bias
 _QWEN3_5: dict[str, Any] = {
     "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25,
@@ -377,6 +415,8 @@ CASES = tuple(
         ("SpecForge DSpark, gated, no confidence", of_specforge, {
             **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,
             "confidence_head_with_markov": False}),
+        ("SpecForge Domino", of_domino, {"shift_label": True}),
+        ("SpecForge Domino, fill-in, early names", of_domino, {"shift_label": False, "early": True}),
         ("z-lab DFlash", of_zlab, {}),
         ("z-lab DFlash, target that scales", of_zlab, {}),
         ("z-lab DFlash2", of_zlab2, {}),

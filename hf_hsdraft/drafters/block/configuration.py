@@ -87,6 +87,12 @@ class BlockConfig(PlainConfig):
         "rank of the choice among candidates (DFlash2); 0 for none", 0, limit=integer(MOST_RANK, least=0)
     )
     selector_top_k: int = setting("number of candidates", 16, limit=integer(2**12))
+    domino_rank: int = setting(
+        "rank of the bias by a recurrent network over the path (Domino); 0 for none",
+        0, limit=integer(MOST_RANK, least=0)
+    )  # fmt: skip
+    gru_size: int = setting("width of that network's state", 1024, limit=integer(2**17))
+    free_depths: int = setting("number of depths, from the first on, without that bias", 0, limit=integer(256, least=0))
     learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False)
     embedding_scale: float | None = setting(
         "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
@@ -205,7 +211,10 @@ class BlockConfig(PlainConfig):
     def _check_heads(self) -> None:
         valid = self.confidence_head != "markov" or self.markov_rank > 0
         _demand(valid, "confidence_head", self.confidence_head, "'hidden' or 'none' with markov_rank=0")
-        valid = self.vocab_size is not None or not (self.markov_rank or self.selector_rank)
+        heads = [self.markov_rank, self.selector_rank, self.domino_rank]
+        valid = sum(map(bool, heads)) <= 1
+        _demand(valid, "markov_rank, selector_rank and domino_rank", heads, "at most one above 0")
+        valid = self.vocab_size is not None or not any(heads)
         _demand(valid, "vocab_size", self.vocab_size, "a number, as a head has rows for its tokens")
         if self.conv_kernel_size:
             width, group = self.sizes.hidden_size, self.conv_group_size
@@ -217,7 +226,6 @@ class BlockConfig(PlainConfig):
             _demand(not self.has_own_head, "draft_vocab_size", self.draft_vocab_size, wanted)
             wanted = f"at most draft_vocab_size={self.draft_vocab_size}"
             _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
-            _demand(self.markov_rank == 0, "markov_rank", self.markov_rank, "0 beside a selector of candidates")
 
 
 def default_tap_layers(num_target_layers: int, count: int) -> list[int]:

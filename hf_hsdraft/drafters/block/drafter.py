@@ -126,7 +126,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
             Read("layers", weights_of(self.layers), 1, config.block_size),
             Read("head", columns * config.sizes.hidden_size, 1, config.num_draft_steps, borrowed=self.lm_head is None),
         )
-        rank = config.markov_rank or config.selector_rank
+        rank = config.markov_rank or config.selector_rank or config.domino_rank
         if not rank:
             return found
         likely = min(columns, TUNING.likely_columns)  # trees only consider these
@@ -192,6 +192,7 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
         and config.target_tap_layers[-1] == (config.target_num_hidden_layers or config.target_tap_layers[-1]),
         "layers of Gemma 4": config.sizes.gemma,
+        "a bias by a recurrent network": config.domino_rank > 0,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
     }
     if found := [name for name, is_so in told.items() if is_so]:

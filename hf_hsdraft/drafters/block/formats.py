@@ -37,6 +37,7 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     shapes.pop("mask_embedding", None)
     names = {**{name: f"{name}.weight" for name in _CODEBOOKS if f"{name}.weight" in checkpoint.shapes}, **names}
+    names = {**_of_domino(shapes, checkpoint), **names}
     checkpoint.check_shapes({names.get(name, name): shape for name, shape in shapes.items()}, _of_target(config))
     if config.has_own_head:
         drafted_ids(checkpoint, config.vocab_size or 0)
@@ -50,6 +51,13 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
     drafter.to(placement.dtype or drafter.dtype).eval()
     drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
     return placement.place(drafter)
+
+
+def _of_domino(shapes: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of Domino's tensors in the files: at the top, in early ones under `logit_head`."""
+    own = [name for name in shapes if name.startswith("domino.")]
+    early = any(name.startswith("logit_head.") for name in checkpoint.shapes)
+    return {name: name.replace("domino.", "logit_head." if early else "", 1) for name in own}
 
 
 def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -111,5 +119,5 @@ FORMATS = (
         reading.is_transformers,
         **_OF_TRANSFORMERS,
     ),
-    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, reading.is_dflash, reading.read_dflash),
+    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark, Domino)", 40, reading.is_dflash, reading.read_dflash),
 )

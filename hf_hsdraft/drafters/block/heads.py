@@ -9,6 +9,7 @@ Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V'
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ class TokenHead(nn.Module):
     """Base of token heads; parameters have the names of the speculators package."""
 
     needs_hidden = False  # whether a node's state depends on the slot that drafted it
+    reads_embeds = False  # whether `advance` gets the target's embeddings `[..., D]` in place of tokens
+    free_depths = 0  # number of depths, from the first on, without a bias
 
     def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
         """Returns the states `[..., S]` of nodes with `tokens` `[...]`, int64.
@@ -152,6 +155,42 @@ class CandidateSelector(TokenHead):
 
     def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.masked_fill(~best_of(logits, self.top_k), -torch.inf)
+
+
+class DominoHead(TokenHead):
+    """A bias by a recurrent network over the path (Domino): W2 SiLU(W1 [h ; s]), h the slot.
+
+    s is the state of a GRU that has read the embeddings of the accepted token and of the path. The first `free_depths`
+    depths have no bias.
+    """
+
+    reads_embeds = True
+
+    def __init__(self, hidden_size: int, gru_size: int, rank: int, draft_vocab_size: int, free_depths: int) -> None:
+        super().__init__()
+        self.free_depths = free_depths
+        self.prefix_gru = nn.GRU(hidden_size, gru_size, bias=False)
+        first, last = nn.Linear(hidden_size + gru_size, rank, bias=False), nn.Linear(rank, draft_vocab_size, bias=False)
+        self.embed_proj = nn.ModuleDict({"0": first, "2": last})  # named as in files
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self._weight("2")
+
+    def _weight(self, part: str) -> torch.Tensor:
+        return cast(nn.Linear, self.embed_proj[part]).weight
+
+    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+        of_inputs, of_states = self.prefix_gru.parameters()
+        embeds = tokens.to(of_inputs.dtype)
+        before = embeds.new_zeros(*embeds.shape[:-1], self.prefix_gru.hidden_size) if states is None else states
+        return torch.gru_cell(embeds.flatten(0, -2), before.flatten(0, -2), of_inputs, of_states).view(before.shape)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._weight("0")[:, : hidden.shape[-1]])
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return F.silu(projected + F.linear(states, self._weight("0")[:, -states.shape[-1] :]))
 
 
 class ConfidenceHead(nn.Module):

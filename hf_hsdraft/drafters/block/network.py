@@ -21,7 +21,7 @@ from ..base.published import AttendByLayer, PublishedNetwork
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .context import training_attention
-from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
+from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, DominoHead, TokenHead
 
 
 class BlockConvolution(nn.Module):
@@ -117,12 +117,15 @@ class BlockNetwork(PublishedNetwork):
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.rotary = rotary_of(dict(config.rope), sizes)
         vocab_size, draft_size, width = config.vocab_size or 0, config.draft_vocab_size or 0, sizes.hidden_size
-        self.markov_head = self.candidate_selector = self.confidence_head = self.lm_head = None
+        self.markov_head = self.candidate_selector = self.domino = self.confidence_head = self.lm_head = None
         if config.markov_rank:
             self.markov_head = MARKOV_HEADS[config.markov_head_type](vocab_size, draft_size, width, config.markov_rank)
         if config.selector_rank:
             selector = CandidateSelector(vocab_size, width, config.selector_rank, config.selector_top_k)
             self.candidate_selector = selector
+        if config.domino_rank:
+            ends = config.domino_rank, draft_size, config.free_depths
+            self.domino = DominoHead(width, config.gru_size, *ends)
         if config.confidence_head != "none":
             extra = config.markov_rank if config.confidence_head == "markov" else 0
             self.confidence_head = ConfidenceHead(width + extra)
@@ -147,7 +150,7 @@ class BlockNetwork(PublishedNetwork):
 
     @property
     def token_head(self) -> TokenHead | None:
-        return cast("TokenHead | None", self.markov_head or self.candidate_selector)
+        return cast("TokenHead | None", self.markov_head or self.candidate_selector or self.domino)
 
     def read(self, taps: torch.Tensor) -> torch.Tensor:
         """Returns context states `[T, D]`, shared by all layers, from the target's hidden states `[T, taps * D]`."""

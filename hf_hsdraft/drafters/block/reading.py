@@ -60,10 +60,11 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads z-lab's DFlash or DFlash2, or SpecForge's DSpark; embeddings include the target's factor, if any."""
+    """Reads z-lab's DFlash or DFlash2, or SpecForge's DSpark or Domino; embeddings have the target's factor, if any."""
     config = Fields(checkpoint.config, CONFIG)
     own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
-    dspark = own.choice("projector_type", ("dflash", "dflash2", "dspark"), "dflash") == "dspark"
+    projector = own.choice("projector_type", ("dflash", "dflash2", "dspark", "domino"), "dflash")
+    dspark, domino = projector == "dspark", projector == "domino"
     config.ignore(*_MEANINGLESS, "num_target_layers")
     both = Fields({**config.values, **{name: value for name, value in own.values.items() if value is not None}}, CONFIG)
     causal, is_causal = own.flag("causal", None), config.flag("is_causal", None)
@@ -80,13 +81,14 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
     fields = {
         **_trunk(config),
         **_block(both, block_size=16),
-        "sample_from_anchor": dspark and own.flag("shift_label", True),
+        "sample_from_anchor": (dspark or domino) and own.flag("shift_label", dspark),
         "sights": tuple(_reaching(window, window is not None if causal is None else causal) for window in windows),
         "embedding_scale": both.number("input_embedding_scale", None),
         "output_multiplier": both.number("output_multiplier", 1.0),
         "final_logit_softcapping": both.number("final_logit_softcapping", 0.0, least=-1.0),
         **(_dflash2_heads(both) if is_second else {}),
         **(_dspark_of(both, checkpoint) if dspark else {}),
+        **(_domino_head(both) if domino else {}),
     }
     own.ignore("enable_confidence_head", "confidence_head_with_markov")  # the tensors decide
     return _complete(fields, checkpoint, own, config)
@@ -235,6 +237,15 @@ def _heads(config: Fields, rank: Any, confidence: str) -> dict[str, Any]:
     }
 
 
+def _domino_head(config: Fields) -> dict[str, Any]:
+    """Reads Domino's head; the first slots that draft, `pure_draft_prefix_len` many, go without it."""
+    return {
+        "domino_rank": config.integer("emb_dim", most=MOST_RANK),
+        "gru_size": config.integer("gru_hidden_dim", most=most_of(BlockConfig, "gru_size")),
+        "free_depths": config.integer("pure_draft_prefix_len", 0, least=0, most=256),
+    }
+
+
 def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
     """Reads convolutions and selector of DFlash2; `least_known` gives missing sizes the usual values."""
     usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
@@ -266,20 +277,15 @@ def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
     laguna = [name for name in names if "aux_hidden_norms" in name or ".g_proj." in name]
     if any(name.startswith("mtp.") for name in names):
         reason = "DSpark blocks inside a DeepSeek-V4 target, which keep several streams of states"
-    elif laguna:
-        reason = f"a Laguna drafter, whose {few(laguna, 2)} change what its layers compute"
     else:
-        reason = "a Domino drafter, whose tokens pass a recurrent network before the head"
+        reason = f"a Laguna drafter, whose {few(laguna, 2)} change what its layers compute"
     raise ValueError(f"{printable(checkpoint.name)} is {reason}: this is not known here; expected DFlash or DSpark")
 
 
 def is_refused(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint has a related, unsupported format."""
-    own = checkpoint.config.get("dflash_config")
-    tables = [checkpoint.config, own if isinstance(own, dict) else {}]
-    domino = any(table.get("projector_type") == "domino" for table in tables)
-    return domino or any(
-        name.startswith(("prefix_gru.", "aux_hidden_norms."))
+    return any(
+        name.startswith("aux_hidden_norms.")
         or ".self_attn.g_proj." in name
         or (name.startswith("mtp.") and ".markov_head." in name)
         for name in checkpoint.shapes

@@ -28,16 +28,20 @@ class BlockBias(TokenBias):
     hidden: torch.Tensor  # `[B, slots, D]`
     projected: torch.Tensor  # `[B, slots, P]`, the head's `project` of it
     first_slot: int  # of the first draft
+    embed: Transform | None = None  # of the target, for a head that reads embeddings
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
-        states = self.head.advance(tokens, None, None) if level == 1 else states
+        known = self.embed(tokens) if self.head.reads_embeds and self.embed is not None else tokens
+        states = self.head.advance(known, None, None) if level == 1 else states
         if level == 1 and (slot < 0 or not self.head.needs_hidden):
             assert states is not None
             return states
-        return self.head.advance(tokens, self.hidden[:, slot : slot + 1], states)
+        return self.head.advance(known, self.hidden[:, slot : slot + 1], states)
 
-    def code(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
+        if level <= self.head.free_depths:
+            return None
         slot = self.first_slot + level - 1
         return self.head.code(self.projected[:, slot : slot + 1], states)
 
@@ -56,7 +60,8 @@ class BlockSession(ParallelSession):
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
         super().__init__(drafter, weights, call, layers)
-        extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
+        heads = config.markov_rank, config.markov_head_type, config.selector_rank, config.domino_rank, config.gru_size
+        extra = *heads, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = sizes, layers, config.block_size, *ends, *extra, *place
@@ -79,7 +84,7 @@ class BlockSession(ParallelSession):
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
         if head is None:
             return logits, None
-        return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
+        return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first, self.weights.embed)
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns all slots of a block, whatever the depth: they see each other."""
