@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, as_plain
 from family_helpers import make_block_drafter, session_of
 from oracles.exactness import FullExpansion
 from oracles.format_parity import randomise
@@ -168,3 +168,51 @@ def test_a_part_of_the_vocabulary_needs_ids(target):
         BlockDrafter.for_target(target, draft_vocab_ids=[3, 2])
     with pytest.raises(ValueError, match=f"holds {VOCAB}: expected ids below"):
         BlockDrafter.for_target(target, draft_vocab_ids=[3, VOCAB])
+
+
+# --- confidence ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads", ["markov", "hidden"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@torch.no_grad()
+def test_a_confidence_head_lowers_scores_by_its_formula(target, kind, reads):
+    """DSpark: sigmoid(w [h ; w(x)] + b) of the slot and the token before it, times the drafter's probability."""
+    drafter = make_block_drafter(target, kind, confidence_head=reads, sample_from_anchor=True)
+    session, text = session_of(drafter, target), [5, 6, 7, 8, 9, 10, 11, 12]
+    session.observe([news(drafter, target, text, 0, 7)])
+    asks, options = [Ask(0, text[-1], 3, 24, 5)], session.options_for(Ask(0, text[-1], 3, 24, 5))
+    hidden = session.drafted(asks, 3)
+    expansion, tokens, states = session.expansion(asks, 3, options), torch.tensor([[text[-1]]]), None
+    scores = torch.zeros(1, 1)
+    for level in range(1, 4):
+        plain, _ = expansion(level, tokens, states)
+        found, columns, parents, states = expansion.best(level, tokens, states, scores, 4)
+        for place in range(4):
+            parent = int(parents[0, place])
+            rows = [drafter.markov_head.markov_w1.weight[tokens[0, parent]]] if reads == "markov" else []
+            head = drafter.confidence_head.proj(torch.cat([hidden[0, level - 1], *rows])).sigmoid().log()
+            row = plain[0, min(parent, plain.shape[1] - 1)]
+            torch.testing.assert_close(found[0, place], scores[0, parent] + row[columns[0, place]] + head[0])
+        tokens, scores = session.weights.vocab_ids[columns], found
+        states = states.gather(1, parents[..., None].expand(-1, -1, states.shape[-1]))
+
+
+@pytest.mark.parametrize("use", [True, False])
+def test_a_head_without_confidence_ends_drafts_early(target, use):
+    drafter = make_block_drafter(target, confidence_head="hidden", sample_from_anchor=True)
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.zero_()
+        drafter.confidence_head.proj.bias.fill_(-5.0)  # 0.0067 at each depth
+    config = drafter.generation_config
+    config.tree_sizing, config.assistant_confidence_threshold, config.use_confidence_head = "fixed", 1e-6, use
+    out = as_plain(target, drafter, torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=24)
+    depths = {len(tree.path(node)) for tree in session_trees(drafter, target) for node in range(1, len(tree))}
+    assert out.statistics.rounds > 0 and (max(depths, default=0) > 2) != use
+
+
+def session_trees(drafter, target):
+    session, text = session_of(drafter, target), [5, 6, 7, 8, 9, 10, 11, 12]
+    with torch.no_grad():
+        session.observe([news(drafter, target, text, 0, 7)])
+        return session.draft([Ask(0, text[-1], 4, 4, 1)])

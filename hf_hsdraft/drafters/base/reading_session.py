@@ -16,7 +16,7 @@ from .draft_options import DraftOptions
 from .protocol import Accepted, Ask, Call
 from .refiners import refiner_of
 from .target_weights import TargetWeights
-from .tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
+from .tree_session import Confidence, DraftMemory, ParallelExpansion, TokenBias, TreeSession
 
 _NOWHERE = 2**62  # position of an empty slot, beyond any query
 
@@ -233,8 +233,14 @@ class ParallelSession(ReadingSession):
         """Returns the logits `[B, depth, V']` of slots `[B, slots, D]`, and the bias of the path's tokens."""
         raise NotImplementedError
 
+    def confidence(self, hidden: torch.Tensor) -> Confidence | None:
+        """Returns what the drafter predicts of acceptance from slots `[B, slots, D]`; see `ParallelExpansion`."""
+        return None
+
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        logits, bias = self.predicted(self.drafted(asks, depth), depth)
+        hidden = self.drafted(asks, depth)
+        logits, bias = self.predicted(hidden, depth)
         rows, temperature = [ask.row for ask in asks], options.temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
-        return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)
+        race, confidence = self.race(rows, depth), self.confidence(hidden)
+        return ParallelExpansion(logits, bias, temperature, race, refinement=refinement, confidence=confidence)

@@ -81,6 +81,10 @@ class TokenBias:
         return None
 
 
+# Maps a level and the states of its nodes to log-probabilities `[B, n]` or `[B, 1]` that a child drafted is accepted.
+Confidence = Callable[[int, torch.Tensor | None], torch.Tensor]
+
+
 def log_probs_of(level: int, logits: torch.Tensor, temperature: float, race: Race | None) -> torch.Tensor:
     """Returns the log-probabilities of logits at a depth: of winning the race if there is one."""
     if race is not None:
@@ -111,6 +115,7 @@ class ParallelExpansion(Expansion):
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
     reach: torch.Tensor | None = None  # `[B, depth, V']`, bool, where the bias applies; None for everywhere
     refinement: Refinement | None = None
+    confidence: Confidence | None = None  # used in the search for the best trees
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 
     @property
@@ -137,6 +142,9 @@ class ParallelExpansion(Expansion):
             columns = self._columns
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         log_probs = log_probs_of(level, logits, self.temperature, race)
+        if self.confidence is not None:
+            own = states if self.refinement is None or states is None else states[..., self.refinement.state_size :]
+            scores = scores + self.confidence(level, own)
         values, found, parents = best_children(log_probs, scores, count)
         return values, found if columns is None else columns.gather(1, found), parents, states
 

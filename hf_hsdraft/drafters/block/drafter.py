@@ -21,6 +21,7 @@ from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from .configuration import BlockConfig
 from .network import BlockNetwork
+from .options import CONFIDENCE
 from .session import BlockSession
 
 logger = logging.get_logger(__name__)
@@ -41,7 +42,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     takes_tree_builders = True
     why_not_refined = ""
-    own_options = REFINER_OPTIONS
+    own_options = (*REFINER_OPTIONS, CONFIDENCE)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)

@@ -78,6 +78,10 @@ class MarkovHead(TokenHead):
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return states
 
+    def of_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns w(x) `[..., r]` of the nodes' tokens from their states."""
+        return states[..., -self.markov_w1.embedding_dim :]
+
 
 class GatedMarkovHead(MarkovHead):
     """The bias W2 (sigmoid(Wg [h ; w(x)] + b) * w(x)), h the slot."""
@@ -194,11 +198,21 @@ class DominoHead(TokenHead):
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts acceptance from D inputs, or D + r with the row of the previous token. Kept for saving only."""
+    """The chance that a slot's draft is accepted, sigmoid(w [h ; w(x)] + b), h the slot and x the token before.
+
+    It is trained towards 1 - ||p - q||_1 / 2, p and q the drafter's and the target's distributions (DSpark). Some
+    heads read the slot alone.
+    """
 
     def __init__(self, input_size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns log-probabilities `[B, n]` of slots `[B, n or 1, D]`, after tokens with rows `[B, n, r]`."""
+        weight, width = self.proj.weight[0], hidden.shape[-1]
+        logits = hidden @ weight[:width] + self.proj.bias
+        return F.logsigmoid(logits if rows is None else logits + rows @ weight[width:])
 
 
 MARKOV_HEADS: dict[str, Callable[[int, int, int, int], MarkovHead]] = {

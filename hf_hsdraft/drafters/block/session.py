@@ -13,11 +13,12 @@ from ...core.tensors import Transform, batched_attention
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, ParallelSession, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import TokenBias
+from ..base.tree_session import Confidence, TokenBias
 from .configuration import Sight
 from .context import farthest, own_mask
 from .heads import TokenHead
 from .network import BlockNetwork
+from .options import CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,18 @@ class BlockSession(ParallelSession):
         if head is None:
             return logits, None
         return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first, self.weights.embed)
+
+    def confidence(self, hidden: torch.Tensor) -> Confidence | None:
+        head, first, tokens = self.drafter.confidence_head, self.drafter.config.first_slot, self.drafter.markov_head
+        if head is None or not self._options.own.get(CONFIDENCE.name, CONFIDENCE.default):
+            return None
+
+        def of_level(level: int, states: torch.Tensor | None) -> torch.Tensor:
+            slot = hidden[:, first + level - 1 : first + level]
+            reads_tokens = self.drafter.config.confidence_head == "markov"
+            return head(slot, tokens.of_tokens(states) if reads_tokens else None)
+
+        return of_level
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns all slots of a block, whatever the depth: they see each other."""
