@@ -164,7 +164,7 @@ def of_domino(target: Any, shift_label: bool, early: bool = False) -> BlockRefer
         for name, tensor in without(model, OF_TARGET).items()
     }
     slots, save = partial(speculators_slots, model), partial(write, config=config, tensors=tensors)
-    return BlockReference("DominoDraftModel", save, slots, first_slot=0 if shift_label else 1)
+    return BlockReference("DFlashDraftModel, and the formula", save, slots, first_slot=0 if shift_label else 1)
 
 
 def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
