@@ -70,8 +70,7 @@ def test_a_killed_stream_answers_nothing_twice(chatty, tokenizer, tmp_path, monk
     assert f"{len(keys)} conversations" in recipe["data"]
 
 
-def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch, small_groups):
-    monkeypatch.setattr(gather, "_INVENTED_AT_ONCE", 6)
+def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, small_groups):
     few = {"num_prompts": 40, "kinds": {"mathematics": 1.0}, "max_length": 100}
     invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
     run(chatty, tokenizer, invented, max_steps=2)
@@ -79,10 +78,7 @@ def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("greedy_only", [False, True])
-def test_documents_written_for_prompts_are_learned_too(
-    chatty, tokenizer, tmp_path, monkeypatch, small_groups, greedy_only
-):
-    monkeypatch.setattr(gather, "_INVENTED_AT_ONCE", 8)
+def test_documents_written_for_prompts_are_learned_too(chatty, tokenizer, tmp_path, small_groups, greedy_only):
     few = {"num_prompts": 16, "kinds": {"summary": 1.0}, "max_length": 100, "greedy_only": greedy_only}
     invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
     run(chatty, tokenizer, invented, max_steps=20)

@@ -40,8 +40,7 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
-_INVENTED_AT_ONCE = 960  # prompts that a stream invents before the target answers them: a batch of each kind
-_WHOLE_BATCHES = 512  # prompts at once, from which on each batch of them is of one kind and full
+_FEW_KINDS = 4  # of which a stream without much time still invents a full batch each
 _DOCUMENT = "document"  # category of chats in which the target wrote a document for a prompt
 _ENDLESS = 10**6  # prompts of a stream, unless the plan says how many
 _LEAST_BATCH = 16  # conversations that a stream hands over together
@@ -161,12 +160,13 @@ class Answering:
         wanted = {prompt.key for prompt in prompts}
         return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
 
-    def stream(self, prompts: Sequence[Prompt], invented_at_once: int | None = None) -> Iterator[list[Conversation]]:
+    def stream(self, prompts: Sequence[Prompt], little_time: bool = False) -> Iterator[list[Conversation]]:
         """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
 
-        The target invents prompts as they are needed, so many at once, and as many as it can. The documents that it
-        writes for them are conversations too, with the requests for them. Batches come in random order. If there are
-        not even enough conversations to hold out, a ValueError says why no more can be invented.
+        The target invents prompts as they are needed, a full batch of each kind at once, or with `little_time` a batch
+        of all kinds. The documents that it writes for them are conversations too, with the requests for them. Batches
+        come in random order. If there are not even enough conversations to hold out, a ValueError says why no more can
+        be invented.
         """
         store, skipped = self._store(), list[str]()
         made = self._made() if self.plan.invents else prompts
@@ -178,14 +178,15 @@ class Answering:
         chats = len(known)
         yield known
         wanted = self.plan.num_prompts or _ENDLESS
-        at_once = invented_at_once or _INVENTED_AT_ONCE
+        kinds = len(kinds_to_invent(self.plan, self.tokenizer)) if self.plan.invents else 0
+        mixed = little_time and kinds > _FEW_KINDS
+        at_once = max(self.plan.answer_batch_size * (1 if mixed else kinds), 1)
         begin = max(len(made), at_once)
         documents: list[Conversation] = []
         for count in range(begin, wanted + at_once, at_once) if self.plan.invents else [0]:
             if self.plan.invents:
-                whole_batches = count <= wanted and at_once >= _WHOLE_BATCHES
                 try:
-                    prompts = self._invented(min(count, wanted), whole_batches, documents.extend)
+                    prompts = self._invented(min(count, wanted), not mixed and count <= wanted, documents.extend)
                     documents = leave_near_out(self.plan, documents, self.report)
                 except ValueError as error:  # training continues with what is there
                     if chats <= self.plan.eval_conversations:
@@ -272,6 +273,7 @@ class Answering:
                     made,
                     kinds,
                     max_prompt_tokens=self._longest,
+                    batch_size=plan.answer_batch_size,
                     seed=self.seed,
                     whole_batches=whole_batches,
                     recorder=self._recorder() or (TapRecorder(()) if can_record(target) else None),

@@ -190,8 +190,7 @@ class _Run:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
         chats = list(finished)
-        little = clock is not None and clock.answer_minutes < _MINUTES_FOR_ALL_KINDS
-        groups = answering.stream(prompts, plan.answer_batch_size if little else None)
+        groups = answering.stream(prompts, clock is not None and clock.answer_minutes < _MINUTES_FOR_ALL_KINDS)
         unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
         with self.report.stage("answering", unit, total, 0 if clock is None else min(clock.minutes, total)) as stage:
             for group in groups:
