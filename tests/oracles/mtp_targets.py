@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import MtpModel
 
 from hf_hsdraft.drafters.mtp.layers import described
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
-LAYERS = {
+_LAYERS = {
     "glm4_moe": 1,
     "deepseek_v3": 2,
     "kimi_k25": 1,
@@ -26,6 +26,7 @@ LAYERS = {
     "qwen3_5_text": 1,
 }
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
+LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPING}  # sarvam since 5.24
 UNNAMED = ("qwen3_next", "qwen3_5_text")  # their configurations do not count the layers as transformers expects
 
 
