@@ -209,7 +209,7 @@ def test_a_checkpoint_with_layers_drafts_in_one_line(checkpoint):
         attachment.drafter.generation_config.tree_sizing = "fixed"  # whatever drafts cost here
         assert attachment.drafter.layers is MtpDrafter.for_target(model).layers  # they are read once
         assert model.generate(ids, max_new_tokens=20, do_sample=False).tolist() == plain.tolist()
-        assert attachment.statistics.tau > 1.5
+        assert attachment.statistics.tau > 1.2
 
 
 IN_FILES = {
