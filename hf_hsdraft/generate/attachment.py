@@ -34,6 +34,7 @@ from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics, named_target, reached_depths, told_depths, told_tau, told_text
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import fingerprint, no_hooks_left
+from ..runtime.target_parts import decoding_model
 from .by_name import best_for, follow, load_for
 from .wrapping import wrap
 
@@ -252,7 +253,7 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
         ValueError: the drafter was made for another target, one of its options is wrong, or the model has its own
             decoding loop.
     """
-    target = _decoding_model(model)
+    target = decoding_model(model)
     _check_decoding(target)
     owned = drafter is None or isinstance(drafter, str | os.PathLike)
     if isinstance(drafter, str | os.PathLike):
@@ -278,12 +279,12 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
 
 def detach(model: Any) -> None:
     """Ends the attachment of a model, if there is one."""
-    _attachments.pop(_decoding_model(model), None)
+    _attachments.pop(decoding_model(model), None)
 
 
 def attached(model: Any) -> Attachment | None:
     """Returns the attachment of a model, or `None`."""
-    return _attachments.get(_decoding_model(model))
+    return _attachments.get(decoding_model(model))
 
 
 def allow_attachments() -> None:
@@ -329,17 +330,6 @@ _COUNTED = {
     "load_custom_generate": functools.partial(_counted, lambda *_, **__: _CUSTOM),
     "init_continuous_batching": functools.partial(_counted, lambda *_, **__: _BATCHING),
 }
-
-
-def _decoding_model(model: Any) -> Any:
-    """Unwraps the model whose `generate()` runs in the end."""
-    while isinstance(model, torch.nn.Module) and not isinstance(model, GenerationMixin):
-        names = ("base_model", "model", "_orig_mod", "module")  # of PEFT, `torch.compile` and data-parallel wrappers
-        inner = next((model._modules[name] for name in names if name in model._modules), None)
-        if inner is None:
-            break
-        model = inner
-    return model
 
 
 def _check_decoding(target: Any) -> None:

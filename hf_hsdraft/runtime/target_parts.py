@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
 from .target_limits import decoder_layers, text_config
@@ -40,6 +41,17 @@ def _name_of_decoder(model: Any) -> str:
     """The name of the module that decodes text; empty if that is the model itself, or unknown."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def decoding_model(model: Any) -> Any:
+    """Unwraps the model whose `generate()` runs in the end."""
+    while isinstance(model, torch.nn.Module) and not isinstance(model, GenerationMixin):
+        names = ("base_model", "model", "_orig_mod", "module")  # of PEFT, `torch.compile` and data-parallel wrappers
+        inner = next((model._modules[name] for name in names if name in model._modules), None)
+        if inner is None:
+            break
+        model = inner
+    return model
 
 
 _NAMES = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")

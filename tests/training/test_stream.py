@@ -95,6 +95,24 @@ def test_documents_written_for_prompts_are_learned_too(chatty, tokenizer, tmp_pa
     assert len(rows) - len(written) < learned <= len(rows) if written else learned == len(rows)
 
 
+def test_a_resumed_stream_with_documents_holds_out_the_same(chatty, tokenizer, tmp_path, monkeypatch, small_groups):
+    kill_at_step_three(monkeypatch)
+    few = {"num_prompts": 40, "kinds": {"summary": 1.0}, "max_length": 100, "passes": 1}
+    invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=4)
+    held_out = []
+    learned = run_module._Run.learn_from
+
+    def noting(self, conversations, *args, **kwargs):
+        held_out.append([chat.messages for chat in conversations[: run_module.BEFORE_LEARNING]])
+        return learned(self, conversations, *args, **kwargs)
+
+    monkeypatch.setattr(run_module._Run, "learn_from", noting)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, invented)
+    run(chatty, tokenizer, invented, max_steps=4)
+    assert held_out[0] == held_out[1] and len(held_out[0]) == run_module.BEFORE_LEARNING
+
+
 @pytest.mark.parametrize(
     ("fields", "arguments", "message"),
     [

@@ -133,7 +133,7 @@ def _mtp_tensors(target: TargetInfo, count: int, local_files_only: bool) -> bool
     try:
         pattern = MtpModel.get_mtp_weights_regex(model)
         with torch.device("meta"):
-            MtpLayers(MtpModel(described(empty_model(target.config)), count))
+            MtpLayers(MtpModel(described(model), count))
         checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
         return any(pattern.search(name) for name in _tensor_names(checkpoint))
     except Exception:  # any error of building them means that it cannot

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from ...core.refusals import DraftingRefused
 from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_parts import decoding_model
 from ..base.draft_options import default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
@@ -54,10 +55,11 @@ class MtpDrafter(Drafter):
 
     @classmethod
     def for_target(cls, target: Any) -> MtpDrafter:
-        """Returns the drafter of a loaded target.
+        """Returns the drafter of a loaded target, also inside a PEFT model or `torch.compile`.
 
         Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
         """
+        target = decoding_model(target)
         return cls(target, MtpLayers.of(target))
 
     @property

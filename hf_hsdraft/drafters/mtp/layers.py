@@ -9,12 +9,15 @@ x_{p+1}. So these are the pairs that `transformers.modeling_layers.MtpModel` com
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import nn
 from transformers.modeling_layers import MtpModel
 
 from ...core.cache_name import CACHE
@@ -114,7 +117,8 @@ class MtpLayers:
         rotary, places = model.rotary_emb, None
         if rotary is not None:
             typed = {"layer_type": self._types[layer]} if model.has_per_layer_rope else {}
-            places = rotary(embeds, position_ids=positions, **typed)
+            cos, sin = rotary(embeds, position_ids=positions, **typed)
+            places = cos.to(embeds.device), sin.to(embeds.device)
         outputs: torch.Tensor = model.layers[layer](
             embeds,
             states,
@@ -126,10 +130,13 @@ class MtpLayers:
         return model.shared_post_norm(outputs) if model.use_shared_post_norm else outputs
 
     def follow(self, target: Any) -> None:
-        """Moves the layers to the device and dtype of a target that has been moved since they were read."""
-        weight = next(next(reversed(target.get_decoder().layers)).parameters())
-        if weight.device.type != "meta" and (weight.device, weight.dtype) != (self.device, self.dtype):
-            self.model.layers.to(weight.device, weight.dtype)
+        """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
+        place, model = _last_place(target), self.model
+        if (place, target.dtype) != (self.device, self.dtype):
+            for part in _own_parts(model):
+                part.to(place, target.dtype)
+        if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
+            model.tie_with_main_model(target)
 
     @classmethod
     def of(cls, target: Any) -> MtpLayers:
@@ -184,11 +191,42 @@ def _read(target: Any) -> MtpModel:
             f"this {name} was not loaded from a checkpoint, so its layers for multi-token prediction cannot be read: "
             "load it with from_pretrained"
         )
-    layer = next(reversed(target.get_decoder().layers))
-    device = next(weight.device for weight in layer.parameters())
+    if getattr(target.config, "quantization_config", None) is not None:
+        raise DraftingRefused(
+            f"this {name} is quantised, and its layers for multi-token prediction are read as plain numbers only: load "
+            "it without quantization_config, or use another drafter"
+        )
+    device = _last_place(target)
+    if any(weight.is_meta for weight in target.parameters()):
+        raise DraftingRefused(
+            f"this {name} is offloaded, and its layers for multi-token prediction need weights on a device: load it "
+            "without offloading, or use another drafter"
+        )
     try:
-        return MtpModel.from_pretrained(described(target), device_map={"": device}).eval().requires_grad_(False)
+        model = MtpModel.from_pretrained(_located(target), device_map={"": device})
     except (OSError, RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
         ) from error
+    for part in _own_parts(model):  # the others are the target's, which may be in training
+        part.eval().requires_grad_(False)
+    return model
+
+
+def _own_parts(model: MtpModel) -> list[nn.Module]:
+    return [model.layers, *([model.shared_post_norm] if model.use_shared_post_norm else [])]
+
+
+def _last_place(target: Any) -> torch.device:
+    """The device of the last decoder layer."""
+    return next(weight.device for weight in next(reversed(target.get_decoder().layers)).parameters())
+
+
+def _located(target: Any) -> Any:
+    """`described`, with the folder in the cache that a target of the Hub was loaded from."""
+    seen, commit = described(target), getattr(target.config, "_commit_hash", None)
+    found = try_to_load_from_cache(target.config.name_or_path, "config.json", revision=commit) if commit else None
+    if isinstance(found, str):
+        seen.config = copy.deepcopy(seen.config)
+        seen.config.name_or_path = os.path.dirname(found)
+    return seen

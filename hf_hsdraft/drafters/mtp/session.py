@@ -101,7 +101,7 @@ class DraftedColumns(Levels):
 class MtpSession(LevelSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward.
 
-    A column of x_p is queued with the position p - 1, that of the hidden state that it reads.
+    A column of x_p is queued with the position of the hidden state that it reads, p - 1.
     """
 
     def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
@@ -132,7 +132,7 @@ class MtpSession(LevelSession):
         positions: list[torch.Tensor],
         slots: list[torch.Tensor],
     ) -> None:
-        """Reads so many columns of each row, padded to the longest."""
+        """Reads columns of each row, padded to the longest row."""
         device, lengths = self._layers.device, [len(each) for each in positions]
         for row, each in zip(rows, positions, strict=True):
             self._begins.setdefault(row, each[:1])

@@ -6,7 +6,8 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +41,8 @@ from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
-_FEW_KINDS = 4  # of which a stream without much time still invents a full batch each
+_FEW_KINDS = 4  # with at most so many kinds, a stream invents a full batch of each even in little time
+_LOCAL_BATCH = 64  # most prompts invented at a time where a server answers
 _DOCUMENT = "document"  # category of chats in which the target wrote a document for a prompt
 _ENDLESS = 10**6  # prompts of a stream, unless the plan says how many
 _LEAST_BATCH = 16  # conversations that a stream hands over together
@@ -171,27 +173,28 @@ class Answering:
         store, skipped = self._store(), list[str]()
         made = self._made() if self.plan.invents else prompts
         keys = {prompt.key for prompt in made}
-        rows = list(store.rows())
-        known = [Conversation.of(row["messages"]) for row in rows if row["key"] in keys]
-        made_for = [row["messages"] for row in rows if row["category"] == _DOCUMENT and row["key"] not in keys]
-        known += leave_near_out(self.plan, [Conversation.of(chat) for chat in made_for], self.report)
+        rows = (row for row in store.rows() if row["key"] in keys or row["category"] == _DOCUMENT)
+        known = [Conversation.of(row["messages"]) for row in rows]
         chats = len(known)
         yield known
         wanted = self.plan.num_prompts or _ENDLESS
         kinds = len(kinds_to_invent(self.plan, self.tokenizer)) if self.plan.invents else 0
         mixed = little_time and kinds > _FEW_KINDS
-        at_once = max(self.plan.answer_batch_size * (1 if mixed else kinds), 1)
+        batch_size = self._inventing_batch
+        at_once = max(batch_size * (1 if mixed else kinds), 1)
         begin = max(len(made), at_once)
-        documents: list[Conversation] = []
+        documents: list[Answered] = []  # stored once they are learned: a resumed run has the same order
         for count in range(begin, wanted + at_once, at_once) if self.plan.invents else [0]:
             if self.plan.invents:
                 try:
-                    prompts = self._invented(min(count, wanted), not mixed and count <= wanted, documents.extend)
-                    documents = leave_near_out(self.plan, documents, self.report)
+                    whole = not mixed and count + batch_size <= wanted
+                    prompts = self._invented(min(count, wanted), whole, documents.extend)
                 except ValueError as error:  # training continues with what is there
                     if chats <= self.plan.eval_conversations:
                         raise
                     self.report(f"no further prompts: {error}")
+                    if documents:
+                        yield self._stored(store, documents)
                     return
             done = store.keys()
             pending = [prompt for prompt in prompts if prompt.key not in done]
@@ -201,15 +204,41 @@ class Answering:
             among = -(-len(documents) // max(len(pending), 1))  # documents after each answer, so that they mix
             for batch in _of_some_size(answers):
                 group = self._stored(store, batch)
-                group += [documents.pop() for _ in range(min(among * len(batch), len(documents)))]
+                written = [documents.pop() for _ in range(min(among * len(batch), len(documents)))]
+                group += self._stored(store, written)
                 batch.clear()  # recorded states would stay in memory while the drafter learns
                 chats += len(group)
                 yield group
             if documents:
-                yield [documents.pop() for _ in range(len(documents))]
+                group = self._stored(store, documents)
+                documents.clear()
+                chats += len(group)
+                yield group
             if skipped:
                 self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
                 skipped.clear()
+
+    @property
+    def _inventing_batch(self) -> int:
+        """Prompts invented at a time: a server may answer more, but does not invent."""
+        own = self.plan.answer_batch_size
+        return own if self.plan.answers_from is None else min(own, _LOCAL_BATCH)
+
+    @cached_property
+    def _judges(self) -> PromptIndex:
+        return PromptIndex([chat.asked for path in self.plan.exclude_near for chat in read_chats(path)])
+
+    def _near(self, messages: list[Message]) -> bool:
+        """Whether a chat is a near-duplicate of a prompt that the plan excludes."""
+        return bool(self.plan.exclude_near) and self._judges.is_near(Chat.of(Conversation.of(messages)).asked)
+
+    def _fresh(self, written: Sequence[Answered], known: set[str]) -> list[Answered]:
+        """Returns what may be learned of written documents, and adds it to the known keys; keeps what was recorded."""
+        fresh = {each.prompt.key: each for each in written if each.prompt.key not in known}
+        kept = [each for each in fresh.values() if not self._near(each.messages)]
+        self._keep(kept)
+        known.update(fresh)
+        return [replace(each, read=None) for each in kept]
 
     def _made(self) -> list[Prompt]:
         """The invented prompts on disk that the plan does not exclude."""
@@ -235,12 +264,12 @@ class Answering:
         self,
         count: int,
         whole_batches: bool = False,
-        on_documents: Callable[[list[Conversation]], object] | None = None,
+        on_documents: Callable[[list[Answered]], object] | None = None,
     ) -> list[Prompt]:
         """Lets the target invent prompts, until there are `count`.
 
-        With `on_documents`, the documents are stored as answered chats, and passed on. They are sampled, so a plan that
-        learns from greedy answers alone leaves them out.
+        With `on_documents`, new documents are passed on as answered chats, with what was recorded kept. They
+        are sampled, so a plan that learns from greedy answers alone leaves them out.
         """
         target, tokenizer, plan, state = self.target, self.tokenizer, self.plan, PartialState()
         kinds = kinds_to_invent(plan, tokenizer)
@@ -253,15 +282,15 @@ class Answering:
         if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
             own = self._own_answers() or ()
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
-        chats = None if on_documents is None or plan.greedy_only else self._store()
+        learned = None if plan.greedy_only else on_documents
+        known = self._store().keys() if learned is not None else set()
+        recorder = self._recorder() if learned is not None else None
         written: list[Answered] = []
 
         def invented_batch(count: int) -> None:
             stage.advance(count)
-            if chats is not None and on_documents is not None:
-                known = chats.keys()
-                fresh = {each.prompt.key: each for each in written if each.prompt.key not in known}
-                on_documents(self._stored(chats, list(fresh.values())))
+            if learned is not None:
+                learned(self._fresh(written, known))
             written.clear()
 
         if state.is_main_process or is_sharded(target):
@@ -273,10 +302,10 @@ class Answering:
                     made,
                     kinds,
                     max_prompt_tokens=self._longest,
-                    batch_size=plan.answer_batch_size,
+                    batch_size=self._inventing_batch,
                     seed=self.seed,
                     whole_batches=whole_batches,
-                    recorder=self._recorder() or (TapRecorder(()) if can_record(target) else None),
+                    recorder=recorder or (TapRecorder(()) if can_record(target) else None),
                     on_document=lambda kind, ask, reply: written.append(_document(kind, ask, reply)),
                     on_batch=invented_batch,
                     on_given_up=lambda name: self.report(
