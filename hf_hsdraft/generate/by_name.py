@@ -39,7 +39,7 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
     Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
-    if name == OWN_LAYERS and not os.path.isdir(name):
+    if name == OWN_LAYERS:  # a folder of that name is ./mtp
         if loading:
             raise TypeError(f"{OWN_LAYERS!r} names the target's own layers, which take no {', '.join(sorted(loading))}")
         return MtpDrafter.for_target(target)

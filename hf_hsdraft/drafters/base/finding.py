@@ -109,6 +109,8 @@ def _own_layers(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
     from ..mtp.layers import layers_in
 
     count = layers_in(target.config)
+    if getattr(target.config, "quantization_config", None) is not None:  # the layers are read as plain numbers only
+        return
     if not count or not target.place or not _mtp_tensors(target, count, local_files_only):
         return
     yield Found(

@@ -74,7 +74,7 @@ class MtpDrafter(Drafter):
         return default_options(self.num_draft_steps, tree_size=16, beam_width=4)
 
     def check(self, target: Any) -> None:
-        if target is not self._target():
+        if decoding_model(target) is not self._target():
             raise DraftingRefused(
                 "this drafter is made of another model's layers: make one with MtpDrafter.for_target(model)"
             )

@@ -132,9 +132,10 @@ class MtpLayers:
     def follow(self, target: Any) -> None:
         """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
         place, model = _last_place(target), self.model
-        if (place, target.dtype) != (self.device, self.dtype):
+        dtype = target.dtype if target.dtype != self.dtype else None  # else buffers in float32 stay so
+        if place != self.device or dtype is not None:
             for part in _own_parts(model):
-                part.to(place, target.dtype)
+                part.to(device=place, dtype=dtype)
         if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
             model.tie_with_main_model(target)
 
@@ -166,7 +167,7 @@ def _described(config: Any) -> Any:
         return config
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    text.num_mtp_layers = getattr(text, _COUNTED_BY, 1)
+    text.num_mtp_layers = getattr(text, _COUNTED_BY, 1) or 0
     text.mtp_layer_types = [_ATTENTION] * text.num_mtp_layers
     if getattr(text, "mlp_layer_types", None) is not None:
         text.mtp_mlp_layer_types = text.mlp_layer_types[-1:] * text.num_mtp_layers

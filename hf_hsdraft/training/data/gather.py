@@ -173,7 +173,7 @@ class Answering:
         store, skipped = self._store(), list[str]()
         made = self._made() if self.plan.invents else prompts
         keys = {prompt.key for prompt in made}
-        rows = (row for row in store.rows() if row["key"] in keys or row["category"] == _DOCUMENT)
+        rows = (row for row in store.rows() if row["key"] in keys or self._is_document(row))
         known = [Conversation.of(row["messages"]) for row in rows]
         chats = len(known)
         yield known
@@ -190,7 +190,7 @@ class Answering:
                     whole = not mixed and count + batch_size <= wanted
                     prompts = self._invented(min(count, wanted), whole, documents.extend)
                 except ValueError as error:  # training continues with what is there
-                    if chats <= self.plan.eval_conversations:
+                    if chats + len(documents) <= self.plan.eval_conversations:
                         raise
                     self.report(f"no further prompts: {error}")
                     if documents:
@@ -227,6 +227,9 @@ class Answering:
     @cached_property
     def _judges(self) -> PromptIndex:
         return PromptIndex([chat.asked for path in self.plan.exclude_near for chat in read_chats(path)])
+
+    def _is_document(self, row: dict[str, Any]) -> bool:
+        return self.plan.invents and row["category"] == _DOCUMENT and not self._near(row["messages"])
 
     def _near(self, messages: list[Message]) -> bool:
         """Whether a chat is a near-duplicate of a prompt that the plan excludes."""
