@@ -18,6 +18,7 @@ import peft
 import pytest
 import torch
 import typer.testing
+from oracles.plain_texts import each_with_its_seed as each_with_its_seed
 from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -109,16 +110,6 @@ def make_drafter(target, seed: int = 1, **overrides) -> HSDrafter:
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.0
     drafter.generation_config.packed_weights = True  # however small
     return drafter
-
-
-def each_with_its_seed(target, ids: torch.Tensor, mask: torch.Tensor, seed: int, **call) -> torch.Tensor:
-    """Plain decoding of each row by itself, with the seeds that the rows of a drafted batch get from `seed`."""
-    torch.manual_seed(seed)
-    texts = []
-    for row, row_seed in enumerate(torch.randint(2**63 - 1, (len(ids),)).tolist()):
-        torch.manual_seed(row_seed)
-        texts.append(target.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **call))
-    return torch.cat(texts)
 
 
 def as_plain(target, drafter, inputs, seed: int = 0, **call):

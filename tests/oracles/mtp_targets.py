@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.modeling_layers import MtpModel
 
 from hf_hsdraft.drafters.mtp.layers import described
+from oracles.plain_texts import each_with_its_seed
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
 _LAYERS = {
@@ -92,11 +93,7 @@ def each_plain(target: Any, inputs: dict[str, torch.Tensor], seed: int, **call: 
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if len(ids) == 1 or not call["do_sample"]:
         return target.generate(**inputs, **call)
-    texts = []
-    for row, row_seed in enumerate(torch.randint(2**63 - 1, (len(ids),)).tolist()):
-        torch.manual_seed(row_seed)
-        texts.append(target.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **call))
-    return torch.cat(texts)
+    return each_with_its_seed(target, ids, mask, seed, **call)
 
 
 def forwards_of(target: Any, run: Callable[[], Any]) -> tuple[Any, int]:

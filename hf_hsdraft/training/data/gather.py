@@ -89,11 +89,16 @@ def read_sources(
     return finished, [unique[key] for key in order][: plan.num_prompts]
 
 
+def _judges_of(plan: TrainingPlan) -> PromptIndex:
+    """Returns the prompts that a plan excludes."""
+    return PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
+
+
 def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> list[Asked]:
     """Leaves out near-duplicates of the prompts that the plan excludes."""
     if not plan.exclude_near:
         return chats
-    judges = PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
+    judges = _judges_of(plan)
     kept = [chat for chat in chats if not judges.is_near(Chat.of(chat).asked)]
     if chats:
         report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
@@ -226,7 +231,7 @@ class Answering:
 
     @cached_property
     def _judges(self) -> PromptIndex:
-        return PromptIndex([chat.asked for path in self.plan.exclude_near for chat in read_chats(path)])
+        return _judges_of(self.plan)
 
     def _is_document(self, row: dict[str, Any]) -> bool:
         return self.plan.invents and row["category"] == _DOCUMENT and not self._near(row["messages"])
