@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.checks import demand, few, printable, settings
+from ..core.checks import demand, few, printable, settings, short
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
@@ -25,6 +25,7 @@ from .pushing import push
 logger = logging.get_logger(__name__)
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+_HISTORY = "history"  # the option whose texts are private
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -183,6 +184,7 @@ class PretrainedDrafter(PreTrainedModel):
         with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
             with complete_folder(folder) as partial:
                 super().save_pretrained(partial, **saving)
+                write_options(self.generation_config, partial)
                 complete(self, partial, folder)
                 if push_to_hub:
                     shutil.copytree(partial, stage, dirs_exist_ok=True)
@@ -216,17 +218,30 @@ def fields_of(config_class: Any) -> set[str]:
     return own - {"self", "kwargs"}
 
 
+def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name: str = OPTIONS) -> None:
+    """Writes drafting options, without `history`: its folder is private, and the loading code asks for its own."""
+    public = copy.copy(config)
+    vars(public).pop(_HISTORY, None)
+    public.save_pretrained(folder, config_file_name=name)
+
+
 def stored_options(path: Path) -> dict[str, Any]:
     """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
-    A saved lossy or unknown rule is ignored with a warning: the loading code must ask for it. Raises a DamagedFile if
-    the file is no JSON object.
+    A saved lossy or unknown rule, and a saved history of users' texts, are ignored with a warning: the loading code
+    must ask for them. Raises a DamagedFile if the file is no JSON object.
     """
     if not path.is_file():
         return {}
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     stored = read_json(path).items()
     options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
+    history = options.pop(_HISTORY, None)
+    if history not in (None, "off"):
+        logger.warning(
+            f"the options saved in {path.parent} ask for history={short(history)}. It is not used, since a history "
+            "keeps users' texts. To use one, set drafter.generation_config.history"
+        )
     rule = options.get("verification")
     if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
         return options

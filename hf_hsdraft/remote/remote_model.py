@@ -17,6 +17,7 @@ from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
+from ..engine.drafting import history_for
 from ..engine.loop import Keeper
 from ..verify.registry import VERIFIERS
 from .link import Address, LinkPool
@@ -127,6 +128,8 @@ class RemoteModel:
             link = target.end()
             if link is not None:
                 self._links.give_back(link)
+        if draft is not None and draft.history is not None:
+            draft.history.remember([(ids, target.tokens[len(ids) :])])
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
         if streamer is not None:
@@ -143,7 +146,7 @@ class RemoteModel:
         taps = sorted(drafter.taps_of(self._shell))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
-        return Call(shell, 1, draft), taps
+        return Call(shell, 1, draft, history=history_for(drafter, self._shell, draft)), taps
 
     def _shell_on(self, device: torch.device) -> TargetShell:
         """The target with the rows that drafters on a device borrow."""

@@ -23,6 +23,7 @@ GROUPS = {
     "hub": ["push", "pull", "list", "card", "export"],
     "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
     "data": ["coverage", "overlap"],
+    "history": ["list", "erase"],
     "make": ["average", "prune", "refiner", "verifier", "skip-layers", "plan"],
     "remote": ["serve", "fleet"],
 }
