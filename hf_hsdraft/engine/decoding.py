@@ -88,11 +88,16 @@ def speculative_decoding(
     if session is not None and not synced_gpus:
         session.end()
     _remember(history, texts, input_ids, model_kwargs)
+    _finish(keeper, texts, runtime)
+    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
+
+
+def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime) -> None:
     keeper.finish()
-    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
+    statistics = keeper.statistics
+    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     statistics.compiled_layers = runtime.acceleration.programs
-    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
 def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:
