@@ -94,7 +94,8 @@ def publish(plan: TrainingPlan, repo_id: str, token: str | None) -> None:
 
     A named adapter is uploaded into a folder of its name, beside those that are there.
     """
-    folder, commit = plan.results, {"token": token, "commit_message": "Drafter trained by hsdraft"}
+    folder = plan.results
+    commit: dict[str, Any] = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if plan.lora is not None:
         push(folder, repo_id, subfolder="" if folder == Path(plan.out) else folder.name, **commit)
         return
