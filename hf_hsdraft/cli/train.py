@@ -109,7 +109,7 @@ def train(
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: what pays, by the answers.")] = None,
     num_draft_steps: Annotated[
         int | None,
         typer.Option(

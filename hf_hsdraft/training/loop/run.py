@@ -324,13 +324,14 @@ class _Run:
     def _drafter(self, start: Any, tokenized: Sequence[TokenizedConversation]) -> Any:
         """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
 
-        def choose(size: int) -> list[int]:
-            return draft_vocabulary(self.target, self.tokenizer, tokenized, size, self.report)
-
         wanted = self.plan.drafter.get("draft_vocab_size")
+
+        def choose() -> list[int]:
+            return draft_vocabulary(self.target, self.tokenizer, tokenized, wanted, self.report)
+
         if start and wanted not in (None, start.config.draft_vocab_size):
             rows = self.target.get_output_embeddings().weight
-            start = self.family.with_draft_vocabulary(start, choose(wanted), rows)
+            start = self.family.with_draft_vocabulary(start, choose(), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)

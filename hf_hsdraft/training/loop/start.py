@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ...drafters.base.protocol import weights_of
 from ..data.plan import Report, TrainingPlan
-from ..data.vocabulary import choose_draft_vocabulary
+from ..data.vocabulary import choose_draft_vocabulary, paying_size
 from ..families.family import TrainableFamily
 
 
@@ -35,10 +36,20 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
     return drafter
 
 
-def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
-    """Returns the token ids of a draft vocabulary of some size, see `choose_draft_vocabulary`."""
+def draft_vocabulary(
+    target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int | None, report: Report
+) -> list[int]:
+    """Returns the token ids of a draft vocabulary, see `choose_draft_vocabulary`; `size` is None for what pays.
+
+    A column of the head then costs what its weights are of the target's, as if a round took the time of reading them.
+    """
     always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
+    config = target.config.get_text_config()
+    if size is None:
+        head = config.vocab_size * config.hidden_size
+        weights = max(weights_of(target), head)  # a partitioned target has fewer here
+        size = paying_size(tokenized, config.vocab_size, config.hidden_size / weights)
+    chosen = choose_draft_vocabulary(tokenized, config.vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
     return chosen.ids
 
