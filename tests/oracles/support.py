@@ -22,7 +22,7 @@ from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
 from oracles.mtp_targets import LAYERS, counting
 from oracles.scripted import ScriptedDrafter
-from oracles.tiny import tiny_config, tiny_model
+from oracles.tiny import NotTiny, tiny_config, tiny_model
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -88,6 +88,8 @@ def check_layers(model_type: str) -> Support:
     try:
         target, layers = counting(model_type, LAYERS.get(model_type, 1))
         drafter = MtpDrafter(target, MtpLayers(layers))
+    except NotTiny as error:
+        return Support("mtp", model_type, "not built", reason=str(error))
     except ValueError as refusal:  # a DraftingRefused, or an error by which transformers refuses the configuration
         return Support("mtp", model_type, "refused", reason=str(refusal))
     except Exception as error:
