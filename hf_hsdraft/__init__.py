@@ -50,6 +50,7 @@ _OF_METHODS = {
     "SpecFormerConfig",
     "SpecFormerDrafter",
     "SteeredLMDrafter",
+    "UnoDrafter",
 }
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 
