@@ -54,11 +54,12 @@ def draft_vocabulary(
     return chosen.ids
 
 
-def with_lora(drafter: Any, rank: int) -> Any:
+def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:
     """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
     The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter, which
-    `drafter.load_adapter(folder)` puts on the base drafter. `set_adapter` and `disable_adapters` switch between calls.
+    `drafter.load_adapter(folder)` puts on the base drafter. The option `adapter_name` chooses one of several in a call.
+    `name` is the adapter's, "default" by default.
 
     Raises:
         ImportError: peft is missing.
@@ -71,4 +72,5 @@ def with_lora(drafter: Any, rank: int) -> Any:
     except ImportError as error:
         raise ImportError("LoRA needs peft: pip install -e '.[train]' in a checkout") from error
     names = sorted({name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)})
-    return get_peft_model(drafter, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none"))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none")
+    return get_peft_model(drafter, config, adapter_name=name or "default")
