@@ -59,7 +59,9 @@ def test_drafts_are_those_of_masked_adapters(tmp_path, monkeypatch):
     model = adapted(target, tmp_path)
 
     def noting(self, tokens, depths):
+        before = self._call.slots.length
         found = logits(self, tokens, depths)
+        assert self._call.slots.length == before, "the cache holds noise"
         rounds.append((list(self._call.rows.kept), tokens.tolist(), depths, found))
         return found
 
