@@ -53,6 +53,7 @@ _OF_METHODS = {
     "SpecFormerConfig",
     "SpecFormerDrafter",
     "SteeredLMDrafter",
+    "UnoDrafter",
 }
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 

@@ -32,5 +32,6 @@ from .methods.self_speculation.modeling_self import SelfDrafter as SelfDrafter
 from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
 from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
+from .methods.uno.uno_drafter import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
 from .runtime.target_loading import load_target as load_target

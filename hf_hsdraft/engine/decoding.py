@@ -14,6 +14,7 @@ from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
+from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
@@ -63,6 +64,7 @@ def speculative_decoding(
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)

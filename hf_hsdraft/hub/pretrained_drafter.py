@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
 from ..core.checks import demand, few, printable, settings, short
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
@@ -149,6 +149,28 @@ class PretrainedDrafter(PreTrainedModel):
         """Sets given drafting options; `from_pretrained` reads those beside the weights."""
         if generation_config is not None:
             self.generation_config = generation_config
+
+    def load_adapter(
+        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads an adapter of PEFT by transformers' method; the option `adapter_name` then chooses it for a call.
+
+        Args:
+            peft_model_id: Folder or Hub name of an adapter, or of several, each in a subfolder of its name.
+            adapter_name: Its name from now on, and that of the subfolder if there is one; "default" by default.
+            kwargs: As in transformers. `adapter_kwargs` may hold `revision`, `token`, and so on.
+
+        Raises:
+            OSError, ValueError: There is no such adapter, or one of that name has been loaded.
+        """
+        hub = dict(kwargs.get("adapter_kwargs") or {})
+        if peft_model_id is not None and adapter_name is not None and "subfolder" not in hub:
+            local = bool(kwargs.get("local_files_only") or hub.get("local_files_only"))
+            place = {name: hub[name] for name in ("cache_dir", "revision", "token") if name in hub}
+            subfolder = {"subfolder": adapter_name}
+            if find_adapter_config_file(peft_model_id, local_files_only=local, **place, **subfolder):
+                kwargs["adapter_kwargs"] = hub | subfolder
+        return super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
 
     def save_pretrained(
         self,

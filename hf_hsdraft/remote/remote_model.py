@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from ..core.checks import demand, is_integer, short
 from ..core.refusals import DraftingRefused
+from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
@@ -104,10 +105,11 @@ class RemoteModel:
             )
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
+        drafter = assistant_model if draft is None else adapted(assistant_model, draft.options.adapter_name)
         taps_from = 0 if most_taps is None else max(len(ids) - most_taps, 0)
         opening = Open(packed_ints(ids), len(ids), seed, draft is None, options, taps, taps_from)
         target = RemoteTarget(self._links, opening, None if draft is None else draft.options, self._hello.width)
-        statistics = self._decode(target, assistant_model, draft, ids, streamer)
+        statistics = self._decode(target, drafter, draft, ids, streamer)
         sequences = torch.tensor([target.tokens])
         if return_dict_in_generate:
             return RemoteOutput(sequences, statistics, target.statistics, seed)

@@ -17,6 +17,7 @@ from ...pace.costs_and_habits import Costs
 from ...trees.builder_registry import TREE_BUILDERS
 from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
+from .adapters import check_adapter_name
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +39,7 @@ TREE_SIZINGS = ("cost", "fixed")
 COMMON_OPTIONS = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
     "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
-    "compiled_layers", "history",
+    "compiled_layers", "adapter_name", "history",
 }  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class DraftOptions:
     packed_weights: bool | None = None
     # Compile the target's decoder layers on CPUs; None after many forwards, True at once
     compiled_layers: bool | None = None
+    adapter_name: str | None = None  # adapter that the drafter uses; "" for none, None for the active ones
     history: str = NO_HISTORY  # past texts to draft from: `"off"`, `"memory"`, or a folder
     # Options of the drafter's family and of verification rules, by name
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -131,6 +133,7 @@ class DraftOptions:
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             compiled_layers=option("compiled_layers"),
+            adapter_name=option("adapter_name"),
             history=option("history") if not draws else NO_HISTORY,
             own={name: each.checked(option(name)) for name, each in own.items()},
         )
@@ -172,6 +175,7 @@ def _if_it_pays(work: str) -> Limit:
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
     for name, limit in _limits(drafter).items():
         demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
+    check_adapter_name(drafter, option("adapter_name"))
     if not choice(*VERIFIERS).valid(option("verification")):
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
@@ -212,6 +216,7 @@ def default_options(
         depth_cost=None,
         packed_weights=None,
         compiled_layers=None,
+        adapter_name=None,
         history=NO_HISTORY,
         **{option.name: option.default for option in own},
     )

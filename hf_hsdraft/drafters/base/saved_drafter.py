@@ -70,7 +70,7 @@ class SpeculatorsFiles:
 class PublishedDrafter(SavedDrafter):
     """A drafter of a published architecture, saved in the speculators format, which vLLM reads too."""
 
-    saved_as = ("speculators",)
+    saved_as: Sequence[str] = ("speculators",)
     why_not_exported = "it is written in the format of speculators only"
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
