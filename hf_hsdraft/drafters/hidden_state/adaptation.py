@@ -129,9 +129,9 @@ class Records:
         with self._lock:
             if drafter not in self._records:
                 size, folder = drafter.config.draft_vocab_size, getattr(drafter, "loaded_from", None)
-                path = None if folder is None else Path(folder) / FILE
-                found = path is not None and path.is_file()
-                self._records[drafter] = TokenRecord.load(path, size) if found else TokenRecord.empty(size)
+                stored = folder is not None and (Path(folder) / FILE).is_file()
+                record = TokenRecord.load(Path(folder) / FILE, size) if stored else TokenRecord.empty(size)
+                self._records[drafter] = record
             return self._records[drafter]
 
     def add(self, drafter: Any, learnt: TokenRecord) -> None:
