@@ -18,9 +18,9 @@ _COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting")
 
 def cases() -> dict[str, Callable[[], Any]]:
     """Returns the comparison of each case, by its name."""
-    from oracles import block_parity, eagle_parity
+    from oracles import block_parity, eagle_parity, flashmap_parity
 
-    families = block_parity, eagle_parity
+    families = block_parity, eagle_parity, flashmap_parity
     return {case.name: partial(family.parity, case) for family in families for case in family.CASES}
 
 
@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"no case {', '.join(unknown)}: expected some of {', '.join(known)}")
 
     def row(name: str) -> list[Any]:
-        found = known[name]()
+        try:
+            found = known[name]()
+        except ModuleNotFoundError as error:
+            return [name, f"needs the package {error.name}", "-", "-", "-"]
         return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
 
     print_table(_COLUMNS, map(row, given or known))

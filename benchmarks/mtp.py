@@ -44,14 +44,16 @@ def decoded(target: Any, layers: Any, rows: int, shape: str, do_sample: bool = F
 
 def measure(model_type: str, count: int) -> dict[str, Any]:
     """Returns a row of the table: taus of right and wrong layers, and whether all texts were plain decoding's."""
-    from oracles.mtp_targets import UNNAMED, counting
+    from oracles.mtp_targets import counting
+
+    from hf_hsdraft.drafters.mtp.layers import OWN_NAMES
 
     row: dict[str, Any] = {"type": model_type, "layers": count}
     exact = []
     for shape, rows in (("transformers", 1), ("chain", 1), ("tree", 1), ("chain", 4), ("tree", 4)):
         taus = []
         for right in (True, False):
-            if shape == "transformers" and model_type in UNNAMED:
+            if shape == "transformers" and model_type in OWN_NAMES:
                 continue
             target, layers = counting(model_type, count, right)
             same, tau = decoded(target, layers, rows, shape)

@@ -19,7 +19,7 @@ from runner import names, options
 if TYPE_CHECKING:
     from oracles.support import Support
 
-TASKS = ("causal", "seq2seq", "image-text", "speech")
+TASKS = ("causal", "seq2seq", "image-text", "speech", "mtp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not set(given.tasks) <= set(TASKS):
         parser.error(f"--tasks: expected some of {', '.join(TASKS)}")
-    from oracles.support import check_type, model_types
+    from oracles.support import check_layers, check_type, model_types, types_with_layers
     from transformers.utils.logging import disable_progress_bar
 
     from hf_hsdraft.training.files import write_complete
@@ -38,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     rows = []
     for task in given.tasks:
-        for model_type, config_class, model_class in model_types(task):
+        own = task == "mtp"
+        for model_type, *classes in types_with_layers() if own else model_types(task):
             if not given.only or model_type in given.only:
-                rows.append(row := check_type(task, model_type, config_class, model_class))
+                rows.append(row := check_layers(model_type) if own else check_type(task, model_type, *classes))
                 print(f"{row.task} {row.model_type}: {row.drafts} {row.reason}", flush=True)
                 gc.collect()
     text = as_markdown(rows)
@@ -65,7 +66,8 @@ def as_markdown(rows: Sequence[Support]) -> str:
         f"{torch.__version__}: a tiny random model of every type, decoded in float32 with and without scripted drafts "
         f"(right to a random depth, among wrong branches), {NEW_TOKENS} tokens, one prompt and a left-padded batch "
         "of three. N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every "
-        "window that the configuration names.",
+        "window that the configuration names. mtp: every type whose configuration counts layers for multi-token "
+        "prediction, with an MtpDrafter of layers that predict the target's tokens.",
         "",
     ]
     for task in dict.fromkeys(row.task for row in rows):

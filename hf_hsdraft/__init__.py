@@ -35,10 +35,13 @@ _MODULES = {
     "HSDraftGenerateOutput": "engine.call_output",
     "HSDrafter": "drafters.hidden_state.modeling_hsdraft",
     "MtpDrafter": "drafters.mtp.drafter",
+    "HistoryContents": "drafters.history.history",
     "attach": "generate.attachment",
     "attached": "generate.attachment",
     "connect": "remote.connecting",
     "detach": "generate.attachment",
+    "erase_history": "drafters.history.history",
+    "list_history": "drafters.history.history",
     "load_target": "runtime.target_loading",
     "register_drafter": "drafters.base.registry",
 }
@@ -50,6 +53,7 @@ _OF_METHODS = {
     "SpecFormerConfig",
     "SpecFormerDrafter",
     "SteeredLMDrafter",
+    "UnoDrafter",
 }
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 

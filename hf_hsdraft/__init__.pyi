@@ -11,6 +11,9 @@ from .drafters.eagle.drafter import EagleDrafter as EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
+from .drafters.history.history import HistoryContents as HistoryContents
+from .drafters.history.history import erase_history as erase_history
+from .drafters.history.history import list_history as list_history
 from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
 from .drafters.mtp.drafter import MtpDrafter as MtpDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter as CachebackDrafter
@@ -29,5 +32,6 @@ from .methods.self_speculation.modeling_self import SelfDrafter as SelfDrafter
 from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
 from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
+from .methods.uno.uno_drafter import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
 from .runtime.target_loading import load_target as load_target

@@ -13,6 +13,8 @@ from hf_hsdraft import BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.configuration import Sight
+from hf_hsdraft.drafters.flashmap.configuration import FlashMapConfig
+from hf_hsdraft.drafters.flashmap.drafter import FlashMapDrafter
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 
 STEPS = 4
@@ -58,6 +60,17 @@ def make_eagle(target, kind: str = "eagle3", seed: int = 1, **overrides) -> Eagl
     config = EagleConfig.for_target(target, **{"num_draft_steps": STEPS, **EAGLES[kind], **overrides})
     drafter = EagleDrafter(config).eval()
     drafter.reset_parameters(std=0.3)
+    return drafts_much(drafter)
+
+
+def make_flashmap(target, **_) -> FlashMapDrafter:
+    config, layers = target.config, (0, 2)
+    sizes = {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size, "block_size": STEPS}
+    width = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48, "cond_dim": 8, "time_embed_dim": 8}
+    grids = {"1": [0.0, 1.0], "2": [0.0, 0.8, 1.0]}
+    fields = {**sizes, **width, "num_hidden_layers": 2, "target_layer_ids": layers, "jump_grids": grids}
+    drafter = FlashMapDrafter(FlashMapConfig(**fields)).eval()
+    randomise(drafter)
     return drafts_much(drafter)
 
 

@@ -53,14 +53,15 @@ class Pair:
     def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         from transformers.utils.logging import disable_progress_bar
 
-        from ..generate.by_name import load_drafter
+        from ..generate.by_name import found_for_targets
         from ..runtime.target_loading import load_target
 
         disable_progress_bar()
-        drafter = load_drafter(self.drafter, self.dtype, self.device)
+        named = found_for_targets(self.drafter, self.dtype, self.device)
+        target, tokenizer = load_target(self.target, self.dtype, self.device)
+        drafter = named(target)
         if self.packed_weights is not None:
             drafter.generation_config.packed_weights = self.packed_weights
-        target, tokenizer = load_target(self.target, self.dtype, self.device)
         return measure(target, drafter, [encode_prompt(tokenizer, prompt, self.device) for prompt in prompts], *given)
 
 

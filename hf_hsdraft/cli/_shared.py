@@ -50,9 +50,10 @@ _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
 TargetOption = Annotated[str | None, typer.Option("--target", help=_TARGET)]
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
 DrafterOption = Annotated[
-    str | None, typer.Option("--drafter", help="Hub name or folder; default: the one that comes with the target.")
+    str | None,
+    typer.Option("--drafter", help="Hub name, folder, or mtp for the target's layers; default: the target's."),
 ]
-DrafterArgument = Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")]
+DrafterArgument = Annotated[str, typer.Argument(help="Hub name or folder of the drafter, or mtp.")]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target and the drafter.")]
 PromptsOption = Annotated[
@@ -166,12 +167,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked up first."""
-    from ..generate.by_name import load_drafter
+    from ..generate.by_name import found_for_targets
     from ..runtime.target_loading import load_target
 
     name = drafter_of(target, drafter)
-    loaded = load_drafter(name, dtype.torch, device)
+    named = found_for_targets(name, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
+    loaded = named(model)
     check_fit(loaded, model, tokenizer)
     return model, tokenizer, loaded
 

@@ -99,7 +99,7 @@ def bench(
     from ..bench.prompts import NOTE
     from ..bench.report import print_report
     from ..bench.run import BATCH, CONTEXT, NEW
-    from ..generate.by_name import load_drafter
+    from ..generate.by_name import found_for_targets
     from ..runtime.target_loading import load_target
 
     names = (
@@ -121,7 +121,7 @@ def bench(
     if plan.takes_drafter:
         model, tokenizer, loaded[given[0]] = load_pair(target, drafter[0] if drafter else None, dtype, device)
         for name in given[1:]:
-            loaded[name] = load_drafter(name, dtype.torch, device)
+            loaded[name] = found_for_targets(name, dtype.torch, device)(model)
             check_fit(loaded[name], model, tokenizer)
     else:
         model, tokenizer = load_target(target, dtype.torch, device)

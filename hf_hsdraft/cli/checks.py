@@ -42,14 +42,15 @@ def check(
     drafter, it compares the distributions of training and decoding at each depth. The last line is the
     verdict: passed, undecided (rounding in half precision) or FAILED.
     """
-    from ..generate.by_name import load_drafter
+    from ..generate.by_name import found_for_targets
     from ..runtime.prompt_inputs import encode_prompts
     from ..runtime.target_loading import load_target
     from ..training.families.trainable import as_trained
 
     texts = prompt_texts(prompts)
-    loaded = load_drafter(drafter, dtype.torch, device)
+    named = found_for_targets(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
+    loaded = named(model)
     check_fit(loaded, model, tokenizer)
     inputs = encode_prompts(model, tokenizer, texts[:limit])
     trained = as_trained(loaded)

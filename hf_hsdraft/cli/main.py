@@ -47,6 +47,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "data": ("Examine training chats.", {"coverage": "coverage", "overlap": "overlap"}),
+    "history": ("List and erase past texts that drafts come from.", {"list": "history-list", "erase": "history-erase"}),
     "make": (
         "Make drafters and their parts out of others.",
         {

@@ -26,7 +26,8 @@ Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
 _OF_PLAN = (
     "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
     "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
-    "stream", "passes", "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
+    "stream", "passes", "eval_conversations", "eval_prompts", "init_from", "lora", "adapter_name",
+    "publish_data",
 )  # fmt: skip
 _DEFAULT_FAMILY = Family("hidden-state")
 
@@ -108,7 +109,7 @@ def train(
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: what pays, by the answers.")] = None,
     num_draft_steps: Annotated[
         int | None,
         typer.Option(
@@ -139,6 +140,9 @@ def train(
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
+    ] = None,
+    adapter_name: Annotated[
+        str | None, typer.Option(help="Name of that LoRA adapter, saved in a folder of this name; default: none.")
     ] = None,
     target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
     publish_data: Annotated[
@@ -235,7 +239,7 @@ def _run(
         if plan.lora is None:
             options = ["--drafter", plan.out, *(["--target", target] if target else []), "--dtype", dtype.value]
             _say(f"next: hsdraft bench {shlex.join(options)}")
-        _say(result_of(Path(plan.out)))
+        _say(result_of(plan.results))
 
 
 def _say(line: str) -> None:

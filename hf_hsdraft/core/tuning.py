@@ -56,6 +56,27 @@ class Tuning:
     ngram_beyond: float = 0.7
     ngram_least: float = 1e-3  # least probability of a path that gets a node - by hand
 
+    # --- Drafts from past texts ---
+    # Lengths of the n-grams that past texts are found by - by hand: the end of a chat's template is longer than 8 in
+    # many prompts, and shorter n-grams than 3 say little that the running text does not say.
+    history_lengths: tuple[int, ...] = (3, 8, 24)
+    history_matches: int = 32  # number of earlier places that a draft looks at - by hand
+    history_depth: int = 48  # greatest depth of a draft - by hand: texts that were decoded before repeat for long
+    # Least lengths of a match, in tokens, that differ in how often the next token is right, and how often it is assumed
+    # to be - by hand.
+    history_bins: tuple[int, ...] = (3, 4, 6, 8, 12, 16, 24, 32, 48)
+    history_right: tuple[float, ...] = (0.3, 0.4, 0.55, 0.65, 0.72, 0.78, 0.84, 0.88, 0.92)
+    history_prior: float = 8.0  # number of tokens that these assumptions count for - by hand
+    history_most: float = 400.0  # number of tokens that are remembered of a bin - by hand
+    # Number of tokens that a history keeps, and part of them that stays when the least recently used texts leave
+    # - by hand: 4 million tokens take 120 MB.
+    history_tokens: int = 2**22
+    history_kept: float = 0.75
+    # Number of tokens of a text of a batch that the other texts are shown while they grow, and of new ones that are
+    # entered at once - by hand.
+    history_shown: int = 4096
+    history_step: int = 8
+
     # --- Drafts that foresee draws ---
     # Factor of the logits of a race; 1 would take the drafter's error for as large as a Gumbel variable - by hand.
     race_sharpness: float = 0.8

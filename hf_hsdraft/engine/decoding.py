@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
+from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
@@ -23,7 +25,7 @@ from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
-from .drafting import Drafting
+from .drafting import Drafting, history_for
 from .local_target import LocalTarget
 from .loop import Keeper, Observer, decode
 
@@ -58,14 +60,17 @@ def speculative_decoding(
     Raises:
         DraftingRefused: target, drafter and call do not fit together. Nothing has been streamed or drawn then, and the
             cache is as it was given; only `refused` may be called later.
+        OSError: the folder of the option `history` cannot be used. Nothing has been done then either.
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
+    history = history_for(drafter, target, options)
     runtime = TargetRuntime(target, sorted({*drafter.taps_of(target), *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
@@ -79,16 +84,41 @@ def speculative_decoding(
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
-        call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack)
+        call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, refused)
     texts.end_stream()
     if session is not None and not synced_gpus:
         session.end()
+    _remember(history, texts, input_ids, model_kwargs)
+    _finish(keeper, texts, runtime)
+    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
+
+
+def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime) -> None:
     keeper.finish()
-    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
+    statistics = keeper.statistics
+    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     statistics.compiled_layers = runtime.acceleration.programs
-    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
+
+
+def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:
+    """Hands prompts and answers of all rows to the history, if there is one, without padding."""
+    if history is None:
+        return
+    prompts, sequences, length = input_ids.tolist(), texts.sequences().tolist(), input_ids.shape[1]
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length > 0 and not _encodes(model_kwargs):
+        kept = mask[:, mask.shape[1] - length :].tolist()  # of the prompts' last tokens, where a cache has earlier ones
+        prompts = [list(itertools.compress(*pair)) for pair in zip(prompts, kept, strict=True)]
+    most = texts.length() - length
+    answers = [ids[length : length + min(texts.new_tokens(row), most)] for row, ids in enumerate(sequences)]
+    history.remember(list(zip(prompts, answers, strict=True)))
+
+
+def _encodes(model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the mask is that of an encoder's input."""
+    return model_kwargs.get("encoder_outputs") is not None
 
 
 def _read_prompts(

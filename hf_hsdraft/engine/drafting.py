@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.draft_tree import DraftTree, certainty, merge_trees
-from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..pace.pacing import CostPace, KindOfCall, Pace, pace_for
@@ -41,7 +41,8 @@ class Drafting:
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self.pace: Pace = Pace()
         self.depth = 0
-        self._sessions = [session] if ngrams is None else [ngrams, session]
+        history = None if call.history is None else _past_texts(call)
+        self._sessions = [each for each in (ngrams, history, session) if each is not None]
         self._continuing = ngrams if call.options.ngram_continuation else None
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
@@ -144,6 +145,21 @@ class Drafting:
             return
         for session in self._sessions:
             (self._late if self._late is not None and session is self._paced else session).keep(rows)
+
+
+def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
+    """Opens the history that the option asks for; None for none. Raises an OSError if its folder cannot be used."""
+    if options.history == NO_HISTORY:
+        return None
+    from ..drafters.history.history import history_of  # most calls do without
+
+    return history_of(drafter, target, options.history)
+
+
+def _past_texts(call: Call) -> Session:
+    from ..drafters.history.history_session import HistorySession
+
+    return HistorySession(call, call.history)
 
 
 def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> Sequence[DraftTree]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,36 @@ from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
-OWN_LAYERS = "mtp"  # names a target's layers for multi-token prediction
+# Names of drafters that are made of a target; folders of such a name are ./mtp
+_OF_TARGET: dict[str, Callable[..., Any]] = {"mtp": MtpDrafter.for_target}
 
 
 def load_drafter(
     name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: Any = "cpu", **loading: Any
 ) -> Any:
-    """Loads a drafter of any family, by `AutoDrafter.from_pretrained`. `dtype` `None` is the dtype of the files."""
+    """Loads a drafter of any family, by `AutoDrafter.from_pretrained`. `dtype` `None` is the dtype of the files.
+
+    Raises an error as that does, and a ValueError for a name such as "mtp", which needs a target.
+    """
+    if name in _OF_TARGET:
+        raise ValueError(
+            f"{name!r} names a drafter made of a loaded target, and here none is loaded: name a folder (./{name}) or a "
+            "drafter of the Hub"
+        )
     loading = loading if dtype is None else {"dtype": dtype, **loading}
     drafter = AutoDrafter.from_pretrained(name, **loading)
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
+
+
+def found_for_targets(name: str | os.PathLike[str], dtype: torch.dtype, device: Any) -> Callable[[Any], Any]:
+    """Loads a drafter by `load_drafter` before its target, so that a wrong name is reported first.
+
+    Returns a function that takes the target, and returns the drafter; one made of the target ("mtp") is made there.
+    """
+    if name in _OF_TARGET:
+        return _OF_TARGET[os.fspath(name)]
+    drafter = load_drafter(name, dtype, device)
+    return lambda target: drafter
 
 
 def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
@@ -39,10 +60,10 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
     Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
-    if name == OWN_LAYERS:  # a folder of that name is ./mtp
-        if loading:
-            raise TypeError(f"{OWN_LAYERS!r} names the target's own layers, which take no {', '.join(sorted(loading))}")
-        return MtpDrafter.for_target(target)
+    if name in _OF_TARGET:
+        if others := sorted(loading.keys() - {"cache_dir", "revision"}):
+            raise TypeError(f"{name!r} names the target's own layers, which take no {', '.join(others)}")
+        return _OF_TARGET[os.fspath(name)](target, **loading)
     return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
 
 

@@ -34,7 +34,8 @@ def read_recipe(folder: Path) -> dict[str, Any]:
     """How the drafter in a folder was trained; malformed parts are left out."""
     recipe = read_document(folder / RECIPE)
     lists = {name: recipe.get(name) for name in ("limits", "notes", "commands", "language", "datasets")}
-    texts = {name: recipe[name] for name in ("license", "adapts", "target") if isinstance(recipe.get(name), str)}
+    names = "license", "adapts", "adapter_name", "target"
+    texts = {name: recipe[name] for name in names if isinstance(recipe.get(name), str)}
     training = recipe.get("training")
     return {
         **{name: [value] if isinstance(value, str) else value for name, value in lists.items() if _are_texts(value)},
@@ -81,7 +82,7 @@ def render_card(folder: Path, name: str) -> str:
         MARK,
         f"# {name.rsplit('/', 1)[-1]}",
         _what_it_is(folder, config, target, adapts) if of_paper else _briefly(config, reads_states),
-        _use(name, target, adapts, config.get("auto_map")),
+        _use(name, target, adapts, config.get("auto_map"), recipe.get("adapter_name")),
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
@@ -190,8 +191,8 @@ def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
     )
 
 
-def _use(name: str, target: str, adapts: str | None, auto_map: Any) -> str:
-    """How to load a drafter; also by the code beside it, where `auto_map` names some."""
+def _use(name: str, target: str, adapts: str | None, auto_map: Any, adapter: str | None) -> str:
+    """How to load a drafter, or an adapter in the folder `adapter`; also by code, where `auto_map` names some."""
     quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
     model = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -203,7 +204,8 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
     package = f"from hf_hsdraft import AutoDrafter\n\ndrafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
     call = "out = model.generate(**inputs, assistant_model=drafter)"
     if adapts is not None:
-        return f"## Use\n\n{model}\n\n{_python(package, f'drafter.load_adapter({quoted})', call)}"
+        named = f", adapter_name={json.dumps(adapter)}" if adapter else ""
+        return f"## Use\n\n{model}\n\n{_python(package, f'drafter.load_adapter({quoted}{named})', call)}"
     installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
     parts = [
         "## Use",

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
-from ..core.checks import demand, few, printable, settings
+from ..core.checks import demand, few, printable, settings, short
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
@@ -25,6 +25,7 @@ from .pushing import push
 logger = logging.get_logger(__name__)
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+_HISTORY = "history"  # the option whose texts are private
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -149,6 +150,28 @@ class PretrainedDrafter(PreTrainedModel):
         if generation_config is not None:
             self.generation_config = generation_config
 
+    def load_adapter(
+        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads an adapter of PEFT by transformers' method; the option `adapter_name` then chooses it for a call.
+
+        Args:
+            peft_model_id: Folder or Hub name of an adapter, or of several, each in a subfolder of its name.
+            adapter_name: Its name from now on, and that of the subfolder if there is one; "default" by default.
+            kwargs: As in transformers. `adapter_kwargs` may hold `revision`, `token`, and so on.
+
+        Raises:
+            OSError, ValueError: There is no such adapter, or one of that name has been loaded.
+        """
+        hub = dict(kwargs.get("adapter_kwargs") or {})
+        if peft_model_id is not None and adapter_name is not None and "subfolder" not in hub:
+            local = bool(kwargs.get("local_files_only") or hub.get("local_files_only"))
+            place = {name: hub[name] for name in ("cache_dir", "revision", "token") if name in hub}
+            subfolder = {"subfolder": adapter_name}
+            if find_adapter_config_file(peft_model_id, local_files_only=local, **place, **subfolder):
+                kwargs["adapter_kwargs"] = hub | subfolder
+        return super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -183,6 +206,7 @@ class PretrainedDrafter(PreTrainedModel):
         with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
             with complete_folder(folder) as partial:
                 super().save_pretrained(partial, **saving)
+                write_options(self.generation_config, partial)
                 complete(self, partial, folder)
                 if push_to_hub:
                     shutil.copytree(partial, stage, dirs_exist_ok=True)
@@ -216,17 +240,30 @@ def fields_of(config_class: Any) -> set[str]:
     return own - {"self", "kwargs"}
 
 
+def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name: str = OPTIONS) -> None:
+    """Writes drafting options, without `history`: its folder is private, and the loading code asks for its own."""
+    public = copy.copy(config)
+    vars(public).pop(_HISTORY, None)
+    public.save_pretrained(folder, config_file_name=name)
+
+
 def stored_options(path: Path) -> dict[str, Any]:
     """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
-    A saved lossy or unknown rule is ignored with a warning: the loading code must ask for it. Raises a DamagedFile if
-    the file is no JSON object.
+    A saved lossy or unknown rule, and a saved history of users' texts, are ignored with a warning: the loading code
+    must ask for them. Raises a DamagedFile if the file is no JSON object.
     """
     if not path.is_file():
         return {}
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     stored = read_json(path).items()
     options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
+    history = options.pop(_HISTORY, None)
+    if history not in (None, "off"):
+        logger.warning(
+            f"the options saved in {path.parent} ask for history={short(history)}. It is not used, since a history "
+            "keeps users' texts. To use one, set drafter.generation_config.history"
+        )
     rule = options.get("verification")
     if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
         return options

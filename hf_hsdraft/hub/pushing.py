@@ -22,7 +22,7 @@ from .publication import is_ours
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+def push(folder: Path, repo_id: str, subfolder: str = "", **options: Any) -> CommitInfo:
     """Pushes the folder of a drafter or an adapter to the Hub, in one commit.
 
     In the repository, files of a former version of the drafter are deleted, a hand-written card is kept, and other
@@ -30,6 +30,7 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
 
     Args:
         repo_id: Created if there is none.
+        subfolder: Of the repository, for an adapter that is one of several.
         options: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
             `commit_description`.
 
@@ -44,11 +45,10 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
         revision = options.pop("revision", None)
         stale = [] if adapter else _stale(api, repo_id, revision, there, staged)
         write_card(staged, repo_id)
-        leave_foreign_card(api, repo_id, revision, there, staged)
+        leave_foreign_card(api, repo_id, revision, there, staged, subfolder=subfolder)
         options.setdefault("commit_message", "Upload adapter" if adapter else "Upload drafter")
-        return api.upload_folder(
-            repo_id=repo_id, folder_path=staged, revision=revision, delete_patterns=stale or None, **options
-        )
+        options |= {"path_in_repo": subfolder or None, "delete_patterns": stale or None}
+        return api.upload_folder(repo_id=repo_id, folder_path=staged, revision=revision, **options)
 
 
 def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path) -> list[str]:
@@ -110,13 +110,20 @@ def prepare_repository(
 
 
 def leave_foreign_card(
-    api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path, repo_type: str | None = None
+    api: HfApi,
+    repo_id: str,
+    revision: str | None,
+    there: set[str],
+    folder: Path,
+    repo_type: str | None = None,
+    subfolder: str = "",
 ) -> None:
     """Drops a generated card from what is pushed, where the repository has a hand-written one."""
-    if CARD not in there or not is_generated(folder / CARD):
+    name = f"{subfolder}/{CARD}".lstrip("/")
+    if name not in there or not is_generated(folder / CARD):
         return
     with tempfile.TemporaryDirectory() as place:
-        card = Path(api.hf_hub_download(repo_id, CARD, revision=revision, repo_type=repo_type, local_dir=place))
+        card = Path(api.hf_hub_download(repo_id, name, revision=revision, repo_type=repo_type, local_dir=place))
         if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
             (folder / CARD).unlink()
 

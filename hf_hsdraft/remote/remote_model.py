@@ -13,10 +13,12 @@ from transformers import GenerationConfig
 
 from ..core.checks import demand, is_integer, short
 from ..core.refusals import DraftingRefused
+from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
+from ..engine.drafting import history_for
 from ..engine.loop import Keeper
 from ..verify.registry import VERIFIERS
 from .link import Address, LinkPool
@@ -103,10 +105,11 @@ class RemoteModel:
             )
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
+        drafter = assistant_model if draft is None else adapted(assistant_model, draft.options.adapter_name)
         taps_from = 0 if most_taps is None else max(len(ids) - most_taps, 0)
         opening = Open(packed_ints(ids), len(ids), seed, draft is None, options, taps, taps_from)
         target = RemoteTarget(self._links, opening, None if draft is None else draft.options, self._hello.width)
-        statistics = self._decode(target, assistant_model, draft, ids, streamer)
+        statistics = self._decode(target, drafter, draft, ids, streamer)
         sequences = torch.tensor([target.tokens])
         if return_dict_in_generate:
             return RemoteOutput(sequences, statistics, target.statistics, seed)
@@ -127,6 +130,8 @@ class RemoteModel:
             link = target.end()
             if link is not None:
                 self._links.give_back(link)
+        if draft is not None and draft.history is not None:
+            draft.history.remember([(ids, target.tokens[len(ids) :])])
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
         if streamer is not None:
@@ -143,7 +148,7 @@ class RemoteModel:
         taps = sorted(drafter.taps_of(self._shell))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
-        return Call(shell, 1, draft), taps
+        return Call(shell, 1, draft, history=history_for(drafter, self._shell, draft)), taps
 
     def _shell_on(self, device: torch.device) -> TargetShell:
         """The target with the rows that drafters on a device borrow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,44 @@ def _name_of_decoder(model: Any) -> str:
     """The name of the module that decodes text; empty if that is the model itself, or unknown."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def why_not_replaced(model: Any, names: Iterable[str]) -> str:
+    """Returns why `with_modules` cannot replace these modules; empty if it can."""
+    for name in names:
+        module = model
+        for part in name.split("."):
+            if "forward" in vars(module) or module._compiled_call_impl is not None:
+                kind = type(module).__name__
+                return f"the forward of {kind} was replaced: by torch.compile, or by hooks of accelerate"
+            module = getattr(module, part)
+    return ""
+
+
+def with_modules(model: Any, replaced: Mapping[str, nn.Module]) -> Any:
+    """Returns a copy of a model with other modules by name. Modules above them are copied, all others shared."""
+    copies = {"": _sharing(model)}
+    for name, module in replaced.items():
+        above, _, last = name.rpartition(".")
+        _copy_of(copies, above)._modules[last] = module
+    return copies[""]
+
+
+def _copy_of(copies: dict[str, Any], name: str) -> Any:
+    """Returns the copy of a module of the model whose copies these are, made with those above it."""
+    if name not in copies:
+        above, _, last = name.rpartition(".")
+        modules = _copy_of(copies, above)._modules
+        copies[name] = modules[last] = _sharing(modules[last])
+    return copies[name]
+
+
+def _sharing(module: Any) -> Any:
+    """Returns a shallow copy of a module whose submodules can be replaced."""
+    made = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    made.__dict__["_modules"] = dict(module._modules)
+    return made
 
 
 def decoding_model(model: Any) -> Any:

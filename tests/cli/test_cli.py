@@ -23,6 +23,7 @@ GROUPS = {
     "hub": ["push", "pull", "list", "card", "export"],
     "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
     "data": ["coverage", "overlap"],
+    "history": ["list", "erase"],
     "make": ["average", "prune", "refiner", "verifier", "skip-layers", "plan"],
     "remote": ["serve", "fleet"],
 }
@@ -136,6 +137,9 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--gradient-accumulation-steps", "0"], "expected 1 or more"),
         (["--report-to", "wandb"], "wandb"),
         (["--lora", "4"], "--init-from"),
+        (["--adapter-name", "code"], "names what LoRA trains: give --lora too"),
+        (["--init-from", "any", "--lora", "4", "--adapter-name", "data"], "adapter_name='data' is invalid"),
+        (["--init-from", "any", "--lora", "4", "--adapter-name", "a.b"], "adapter_name='a.b' is invalid"),
         (["--family", "block", "--init-from", "any", "--lora", "4"], "load no adapters"),
         (["--family", "eagle3", "--markov-rank", "8"], "whose drafters have no such field"),
     ],

@@ -30,6 +30,7 @@ BY_NAME = {case.name: case for case in CASES}
 WITHOUT_SPECULATORS = (
     "z-lab DFlash",
     "z-lab DFlash, target that scales",
+    "JetSpec",
     "DeepSpec, Gemma 4 that scales",
     "DeepSpec, Gemma 4 that scales, shared values",
     "transformers DFlash",
@@ -39,7 +40,7 @@ WITHOUT_SPECULATORS = (
 
 def needs(case: Case) -> None:
     if case.name not in WITHOUT_SPECULATORS:
-        pytest.importorskip("speculators")
+        pytest.importorskip("jetspec" if "authors" in case.name else "speculators")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 400.0}}
         ("z-lab DFlash", in_dflash(mask_token_id=MASK - 1)),
         ("z-lab DFlash", at_top(rope_theta=7001.0 * 2)),
         ("z-lab DFlash", in_dflash(causal=True)),
+        ("JetSpec", in_dflash(causal_head=False)),
         ("transformers DFlash, sliding", at_top(sliding_window=5)),
     ],
 )  # fmt: skip
@@ -300,6 +302,8 @@ def reshape(name):
         ("SpecForge DSpark", in_dflash(projector_type="lilicorr"), None, "projector_type='lilicorr'.*dspark"),
         ("z-lab DFlash", at_top(is_causal=True, dflash_config={
             "causal": False, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None, "contradict"),
+        ("JetSpec", in_dflash(causal=False), None, "causal=False and causal_head=True in config.json contradict"),
+        ("JetSpec", in_dflash(causal_head="yes"), None, "causal_head='yes'.*true or false"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"aux_hidden_norms.0.weight": torch.ones(32)}), "Laguna"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "prefix_gru.w"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),

@@ -369,3 +369,16 @@ def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
         assert expected in describe(str(tmp_path))["drafter"]["state fed back"]
     write(tmp_path, authors_config(hidden_size=-1), midlayer_state())
     assert "hidden_size=-1" in describe(str(tmp_path))["drafter"]["cannot be loaded"]
+
+
+def test_eagle4_is_refused_by_its_configuration_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle4"], "hidden_size": 32}))
+    with pytest.raises(ValueError, match=r"is an EAGLE-4 drafter: the licence .* expected an EAGLE-3 drafter"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["xpress", "jetspec"])
+def test_other_types_of_speculators_are_named(kind, tmp_path):
+    write(tmp_path, {"speculators_model_type": kind, "block_size": 8}, {"fc.weight": torch.ones(2, 2)})
+    with pytest.raises(ValueError, match=rf"no drafter of a known format \(speculators_model_type={kind}.*speculators"):
+        AutoDrafter.from_pretrained(tmp_path)

@@ -19,6 +19,7 @@ from family_helpers import (
     drafts_much,
     make_block_drafter,
     make_eagle,
+    make_flashmap,
     make_lm,
     session_of,
 )
@@ -46,6 +47,7 @@ def slotted(target, kind: str, **fields):
 
 KINDS = {**PUBLISHED, "language model": make_lm}
 SLOTTED = {f"specformer, {kind}": partial(slotted, kind=kind) for kind in ("default", "window", "frames")}
+SLOTTED["flashmap"] = make_flashmap
 READING = {**PUBLISHED, **SLOTTED}
 KINDS |= SLOTTED
 MAIN = ("block, vanilla", "block, selector", "eagle3", "peagle", "language model", *SLOTTED)

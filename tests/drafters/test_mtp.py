@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from conftest import write_prompts
+from huggingface_hub import constants, file_download
 from oracles.mtp_targets import LAYERS, counting, each_plain, made, prompts
+from oracles.support import check_layers, types_with_layers
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -20,8 +29,10 @@ from transformers import (
 )
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
+from typer.testing import CliRunner
 
 from hf_hsdraft import attach
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
@@ -266,6 +277,98 @@ def test_layers_are_refused_with_a_reason(checkpoint, tmp_path):
         MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
+def test_layers_are_found_in_the_cache_that_the_target_was_loaded_from(checkpoint, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--user--mtp"
+    shutil.copytree(checkpoint, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained("user/mtp", cache_dir=tmp_path, local_files_only=True).eval()
+
+    expected = MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(checkpoint)).layers.model.layers.state_dict()
+    target = load()
+    with pytest.raises(DraftingRefused, match=r"revision \w+ is not in the cache .*cache_dir=\.\.\."):
+        MtpDrafter.for_target(target)
+    with pytest.raises(DraftingRefused, match=r"revision other is not in the cache"):
+        MtpDrafter.for_target(target, cache_dir=tmp_path, revision="other")
+    with attach(target, "mtp", cache_dir=tmp_path, revision=commit) as attachment:
+        found = attachment.drafter.layers.model.layers.state_dict()
+    monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for each in (found, MtpDrafter.for_target(load()).layers.model.layers.state_dict()):
+        assert each.keys() == expected.keys() and all(torch.equal(each[name], expected[name]) for name in each)
+
+
+def test_calls_of_several_threads_follow_a_target_in_turn(checkpoint, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    layers, inside, ties = MtpLayers.of(model), threading.Lock(), []
+    tie = layers.model.tie_with_main_model
+
+    def slowly(target) -> None:
+        assert inside.acquire(blocking=False), "another thread is at it"
+        time.sleep(0.05)
+        tie(target)
+        ties.append(target)
+        inside.release()
+
+    monkeypatch.setattr(layers.model, "tie_with_main_model", slowly)
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(layers.follow, model) for _ in range(4)]:
+            each.result()
+    assert len(ties) == 1
+
+
+def test_an_expansion_that_fails_leaves_what_was_read(monkeypatch):
+    """`repeatable` works on a copy, and puts the session's own back whatever happens."""
+    drafter = drafter_of("glm4_moe", 1)
+    session = drafter.session(Call(made("glm4_moe", 1)[0], 1, DraftOptions.of(drafter)))
+    read = session._context
+
+    def fails(*_):
+        assert session._context is not read
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "expansion", fails)
+    with pytest.raises(KeyboardInterrupt):
+        session.repeatable([], SimpleNamespace(depth=1), DraftOptions.of(drafter))
+    assert session._context is read
+
+
+def test_commands_take_the_layers_by_name(checkpoint, tokenizer, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "target"))
+    tokenizer.save_pretrained(folder)
+    prompts_file = write_prompts(tmp_path / "prompts.jsonl", 2)
+    both, short = ["--target", str(folder), "--drafter", "mtp"], ["--max-new-tokens", "8"]
+    said = []
+    for arguments in (
+        ["check", "mtp", str(folder), *short],
+        ["demo", "w1 w2", *both, *short],
+        ["bench", *both, *short, "--prompts", str(prompts_file), "--variants", "default"],
+        ["throughput", *both, *short, "--prompts", str(prompts_file), "--batch-sizes", "2", "--calls", "1"],
+    ):
+        outcome = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+        assert outcome.exception is None, (arguments[0], outcome.exception)
+        said.append(" ".join(outcome.output.split()))
+    assert "verdict: passed: 3 of 3 texts are those of plain decoding" in said[0]
+    assert "same text yes" in said[1] and "tau" in said[2] and "tau" in said[3]
+    refused = CliRunner().invoke(app, ["hub", "export", "mtp", "--to", "vllm", "--out", str(tmp_path / "out")])
+    assert "'mtp' names a drafter made of a loaded target" in str(refused.exception)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_moe_text", "bailing_hybrid", "inkling_text"])
+def test_the_table_says_what_the_layers_of_a_type_do(model_type):
+    if model_type not in {each for each, *_ in types_with_layers()}:
+        pytest.skip("transformers has no such type")
+    row = check_layers(model_type)
+    if row.drafts == "refused":
+        assert model_type in ("bailing_hybrid", "inkling_text") and row.reason
+    else:
+        assert row.equal and row.batch == "equal" and row.tau > 1.5
+
+
 def test_reading_the_layers_leaves_the_target_trainable(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
     layers = MtpDrafter.for_target(model).layers.model.layers
@@ -303,10 +406,10 @@ def test_weights_that_are_not_at_hand_are_refused(checkpoint, how):
         MtpDrafter.for_target(model)
 
 
-def test_the_name_of_the_layers_takes_no_arguments(checkpoint):
+def test_the_name_of_the_layers_takes_no_subfolder(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    with pytest.raises(TypeError, match="'mtp' names the target's own layers, which take no revision"):
-        attach(model, "mtp", revision="main")
+    with pytest.raises(TypeError, match="'mtp' names the target's own layers, which take no subfolder"):
+        attach(model, "mtp", subfolder="x")
 
 
 def test_a_target_that_has_moved_takes_its_layers_with_it(checkpoint):

@@ -1,4 +1,4 @@
-"""Parity of block drafters with the implementations that their formats come from: speculators, and transformers' own.
+"""Parity of block drafters with the implementations that their formats come from: speculators, JetSpec, transformers.
 
 Each case builds a small drafter of random weights by the reference's class, writes it as its format says, loads it, and
 decodes with it. Every draft of the call is then computed by the reference, on the same accepted text.
@@ -6,9 +6,11 @@ decodes with it. Every draft of the call is then computed by the reference, on t
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -326,9 +328,15 @@ def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
 
 
 def muse_slots(
-    model: MuseGlimmerAssistantModel, target: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
+    model: MuseGlimmerAssistantModel,
+    target: Any,
+    taps: torch.Tensor,
+    text: Sequence[int],
+    anchor: int,
+    causal: bool = False,
 ) -> torch.Tensor:
     """Returns the logits of a block by a drafter of transformers; see `BlockReference`."""
+    later = torch.full((SLOTS, anchor + SLOTS), -torch.inf).triu(anchor + 1)[None, None]
     cache = DFlashCache(config=model.config)
     cache.activate_past_recording()
     cache.set_previous_accepted_tokens(anchor)
@@ -336,6 +344,7 @@ def muse_slots(
     output = model(
         noise_embeds=target.get_input_embeddings()(ids),
         context_hidden_states=taps[None, :anchor],
+        attention_mask={"full_attention": later} if causal else None,
         position_ids=torch.arange(anchor + SLOTS)[None],
         **{CACHE: cache},
     )
@@ -349,8 +358,12 @@ def of_transformers(target: Any, **fields: Any) -> BlockReference:
     return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=1)
 
 
-def of_zlab(target: Any) -> BlockReference:
-    """Returns a DFlash drafter as z-lab writes it, by the class of transformers."""
+def of_zlab(target: Any, causal: bool = False, by_authors: bool = False) -> BlockReference:
+    """Returns a DFlash drafter as z-lab writes it, by the class of transformers.
+
+    `causal` makes it a JetSpec head, whose slots see no later ones; `by_authors` computes that by its authors' class,
+    from the package `jetspec`.
+    """
     model = muse_model()
     names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
     tensors = {names.get(name, name): tensor for name, tensor in model.state_dict().items()}
@@ -363,12 +376,38 @@ def of_zlab(target: Any) -> BlockReference:
         "max_position_embeddings": 32768,
         "block_size": SLOTS,
         "num_target_layers": target.config.num_hidden_layers,
-        "dflash_config": _LAYOUT,
+        "dflash_config": {**_LAYOUT, **({"causal_head": True} if causal else {})},
         "tie_word_embeddings": True,
         "use_cache": True,
     }
-    slots = partial(muse_slots, model, target)
-    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
+    save = partial(write, config=config, tensors=tensors)
+    slots, name = partial(muse_slots, model, target, causal=causal), type(model).__name__
+    if by_authors:
+        slots, name = jetspec_slots(config, tensors, target), "DFlashDraftModel of JetSpec"
+    return BlockReference(name, save, slots, first_slot=1)
+
+
+def jetspec_slots(config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Any) -> Any:
+    """Returns the drafts of a head by JetSpec's own loader and network, as its tree drafter calls it."""
+    from jetspec.models.draft_head import extract_context_feature, load_draft_head
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), config, tensors)
+        head = load_draft_head(folder, device="cpu", dtype=torch.float32)
+    numbered = [torch.full((1, 1, 1), float(layer)) for layer in range(8)]
+    assert extract_context_feature(numbered, head.target_layer_ids).flatten().tolist() == list(TAPS)
+
+    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> torch.Tensor:
+        ids = torch.tensor([[text[anchor], *[head.mask_token_id] * (head.block_size - 1)]])
+        hidden = head(
+            target_hidden=taps[None, :anchor],
+            noise_embedding=target.model.embed_tokens(ids),
+            position_ids=torch.arange(anchor + head.block_size)[None],
+            is_causal=head.resolve_causal_head("auto"),
+        )
+        return target.lm_head(hidden)[0]
+
+    return slots
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
@@ -420,6 +459,8 @@ CASES = tuple(
         ("z-lab DFlash", of_zlab, {}),
         ("z-lab DFlash, target that scales", of_zlab, {}),
         ("z-lab DFlash2", of_zlab2, {}),
+        ("JetSpec", of_zlab, {"causal": True}),
+        ("JetSpec, by its authors' code", of_zlab, {"causal": True, "by_authors": True}),
         ("transformers DFlash", of_transformers, {}),
         ("transformers DFlash, sliding", of_transformers, {"layer_types": SLIDING["layer_types"], "sliding_window": 6}),
     )

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import MtpModel
 
-from hf_hsdraft.drafters.mtp.layers import described
+from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, described
 from oracles.plain_texts import each_with_its_seed
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
@@ -28,7 +28,6 @@ _LAYERS = {
 }
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
 LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPING}  # sarvam since 5.24
-UNNAMED = ("qwen3_next", "qwen3_5_text")  # their configurations do not count the layers as transformers expects
 
 
 @cache
@@ -36,7 +35,7 @@ def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
     """A target and random layers for multi-token prediction."""
     config = tiny_config(type(AutoConfig.for_model(model_type)), "full")
     text = config.get_text_config()
-    if model_type not in UNNAMED:
+    if text.model_type not in OWN_NAMES:
         text.num_mtp_layers = count
     if model_type in ("step3p7", "mellum"):
         types = ["sliding_attention", "full_attention"]

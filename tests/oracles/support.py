@@ -16,10 +16,13 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, MtpLayers
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
+from oracles.mtp_targets import LAYERS, counting
 from oracles.scripted import ScriptedDrafter
-from oracles.tiny import tiny_config, tiny_model
+from oracles.tiny import NotTiny, tiny_config, tiny_model
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -40,7 +43,7 @@ class Support:
     `"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain decoding does not work.
     """
 
-    task: str  # one of `MAPPINGS`
+    task: str  # one of `MAPPINGS`, or "mtp" for drafts with the target's own layers
     model_type: str  # transformers' name of the type
     drafts: str
     equal: bool | None = None  # whether the text of scripted drafts is plain decoding's; `None` if not compared
@@ -66,6 +69,40 @@ def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
             model_class = getattr(module, name, None) or getattr(transformers, name)
             yield model_type, model_class.config_class or configuration_auto.CONFIG_MAPPING[model_type], model_class
             break
+
+
+def types_with_layers() -> Iterator[tuple[str, Any, Any]]:
+    """As `model_types`: the generating types whose configuration counts layers for multi-token prediction."""
+    found = {model_type: each for task in ("causal", "image-text") for model_type, *each in model_types(task)}
+    for model_type, (config_class, model_class) in sorted(found.items()):
+        try:
+            text = config_class().get_text_config()
+        except Exception:  # other people's constructors raise anything
+            continue
+        if hasattr(text, "num_mtp_layers") or text.model_type in OWN_NAMES:
+            yield model_type, config_class, model_class
+
+
+def check_layers(model_type: str) -> Support:
+    """Drafts with layers that predict a tiny target's tokens ("counting"), and compares the texts."""
+    try:
+        target, layers = counting(model_type, LAYERS.get(model_type, 1))
+        drafter = MtpDrafter(target, MtpLayers(layers))
+    except NotTiny as error:
+        return Support("mtp", model_type, "not built", reason=str(error))
+    except ValueError as refusal:  # a DraftingRefused, or an error by which transformers refuses the configuration
+        return Support("mtp", model_type, "refused", reason=str(refusal))
+    except Exception as error:
+        return Support("mtp", model_type, "not built", reason=_brief(error))
+    drafter.generation_config.tree_sizing, drafter.generation_config.ngram_length = "fixed", 0
+    try:
+        plain, drafted = (_decode(target, 1, each) for each in (None, drafter))
+    except Exception as error:
+        return Support("mtp", model_type, "error", reason=_brief(error))
+    statistics, equal = drafted.statistics, torch.equal(plain.sequences, drafted.sequences)
+    batch = _compared(target, 3, lambda *_: drafter)
+    kind, tau = statistics.draft_kind, round(statistics.tau, 2)
+    return Support("mtp", model_type, kind, equal, batch, tau=tau, reason=statistics.reason)
 
 
 def check_type(task: str, model_type: str, config_class: Any, model_class: Any) -> Support:

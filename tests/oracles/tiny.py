@@ -49,6 +49,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _STD = re.compile(r"(initializer_range|init_std|initializer_factor|initializer_range_mlp)$")
 
 
+class NotTiny(ValueError):
+    """A configuration whose sizes could not be made small."""
+
+
 def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any]:
     """Returns the fields of a configuration with small sizes.
 
@@ -107,11 +111,11 @@ def tiny_config(config_class: type[PreTrainedConfig], layer_lists: str = "anew")
 
 
 def tiny_model(model_class: Any, config: PreTrainedConfig, seed: int = 0) -> Any:
-    """Returns a random model in float32, in evaluation mode; a ValueError if the configuration was not made small."""
+    """Returns a random model in float32, in evaluation mode; a NotTiny if the configuration was not made small."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())
     if size > _PARAMETERS:
-        raise ValueError(f"{size / 1e6:.0f}M parameters are not tiny")
+        raise NotTiny(f"{size / 1e6:.0f}M parameters are not tiny")
     torch.manual_seed(seed)
     model = model_class._from_config(config, dtype=torch.float32).eval()
     for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "suppress_tokens"):

@@ -17,6 +17,7 @@ from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, s
 from hf_hsdraft.training.data.conversations import (
     Conversation,
     Prompt,
+    TokenizedConversation,
     prompts_from_dataset,
     read_jsonl,
     read_prompts,
@@ -27,7 +28,7 @@ from hf_hsdraft.training.data.generating import DrawnToken, user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
 from hf_hsdraft.training.data.recording import TapRecorder
-from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
+from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary, paying_size
 
 
 def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
@@ -212,6 +213,24 @@ def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
     w1, w2 = tokenizer.convert_tokens_to_ids(["w1", "w2"])
     assert chosen.ids == [0, w1, w2]
     assert chosen.coverage == pytest.approx(5 / 7)  # six words and the end of the turn
+
+
+@pytest.mark.parametrize("column_cost", [1e-5, 3e-4, 3e-3])
+def test_a_draft_vocabulary_of_the_size_that_pays_is_nearly_the_best_for_new_texts(column_cost):
+    vocab_size, generator = 2000, torch.Generator().manual_seed(0)
+    ranks = torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    written = (1 / ranks**1.1)[torch.randperm(vocab_size, generator=generator)]  # ids tell nothing about frequency
+    texts = torch.multinomial(written, 40_000, replacement=True, generator=generator).split(200)
+    tokenized = [TokenizedConversation(text, torch.ones_like(text, dtype=torch.bool)) for text in texts]
+
+    def worth(size):  # 1.5 as in the rule
+        ids = choose_draft_vocabulary(tokenized, vocab_size, size).ids
+        return 1.5 * float((written[ids].sum() / written.sum()).log()) - column_cost * size
+
+    size = paying_size(tokenized, vocab_size, column_cost)
+    best = max(range(20, vocab_size + 1, 20), key=worth)
+    assert worth(size) == pytest.approx(worth(best), abs=0.01)
+    assert abs(size - best) < 0.35 * best
 
 
 @pytest.mark.parametrize(

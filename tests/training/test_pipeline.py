@@ -19,6 +19,8 @@ from training_helpers import decodes_as_plain, end_briefly, interrupted, own_hub
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.drafters.base.adapters import adapted as adapted_by
+from hf_hsdraft.drafters.base.adapters import adapter_names
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
@@ -494,6 +496,39 @@ def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_pa
     torch.testing.assert_close(drafted(adapted), plain)
     adapted.enable_adapters()
     assert not torch.allclose(drafted(adapted), plain)
+
+
+def test_adapters_with_names_are_loaded_beside_each_other(chatty, tokenizer, tmp_path, finished):
+    finished.rename(tmp_path / "base")
+    for name, seed in (("code", 1), ("chat", 2)):
+        asked = plan(
+            tmp_path, init_from=str(tmp_path / "base"), lora=2, adapter_name=name, drafter={}, out=str(tmp_path / name)
+        )
+        adapted = run(chatty, tokenizer, asked, learning_rate=0.05, seed=seed)
+        assert adapter_names(adapted) == [name]
+        files = {path.name for path in (tmp_path / name / name).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "figures.json"} <= files
+        assert not (tmp_path / name / "README.md").exists()
+        card = (tmp_path / name / name / "README.md").read_text()
+        assert f'drafter.load_adapter("{name}", adapter_name="{name}")' in card
+    shutil.copytree(tmp_path / "chat/chat", tmp_path / "code/chat")
+    drafter = HSDrafter.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    inputs = torch.randn(3, drafter.fuse.in_features // 4 * 3), torch.randn(3, 32), torch.arange(3)
+    found = []
+    with torch.no_grad():
+        found.append(drafter(*inputs).hidden_states[-1])
+        for name in ("code", "chat"):
+            drafter.load_adapter(str(tmp_path / "code"), adapter_name=name)
+            alone = HSDrafter.from_pretrained(tmp_path / "base", dtype=torch.float32)
+            alone.load_adapter(str(tmp_path / name / name))
+            found.append(alone(*inputs).hidden_states[-1])
+        for name, expected in zip(("", "code", "chat"), found, strict=True):
+            torch.testing.assert_close(adapted_by(drafter, name)(*inputs).hidden_states[-1], expected)
+            drafter.generation_config.adapter_name = name
+            assert decodes_as_plain(chatty, drafter)
+    assert not torch.allclose(found[0], found[1]) and not torch.allclose(found[1], found[2])
+    with pytest.raises(ValueError, match="not found"):
+        drafter.load_adapter(str(tmp_path / "code"), adapter_name="law")
 
 
 def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path, finished):

@@ -118,7 +118,7 @@ def fresh(target, kind: str):
 def random_drafter(target, family: str, fields: dict):
     """A drafter of random weights large enough that every part of it matters."""
     torch.manual_seed(2)
-    drafter = TRAINABLE[family].fresh(target, fields, 64, lambda size: IDS)
+    drafter = TRAINABLE[family].fresh(target, fields, 64, lambda: IDS)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.requires_grad:
@@ -438,7 +438,8 @@ def test_commands_train_and_check(chatty, tokenizer, tmp_path, family, start, mo
     assert result.exit_code == 0, result.output
     if model is None:
         assert family == "self" or list(AutoDrafter.from_pretrained(out).taps) == [1, 2]
-        assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB // 4
+        size = json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"]
+        assert f"draft vocabulary: {size} tokens cover" in result.output
     result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in result.output.splitlines() if line[:6].strip().isdigit()] == ["1", "2", "3"]

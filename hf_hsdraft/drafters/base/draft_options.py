@@ -17,6 +17,7 @@ from ...pace.costs_and_habits import Costs
 from ...trees.builder_registry import TREE_BUILDERS
 from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
+from .adapters import check_adapter_name
 
 logger = logging.get_logger(__name__)
 
@@ -25,14 +26,20 @@ NOT_TAKEN = (
     "the target's generation configuration, or the call, asks for {name}={value}, an option of lossy verification, "
     "which may change the text. It is not used. To use it, set drafter.generation_config.{name}"
 )
+# A target's files, or the drafter's, must not decide that users' texts are kept.
+HISTORY_NOT_TAKEN = (
+    "the target's generation configuration, or the call, asks for history={value}. It is not used, since a history "
+    "keeps users' texts. To use it, set drafter.generation_config.history"
+)
 _ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio`
 
 MOST_LEADING = 16  # longest n-gram leader, in tokens
+NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
 TREE_SIZINGS = ("cost", "fixed")
 COMMON_OPTIONS = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
     "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
-    "compiled_layers",
+    "compiled_layers", "adapter_name", "history",
 }  # fmt: skip
 
 
@@ -57,6 +64,8 @@ class DraftOptions:
     packed_weights: bool | None = None
     # Compile the target's decoder layers on CPUs; None after many forwards, True at once
     compiled_layers: bool | None = None
+    adapter_name: str | None = None  # adapter that the drafter uses; "" for none, None for the active ones
+    history: str = NO_HISTORY  # past texts to draft from: `"off"`, `"memory"`, or a folder
     # Options of the drafter's family and of verification rules, by name
     own: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,6 +105,9 @@ class DraftOptions:
                 set_here = own[name].default if name in own else getattr(defaults, name)
             if given is None or given == library.get(name) or given == set_here:
                 return set_here
+            if name == "history":
+                logger.warning_once(HISTORY_NOT_TAKEN.format(value=short(given)))
+                return set_here
             if name in of_lossy or (name == "verification" and is_lossy(given)):
                 logger.warning_once(NOT_TAKEN.format(name=name, value=short(given)))
                 return set_here
@@ -121,6 +133,8 @@ class DraftOptions:
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             compiled_layers=option("compiled_layers"),
+            adapter_name=option("adapter_name"),
+            history=option("history") if not draws else NO_HISTORY,
             own={name: each.checked(option(name)) for name, each in own.items()},
         )
         drafter.check_together(options)
@@ -146,6 +160,9 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         "tree_builder": choice(*TREE_BUILDERS),
         "packed_weights": _if_it_pays("packing"),
         "compiled_layers": _if_it_pays("compiling"),
+        "history": Limit(
+            lambda value: isinstance(value, str) and bool(value.strip()), '"off", "memory", or the path of a folder'
+        ),
     }
 
 
@@ -158,6 +175,7 @@ def _if_it_pays(work: str) -> Limit:
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
     for name, limit in _limits(drafter).items():
         demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
+    check_adapter_name(drafter, option("adapter_name"))
     if not choice(*VERIFIERS).valid(option("verification")):
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
@@ -198,6 +216,8 @@ def default_options(
         depth_cost=None,
         packed_weights=None,
         compiled_layers=None,
+        adapter_name=None,
+        history=NO_HISTORY,
         **{option.name: option.default for option in own},
     )
 

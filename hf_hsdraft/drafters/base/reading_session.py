@@ -213,9 +213,10 @@ class LevelSession(ReadingSession):
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         read = self._context
         self._context = copy.deepcopy(read)  # later rounds overwrite drafted positions
-        made = self.expansion(asks, expansion.depth, options)
-        self._context = read
-        return made
+        try:
+            return self.expansion(asks, expansion.depth, options)
+        finally:
+            self._context = read
 
 
 class ParallelSession(ReadingSession):

@@ -18,7 +18,7 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG, OPTIONS, WEIGHTS, check_is_drafter, read_json
 from ...hub.fetching import find_folder, loading, taken_for_hub
 from ...hub.model_card import write_card
-from ...hub.pretrained_drafter import stored_options
+from ...hub.pretrained_drafter import stored_options, write_options
 from ...hub.publication import bring_known, complete_folder
 from ...hub.pushing import push
 from .formats import recognise
@@ -45,7 +45,7 @@ class SavedDrafter(Drafter):
         folder = Path(save_directory)
         with complete_folder(folder) as partial:
             self.write(partial, **kwargs)
-            self.generation_config.save_pretrained(partial)
+            write_options(self.generation_config, partial)
             if self.loaded_from is not None:
                 bring_known(self.loaded_from, partial)
             write_card(partial, folder.resolve().name)
@@ -70,7 +70,7 @@ class SpeculatorsFiles:
 class PublishedDrafter(SavedDrafter):
     """A drafter of a published architecture, saved in the speculators format, which vLLM reads too."""
 
-    saved_as = ("speculators",)
+    saved_as: Sequence[str] = ("speculators",)
     why_not_exported = "it is written in the format of speculators only"
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:

@@ -185,7 +185,10 @@ def _check_can_be_written(config: BlockConfig) -> None:
     sights = [sight for sight in config.sights if sight.reach is not None or sight.causal]
     one_rule = len({(sight.reach, sight.causal) for sight in sights}) <= 1
     told = {
-        "a sliding window that each slot counts by itself": not all(sight.of_anchor for sight in sights),
+        "a sliding window that each slot counts by itself": any(
+            sight.reach and not sight.of_anchor for sight in sights
+        ),
+        "slots that see no later ones in a layer without a window": any(sight.reach is None for sight in sights),
         "several sliding windows": not one_rule,
         "a factor of embeddings": config.embedding_scale not in (None, 1.0),
         "a factor or a cap of logits": config.output_multiplier != 1.0 or config.final_logit_softcapping != 0.0,

@@ -119,5 +119,5 @@ FORMATS = (
         reading.is_transformers,
         **_OF_TRANSFORMERS,
     ),
-    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark, Domino)", 40, reading.is_dflash, reading.read_dflash),
+    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark, Domino), JetSpec", 40, reading.is_dflash, reading.read_dflash),
 )

@@ -60,18 +60,17 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads z-lab's DFlash or DFlash2, or SpecForge's DSpark or Domino; embeddings have the target's factor, if any."""
+    """Reads z-lab's DFlash or DFlash2, SpecForge's DSpark or Domino, or JetSpec.
+
+    Embeddings have the target's factor, if any.
+    """
     config = Fields(checkpoint.config, CONFIG)
     own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
     projector = own.choice("projector_type", ("dflash", "dflash2", "dspark", "domino"), "dflash")
     dspark, domino = projector == "dspark", projector == "domino"
     config.ignore(*_MEANINGLESS, "num_target_layers")
     both = Fields({**config.values, **{name: value for name, value in own.values.items() if value is not None}}, CONFIG)
-    causal, is_causal = own.flag("causal", None), config.flag("is_causal", None)
-    if None not in (causal, is_causal) and causal != is_causal:
-        raise ValueError(f"causal={causal} and is_causal={is_causal} in {CONFIG} contradict each other")
-    causal = is_causal if causal is None else causal
-    windows = _windows(config)
+    causal, windows = _causal(own, config), _windows(config)
     if own.flag("use_swa", False):
         window = own.integer("swa_window_size")
         if window != config.integer("sliding_window", window):
@@ -147,6 +146,17 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
         "embedding_scale": None,
     }
     return _complete(fields, checkpoint, config)
+
+
+def _causal(own: Fields, config: Fields) -> bool | None:
+    """Reads whether a slot sees no later slot, in any layer; None if that is not told. `causal_head` is JetSpec's."""
+    told = {name: own.flag(name, None) for name in ("causal", "causal_head")}
+    told["is_causal"] = config.flag("is_causal", None)
+    known = {name: value for name, value in told.items() if value is not None}
+    if len(set(known.values())) > 1:
+        found = " and ".join(f"{name}={value}" for name, value in known.items())
+        raise ValueError(f"{found} in {CONFIG} contradict each other")
+    return next(iter(known.values()), None)
 
 
 def _complete(fields: Mapping[str, Any], checkpoint: Checkpoint, *read: Fields) -> BlockConfig:

@@ -92,6 +92,20 @@ def is_speculators(checkpoint: Checkpoint) -> bool:
     return speculators_type(checkpoint) in (*KINDS, "eagle", "mtp")
 
 
+def is_eagle4(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-4 drafter, which is refused."""
+    return "Eagle4" in str(config.get("architectures"))
+
+
+def refuse_eagle4(checkpoint: Checkpoint, **_: Any) -> Any:
+    """Raises a ValueError that says why an EAGLE-4 drafter is not read."""
+    raise ValueError(
+        f"{printable(checkpoint.name)} is an EAGLE-4 drafter: the licence of its authors' code (Eagle 4 "
+        "Source-Available License, section 3) requires a separate agreement for other drafting software, so it is not "
+        "read here; expected an EAGLE-3 drafter"
+    )
+
+
 def is_eagle(checkpoint: Checkpoint) -> bool:
     """Whether these are files of another project's EAGLE drafter, or of a prediction head inside a target."""
     names = checkpoint.shapes

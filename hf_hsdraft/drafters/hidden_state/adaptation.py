@@ -129,9 +129,11 @@ class Records:
         with self._lock:
             if drafter not in self._records:
                 size, folder = drafter.config.draft_vocab_size, getattr(drafter, "loaded_from", None)
-                stored = folder is not None and (Path(folder) / FILE).is_file()
-                record = TokenRecord.load(Path(folder) / FILE, size) if stored else TokenRecord.empty(size)
-                self._records[drafter] = record
+                stored = None if folder is None else Path(folder) / FILE
+                if stored is not None and stored.is_file():
+                    self._records[drafter] = TokenRecord.load(stored, size)
+                else:
+                    self._records[drafter] = TokenRecord.empty(size)
             return self._records[drafter]
 
     def add(self, drafter: Any, learnt: TokenRecord) -> None:

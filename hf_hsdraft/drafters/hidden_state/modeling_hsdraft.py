@@ -54,6 +54,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
       has saved the time for that, if they take at most 2 GiB;
     - `compiled_layers`: run the target's decoder layers as compiled programs on a CPU; by default from some hundred
       forwards on, when another process has compiled them, or at once where they are on disk; `True` waits for them;
+    - `adapter_name`: LoRA adapter used in a call; `""` for none, by default the active ones;
     - `tree_builder`: `"beam"`, `"p_best"` (best whole paths), or `"gumbel"` and `"stochastic_beam"`, which draw nodes;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """

@@ -16,6 +16,7 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
 from ...hub.fetching import loading, taken_for_hub
+from ...hub.pretrained_drafter import write_options
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
@@ -116,7 +117,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         self.model.save_pretrained(save_directory, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
-        self.generation_config.save_pretrained(save_directory, config_file_name=DRAFTING_OPTIONS)
+        write_options(self.generation_config, save_directory, DRAFTING_OPTIONS)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads what `save_pretrained` writes to the Hub in one commit; arguments and errors as `push_saved`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,13 +55,16 @@ class MtpDrafter(Drafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def for_target(cls, target: Any) -> MtpDrafter:
+    def for_target(
+        cls, target: Any, cache_dir: str | os.PathLike[str] | None = None, revision: str | None = None
+    ) -> MtpDrafter:
         """Returns the drafter of a loaded target, also inside a PEFT model or `torch.compile`.
 
+        A target of the Hub must have been loaded with the same `cache_dir` (by default `HF_HUB_CACHE`) and `revision`.
         Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
         """
         target = decoding_model(target)
-        return cls(target, MtpLayers.of(target))
+        return cls(target, MtpLayers.of(target, cache_dir=cache_dir, revision=revision))
 
     @property
     def device(self) -> Any:

@@ -12,13 +12,14 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 from transformers.modeling_layers import MtpModel
+from transformers.utils import CONFIG_NAME
 
 from ...core.cache_name import CACHE
 from ...core.checks import printable
@@ -28,7 +29,7 @@ from ...core.refusals import DraftingRefused
 # them where it is not `num_mtp_layers`.
 _ATTENTION = "full_attention"
 _COUNTED_BY = "mtp_num_hidden_layers"
-_OWN_NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+OWN_NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _LAYER_TYPES = {_ATTENTION, "sliding_attention"}
 
 Write = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -131,28 +132,29 @@ class MtpLayers:
 
     def follow(self, target: Any) -> None:
         """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
-        place, model = _last_place(target), self.model
-        dtype = target.dtype if target.dtype != self.dtype else None  # else buffers in float32 stay so
-        if place != self.device or dtype is not None:
-            for part in _own_parts(model):
-                part.to(device=place, dtype=dtype)
-        if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
-            model.tie_with_main_model(target)
+        with _following:
+            place, model = _last_place(target), self.model
+            dtype = target.dtype if target.dtype != self.dtype else None  # else buffers in float32 stay so
+            if place != self.device or dtype is not None:
+                for part in _own_parts(model):
+                    part.to(device=place, dtype=dtype)
+            if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
+                model.tie_with_main_model(target)
 
     @classmethod
-    def of(cls, target: Any) -> MtpLayers:
+    def of(cls, target: Any, **hub: Any) -> MtpLayers:
         """Returns a target's layers, read from the checkpoint it was loaded from, once for each target.
 
-        Raises a DraftingRefused if it has none, or layers that cannot draft here.
+        Raises a DraftingRefused if it has none, or layers that cannot draft here. `hub` as in `MtpDrafter.for_target`.
         """
         with _lock:
             if target not in _loaded:
-                _loaded[target] = cls(_read(target))
+                _loaded[target] = cls(_read(target, hub))
             return _loaded[target]
 
 
 _loaded: weakref.WeakKeyDictionary[Any, MtpLayers] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock, _following = threading.Lock(), threading.Lock()  # calls of several threads follow their target at once
 
 
 def layers_in(config: Any) -> int:
@@ -163,7 +165,7 @@ def layers_in(config: Any) -> int:
 def _described(config: Any) -> Any:
     """Returns a configuration with `num_mtp_layers`, a copy where the target's names it otherwise."""
     text = config.get_text_config()
-    if text.model_type not in _OWN_NAMES or getattr(text, "num_mtp_layers", None) is not None:
+    if text.model_type not in OWN_NAMES or getattr(text, "num_mtp_layers", None) is not None:
         return config
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -179,7 +181,7 @@ def described(target: Any) -> Any:
     return _Described(target, _described(target.config))
 
 
-def _read(target: Any) -> MtpModel:
+def _read(target: Any, hub: Mapping[str, Any]) -> MtpModel:
     name = type(target).__name__
     if not layers_in(target.config):
         raise DraftingRefused(
@@ -204,7 +206,7 @@ def _read(target: Any) -> MtpModel:
             "without offloading, or use another drafter"
         )
     try:
-        model = MtpModel.from_pretrained(_located(target), device_map={"": device})
+        model = MtpModel.from_pretrained(_located(target, hub), device_map={"": device})
     except (OSError, RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
@@ -223,11 +225,23 @@ def _last_place(target: Any) -> torch.device:
     return next(weight.device for weight in next(reversed(target.get_decoder().layers)).parameters())
 
 
-def _located(target: Any) -> Any:
-    """`described`, with the folder in the cache that a target of the Hub was loaded from."""
-    seen, commit = described(target), getattr(target.config, "_commit_hash", None)
-    found = try_to_load_from_cache(target.config.name_or_path, "config.json", revision=commit) if commit else None
-    if isinstance(found, str):
-        seen.config = copy.deepcopy(seen.config)
-        seen.config.name_or_path = os.path.dirname(found)
+def _located(target: Any, hub: Mapping[str, Any]) -> Any:
+    """`described`, with the folder in the cache that a target of the Hub was loaded from.
+
+    Raises a FileNotFoundError where that is not there: transformers would fetch the files again, of any revision.
+    """
+    seen, name = described(target), target.config.name_or_path
+    if os.path.isdir(name):
+        return seen
+    # Recorded before transformers 5.24
+    revision = hub.get("revision") or getattr(target.config, "_commit_hash", None)
+    found = try_to_load_from_cache(name, CONFIG_NAME, cache_dir=hub.get("cache_dir"), revision=revision)
+    if not isinstance(found, str):
+        cache = hub.get("cache_dir") or constants.HF_HUB_CACHE
+        raise FileNotFoundError(
+            f"revision {revision or 'main'} is not in the cache {cache}; give the model's own, as in "
+            "MtpDrafter.for_target(model, cache_dir=..., revision=...)"
+        )
+    seen.config = copy.deepcopy(seen.config)
+    seen.config.name_or_path = os.path.dirname(found)
     return seen

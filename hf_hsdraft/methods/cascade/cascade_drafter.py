@@ -26,6 +26,7 @@ from ...drafters.base.registry import register_drafter
 from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
 from ...hub.fetching import find_folder, taken_for_hub
+from ...hub.pretrained_drafter import write_options
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
 from ...runtime.module_hooks import no_hooks_left
@@ -131,7 +132,7 @@ class CascadeDrafter(nn.Module, Drafter):
         with complete_folder(folder) as partial:
             for level, place in zip(self.levels, places, strict=True):
                 level.save_pretrained(partial / place, **kwargs)  # type: ignore[attr-defined]
-            self.generation_config.save_pretrained(partial)
+            write_options(self.generation_config, partial)
             text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
             (partial / CONFIG).write_text(text, encoding="utf-8")
             written = {path.relative_to(partial) for path in partial.rglob("*") if path.is_file()}

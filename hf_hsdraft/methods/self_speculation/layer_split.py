@@ -6,13 +6,13 @@ so other calls may run it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...runtime.target_parts import decoder_list
+from ...runtime.target_parts import decoder_list, why_not_replaced, with_modules
 
 
 def why_not_split(target: Any) -> str:
@@ -21,15 +21,9 @@ def why_not_split(target: Any) -> str:
     if target.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     try:
-        path = decoder_list(target)[0].split(".")
+        return why_not_replaced(target, [decoder_list(target)[0]])
     except ValueError as error:
         return str(error)
-    module = target
-    for part in path:
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
-            return f"the forward of {type(module).__name__} was replaced: by torch.compile, or by hooks of accelerate"
-        module = getattr(module, part)
-    return ""
 
 
 def weights_of_a_layer(target: Any) -> int:
@@ -47,7 +41,7 @@ class LayerSplit:
     def __init__(self, target: Any, count: int) -> None:
         self._target, self._count = target, count
         name, layers = decoder_list(target)
-        self._path, self._layers = name.split("."), list(layers)
+        self._name, self._layers = name, list(layers)
         self._others: int | None = None  # see `_Reached`
         last = self._layers[count - 1]
 
@@ -58,7 +52,7 @@ class LayerSplit:
                 raise ValueError(f"{type(last).__name__} returns no hidden states")
             raise _Reached(states, others)
 
-        self._first = _with_layers(target, self._path, [*self._layers[: count - 1], _InPlaceOf(last, reach)])
+        self._first = with_modules(target, {name: nn.ModuleList([*self._layers[: count - 1], _InPlaceOf(last, reach)])})
 
     def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
         """Returns the hidden states after the first layers; nothing else is computed.
@@ -88,7 +82,7 @@ class LayerSplit:
 
         runs = [pass_on] * (self._count - 1) + [continue_from]
         first = [_InPlaceOf(layer, run) for layer, run in zip(self._layers, runs, strict=False)]
-        return _with_layers(self._target, self._path, [*first, *self._layers[self._count :]])
+        return with_modules(self._target, {self._name: nn.ModuleList([*first, *self._layers[self._count :]])})
 
 
 class _InPlaceOf(nn.Module):
@@ -117,21 +111,3 @@ class _Reached(Exception):
     def __init__(self, states: torch.Tensor, others: int | None) -> None:
         super().__init__()
         self.states, self.others = states, others
-
-
-def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
-    """Returns a copy of a model with another list of layers. Modules on the path to it are copied, others shared."""
-    top = module = _sharing(target)
-    for name in path[:-1]:
-        module._modules[name] = _sharing(module._modules[name])
-        module = module._modules[name]
-    module._modules[path[-1]] = nn.ModuleList(layers)
-    return top
-
-
-def _sharing(module: Any) -> Any:
-    """Returns a shallow copy of a module whose submodules can be replaced."""
-    copy = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__)
-    copy.__dict__["_modules"] = dict(module._modules)
-    return copy

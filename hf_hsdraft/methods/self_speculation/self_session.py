@@ -94,6 +94,7 @@ class SelfSession(TreeSession):
         first = self._first
         assert first is not None
         self._first = first.apart()  # leaves the target's cache alone
-        made = self.expansion(asks, expansion.depth, options)
-        self._first = first
-        return made
+        try:
+            return self.expansion(asks, expansion.depth, options)
+        finally:
+            self._first = first

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...core.checks import public_name
+from ...core.checks import demand, public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
 INVENTED_PROMPTS, PASSES = 2000, 3  # defaults
+_FOLDERS = {"checkpoints", "data", "features", "prompts"}  # of a run
+_ADAPTER = re.compile(r"[A-Za-z0-9_-]+")
+_ADAPTER_WANTED = f"expected letters, digits, '_' and '-', without 'lora', and none of {', '.join(sorted(_FOLDERS))}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class TrainingPlan:
         eval_prompts: number of held-out prompts that measure tau.
         init_from: drafter to start from.
         lora: rank of the updates that are trained; `None` to train all weights.
+        adapter_name: name of the adapter that LoRA trains, and of its folder in `out`; `None` for one in `out` itself.
         publish_data: data set of the Hub that the target's own chats are sent to, as user/name; `None` sends none.
         family: family of the drafter, a name in `trainable.TRAINABLE`.
         drafter: fields of its configuration that differ from what its family derives from the target.
@@ -72,6 +78,7 @@ class TrainingPlan:
     eval_prompts: int = 16
     init_from: str | None = None
     lora: int | None = None
+    adapter_name: str | None = None
     publish_data: str | None = None
     family: str = "hidden-state"
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +87,12 @@ class TrainingPlan:
     def invents(self) -> bool:
         """Whether the target makes up the prompts."""
         return not self.prompts and self.dataset is None
+
+    @property
+    def results(self) -> Path:
+        """The folder of what the run makes; PEFT saves an adapter in a folder of its name."""
+        named = self.adapter_name not in (None, "default")
+        return Path(self.out, self.adapter_name) if named else Path(self.out)  # type: ignore[arg-type]
 
     def describe_prompts(self) -> str:
         """Says where prompts and answers come from, without names of files."""
@@ -107,12 +120,20 @@ class TrainingPlan:
                 raise ValueError(f"--{name} is for invented prompts: leave it out, or --prompts and --dataset")
         if self.kinds and self.openings:
             raise ValueError("--kinds and --opening are two ways to say what the target invents: give one of them")
+        self._check_adapter_name()
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} is invalid: expected 1 or more")
         if self.passes != PASSES and not self.stream:
             raise ValueError("--passes is for streams: give --stream too, or --num-train-epochs instead")
         if self.stream and processes > 1:
             raise ValueError("--stream takes one process: leave it out, or start without `accelerate launch`")
+
+    def _check_adapter_name(self) -> None:
+        name = self.adapter_name
+        if name is not None and self.lora is None:
+            raise ValueError(f"adapter_name={name!r} names what LoRA trains: give --lora too, or leave it out")
+        valid = name is None or (_ADAPTER.fullmatch(name) and "lora" not in name and name not in _FOLDERS)
+        demand(bool(valid), "adapter_name", name, _ADAPTER_WANTED)
 
     def check_publishes(self, prompts: int) -> None:
         """Raises a ValueError if chats are to be published and the target answers none of the `prompts` given."""

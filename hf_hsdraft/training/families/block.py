@@ -86,7 +86,8 @@ class BlockFamily(PublishedFamily):
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> BlockDrafter:
         config, ids = self.config_for(target, fields), fields.get("draft_vocab_ids")
         if ids is None and config.has_own_head:
-            ids = choose(config.draft_vocab_size)
+            ids = choose()
+            config = self.config_for(target, {**fields, "draft_vocab_ids": ids})
         drafter = BlockDrafter(config)
         drafter.reset_parameters()
         if ids is not None and config.has_own_head:

@@ -15,7 +15,7 @@ from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 from ..loss.predictions import Predictions
 
-Choose = Callable[[int], list[int]]
+Choose = Callable[[], list[int]]
 OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
 _HEAD, _UP = 0.3, 0.2  # scales of the head and of the token bias of a fresh drafter
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
@@ -75,8 +75,8 @@ class TrainableFamily:
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         """Returns a drafter with random weights, in float32 on the CPU.
 
-        `longest` is the number of tokens of the longest conversation that it will learn from. `choose` returns
-        ascending token ids for a draft vocabulary of a given size.
+        `longest` is the number of tokens of the longest conversation that it will learn from. `choose` returns the
+        ascending token ids of a draft vocabulary, of the size that the plan asks for or else of one that pays.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class TrainableFamily:
         """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
         config = self.config_for(target, fields)
         if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            ids = choose(config.draft_vocab_size)
+            ids = choose()
             config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
         return self.drafter(config)
 

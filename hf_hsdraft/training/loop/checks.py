@@ -118,7 +118,7 @@ def check_device(target: Any) -> None:
 
 def _check_drafting(target: Any, family: TrainableFamily, input_ids: torch.Tensor) -> None:
     """Tries the smallest drafter; raises a ValueError unless the target decodes with it."""
-    drafter = family.fresh(target, family.least, 1, lambda size: list(range(size))).to(target.device, target.dtype)
+    drafter = family.fresh(target, family.least, 1, lambda: [0]).to(target.device, target.dtype)
     kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
     kwargs |= {"input_ids": input_ids, "eos_token_id": None}
     target.generate(

@@ -31,15 +31,15 @@ def save(
     trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily, data: dict[str, Any], report: Reporter
 ) -> None:
     """Saves what a run has made into its folder. `data` holds lines for the card about the texts."""
-    out = Path(plan.out)
+    out = plan.results
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if plan.lora is None:
         model.loss_function = None
         model.to(torch.bfloat16).save_pretrained(out)
     else:
-        readme = out / "README.md"
+        readme = Path(plan.out) / "README.md"
         before = readme.read_text(encoding="utf-8") if readme.exists() else None
-        model.save_pretrained(out)  # PEFT writes an empty card too
+        model.save_pretrained(plan.out)  # PEFT writes an empty card too, and a named adapter into its folder
         readme.unlink(missing_ok=True)
         if before is not None:
             readme.write_text(before, encoding="utf-8")
@@ -58,8 +58,9 @@ def save(
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
         recipe["adapts"] = public_name(str(plan.init_from))
+        recipe |= {"adapter_name": plan.adapter_name} if out != Path(plan.out) else {}
     write_json(out / RECIPE, recipe)
-    write_card(out, out.resolve().name)
+    write_card(out, Path(plan.out).resolve().name)
 
 
 def _tau(trainer: DrafterTrainer) -> float | None:
@@ -84,15 +85,19 @@ def saved(plan: TrainingPlan, family: TrainableFamily) -> Any:
     if plan.lora is None:
         return family.drafter.from_pretrained(plan.out)
     drafter = family.drafter.from_pretrained(plan.init_from)
-    drafter.load_adapter(str(plan.out))
+    drafter.load_adapter(str(plan.out), adapter_name=plan.adapter_name)
     return drafter
 
 
-def publish(folder: Path, repo_id: str, token: str | None) -> None:
-    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints."""
-    commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
-    if (folder / "adapter_config.json").is_file():
-        push(folder, repo_id, **commit)
+def publish(plan: TrainingPlan, repo_id: str, token: str | None) -> None:
+    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints.
+
+    A named adapter is uploaded into a folder of its name, beside those that are there.
+    """
+    folder = plan.results
+    commit: dict[str, Any] = {"token": token, "commit_message": "Drafter trained by hsdraft"}
+    if plan.lora is not None:
+        push(folder, repo_id, subfolder="" if folder == Path(plan.out) else folder.name, **commit)
         return
     with tempfile.TemporaryDirectory() as place:
         staged = Path(place)
@@ -103,12 +108,13 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
         push(staged, repo_id, **commit)
 
 
-def name_data_set(folder: Path, name: str) -> None:
+def name_data_set(plan: TrainingPlan, name: str) -> None:
     """Names a data set of the Hub in the recipe and the card of a run's drafter."""
+    folder = plan.results
     named = read_recipe(folder).get("datasets", [])
     if name not in named:
         write_json(folder / RECIPE, {**read_json(folder / RECIPE), "datasets": [*named, name]})
-        write_card(folder, folder.resolve().name)
+        write_card(folder, Path(plan.out).resolve().name)
 
 
 def _recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily) -> dict[str, Any]:

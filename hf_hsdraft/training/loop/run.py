@@ -114,9 +114,9 @@ def train(
                 run.answer_and_learn(finished, prompts, start)
             if chats is not None:  # before the drafter, as its card names them
                 report(f"chats sent: {chats.send(out / 'data')}")
-                name_data_set(out, chats.name)
+                name_data_set(plan, chats.name)
             if repository:
-                publish(out, repository, args.hub_token)
+                publish(plan, repository, args.hub_token)
                 report(f"pushed to {repository}")
             return saved(plan, family)
     except OSError as error:
@@ -265,7 +265,7 @@ class _Run:
         if not start:
             read = read_features(target, taps, sample)
             family.start_from_target(drafter, target, torch.cat([features.final for features in read]).float())
-        model: torch.nn.Module = drafter if plan.lora is None else with_lora(drafter, plan.lora)
+        model: torch.nn.Module = drafter if plan.lora is None else with_lora(drafter, plan.lora, plan.adapter_name)
         size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
         whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
         self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
@@ -324,13 +324,14 @@ class _Run:
     def _drafter(self, start: Any, tokenized: Sequence[TokenizedConversation]) -> Any:
         """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
 
-        def choose(size: int) -> list[int]:
-            return draft_vocabulary(self.target, self.tokenizer, tokenized, size, self.report)
-
         wanted = self.plan.drafter.get("draft_vocab_size")
+
+        def choose() -> list[int]:
+            return draft_vocabulary(self.target, self.tokenizer, tokenized, wanted, self.report)
+
         if start and wanted not in (None, start.config.draft_vocab_size):
             rows = self.target.get_output_embeddings().weight
-            start = self.family.with_draft_vocabulary(start, choose(wanted), rows)
+            start = self.family.with_draft_vocabulary(start, choose(), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)

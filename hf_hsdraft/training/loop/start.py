@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ...drafters.base.protocol import weights_of
 from ..data.plan import Report, TrainingPlan
-from ..data.vocabulary import choose_draft_vocabulary
+from ..data.vocabulary import choose_draft_vocabulary, paying_size
 from ..families.family import TrainableFamily
 
 
@@ -35,19 +36,30 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
     return drafter
 
 
-def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
-    """Returns the token ids of a draft vocabulary of some size, see `choose_draft_vocabulary`."""
+def draft_vocabulary(
+    target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int | None, report: Report
+) -> list[int]:
+    """Returns the token ids of a draft vocabulary, see `choose_draft_vocabulary`; `size` is None for what pays.
+
+    A column of the head then costs what its weights are of the target's, as if a round took the time of reading them.
+    """
     always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
+    config = target.config.get_text_config()
+    if size is None:
+        head = config.vocab_size * config.hidden_size
+        weights = max(weights_of(target), head)  # a partitioned target has fewer here
+        size = paying_size(tokenized, config.vocab_size, config.hidden_size / weights)
+    chosen = choose_draft_vocabulary(tokenized, config.vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
     return chosen.ids
 
 
-def with_lora(drafter: Any, rank: int) -> Any:
+def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:
     """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
     The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter, which
-    `drafter.load_adapter(folder)` puts on the base drafter. `set_adapter` and `disable_adapters` switch between calls.
+    `drafter.load_adapter(folder)` puts on the base drafter. The option `adapter_name` chooses one of several in a call.
+    `name` is the adapter's, "default" by default.
 
     Raises:
         ImportError: peft is missing.
@@ -60,4 +72,5 @@ def with_lora(drafter: Any, rank: int) -> Any:
     except ImportError as error:
         raise ImportError("LoRA needs peft: pip install -e '.[train]' in a checkout") from error
     names = sorted({name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)})
-    return get_peft_model(drafter, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none"))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none")
+    return get_peft_model(drafter, config, adapter_name=name or "default")

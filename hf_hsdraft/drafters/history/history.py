@@ -1,0 +1,253 @@
+"""Histories: the past texts of a target that all calls of a drafter draft from, in memory or in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils import cached_file, logging
+
+from ...core.checks import public_name
+from ...core.tuning import TUNING
+from ...runtime.target_limits import text_config
+from ..base.draft_options import IN_MEMORY, NO_HISTORY
+from ..base.protocol import Drafter
+from .draft import Trust
+from .history_file import SUFFIX, HistoryFile, News, read_all
+from .past_texts import PastTexts, Record
+from .token_index import Continuation
+
+logger = logging.get_logger(__name__)
+
+
+class History:
+    """Past texts of one target. Threads may share it; processes share its `file`, if it has one.
+
+    Attributes:
+        trust: how often drafts from it were right.
+    """
+
+    def __init__(self, vocab_size: int, file: HistoryFile | None = None, most_tokens: int = 0) -> None:
+        self.vocab_size, self.trust = vocab_size, Trust()
+        self._file, self._most = file, most_tokens or TUNING.history_tokens
+        self._texts = PastTexts([], vocab_size, self._most)
+        self._reading = threading.Lock()  # of the texts, for microseconds
+        self._changing = threading.RLock()  # of texts and file, taken before the other one
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """Number of texts, their tokens, and the bytes of memory that they take."""
+        return len(self._texts), self._texts.tokens, self._texts.bytes
+
+    def find(self, tail: Sequence[int], depth: int) -> list[Continuation]:
+        """Returns what followed the last tokens of `tail` in past texts, up to `depth` tokens."""
+        with self._reading:
+            return self._texts.find(tail, depth)
+
+    def refresh(self) -> None:
+        """Takes what other processes have written; raises an OSError if the file cannot be read."""
+        if self._file is not None:
+            with self._changing:
+                self._take(self._file.read())
+
+    def remember(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Adds the prompts and answers of a call that has ended. What cannot be written is a warning."""
+        try:
+            self.enter(texts)
+        except OSError as error:
+            logger.warning_once(f"a text is missing in the history, as it could not be written: {error}")
+
+    def enter(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Adds prompts and answers; raises an OSError if they cannot be written."""
+        arrays = [(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32)) for prompt, answer in texts]
+        with self._changing, self._locked_file() as file:
+            if file is not None:
+                self._take(file.read())
+            for prompt, answer in arrays:
+                prompt = prompt[max(len(prompt) + len(answer) - self._most // 2, 0) :]
+                with self._reading:
+                    record = self._texts.unknown_part(prompt, answer[-(self._most // 2) :])
+                if record is not None:
+                    self._add(record, file)
+
+    @contextlib.contextmanager
+    def _locked_file(self) -> Iterator[HistoryFile | None]:
+        if self._file is None:
+            yield None
+            return
+        with self._file.locked():
+            yield self._file
+
+    def _take(self, news: News) -> None:
+        if news.fresh:
+            self._replace(PastTexts(news.records, self.vocab_size, self._most))
+            return
+        for record in news.records:
+            self._add(record)
+
+    def _add(self, record: Record, file: HistoryFile | None = None) -> None:
+        """Adds a record, to the file too if it is given. If older texts have to leave, the file is written again."""
+        before, texts = len(self._texts), self._texts.with_room(len(record.tokens))
+        if file is not None and len(texts) < before:
+            file.rewrite([*texts.records(), record])
+        elif file is not None:
+            file.append(record)
+        with self._reading:
+            self._texts = texts
+            texts.add(record)
+
+    def _replace(self, texts: PastTexts) -> None:
+        with self._reading:
+            self._texts = texts
+
+    def erase(self) -> None:
+        """Forgets all texts, in the file too."""
+        with self._changing:
+            if self._file is not None:
+                self._file.erase()
+            self._replace(PastTexts([], self.vocab_size, self._most))
+            self.trust = Trust()
+
+
+_of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[str, History]]] = (
+    weakref.WeakKeyDictionary()
+)
+_of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
+    """Returns the history that the option `history` asks for, up to date; None for none.
+
+    In memory it is that of the drafter and the target. In a folder it is that of the target, whatever drafts.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+    if option == NO_HISTORY:
+        return None
+    with _lock:
+        known = _of_drafters.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+        if option not in known:
+            known[option] = _made(target, option)
+    known[option].refresh()
+    return known[option]
+
+
+def _made(target: Any, option: str) -> History:
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    if option == IN_MEMORY:
+        return History(vocab_size)
+    name, key = identity_of(target)
+    path = Path(option).expanduser().absolute() / f"{name}-{key.hex()[:16]}{SUFFIX}"
+    history = _of_files.get(str(path))
+    if history is None:
+        file = HistoryFile(path, key)
+        file.check_place()
+        history = _of_files[str(path)] = History(vocab_size, file)
+    return history
+
+
+def identity_of(target: Any) -> tuple[str, bytes]:
+    """Returns a target's name, fit for a file, and a digest of name, sizes and tokenizer.
+
+    Weights are not part of it, so a target that is trained further under its name keeps its history.
+    """
+    config, place = text_config(target), str(getattr(target, "name_or_path", "") or "")
+    name = public_name(place)
+    sizes = [getattr(config, field, None) for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")]
+    digest = hashlib.sha256(repr((name, sizes, _tokenizer_digest(place))).encode()).digest()
+    return re.sub(r"[^\w.-]+", "-", name)[:64].strip("-.") or str(sizes[0]), digest
+
+
+def _tokenizer_digest(place: str) -> str:
+    """The digest of the tokenizer's file beside the weights; "" where there is none on this machine."""
+    try:
+        found = cached_file(
+            place, "tokenizer.json", local_files_only=True, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+        ) if place else None  # fmt: skip
+    except (OSError, ValueError):
+        return ""
+    return "" if found is None else hashlib.sha256(Path(found).read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class HistoryContents:
+    """What a history holds of one target.
+
+    Attributes:
+        target: name of the target.
+        texts: number of texts, or of parts whose beginnings are in earlier ones.
+        tokens: number of their tokens.
+        bytes: size of the file, or of what they take in memory.
+        path: the file; None in memory.
+    """
+
+    target: str
+    texts: int
+    tokens: int
+    bytes: int
+    path: Path | None = None
+
+
+def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContents]:
+    """Lists what a folder holds for each target, or what the calls of a drafter have kept in memory.
+
+    Raises a NotADirectoryError if there is no such folder, and a ValueError for a file in it that is no history.
+    """
+    if isinstance(where, Drafter):
+        kept = [(identity_of(target)[0], history) for target, history in _in_memory(where)]
+        return [HistoryContents(name, *history.held) for name, history in kept]
+    found = []
+    for path in _files(where):
+        records = read_all(path)
+        tokens = sum(len(record.tokens) for record in records)
+        found.append(HistoryContents(_target_in(path), len(records), tokens, path.stat().st_size, path))
+    return found
+
+
+def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
+    """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
+
+    Processes that draft from a file drop its texts with their next call.
+
+    Args:
+        target: name of a target, as `list_history` gives it; default: all.
+    """
+    contents = [each for each in list_history(where) if target in ("", each.target)]
+    if isinstance(where, Drafter):
+        for model, history in _in_memory(where):
+            if target in ("", identity_of(model)[0]):
+                history.erase()
+    for each in contents:
+        if each.path is not None:
+            used_here = _of_files.get(str(each.path))
+            used_here.erase() if used_here is not None else HistoryFile(each.path, b"").erase()
+    return sum(each.texts for each in contents)
+
+
+def _in_memory(drafter: Drafter) -> list[tuple[Any, History]]:
+    with _lock:
+        kept = list(_of_drafters.get(drafter, {}).items())
+    return [(target, histories[IN_MEMORY]) for target, histories in kept if IN_MEMORY in histories]
+
+
+def _files(folder: str | os.PathLike[str]) -> list[Path]:
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is no folder: expected one that the option `history` names, or a drafter")
+    return sorted(path.glob(f"*{SUFFIX}"))
+
+
+def _target_in(path: Path) -> str:
+    return path.name.removesuffix(SUFFIX).rpartition("-")[0]

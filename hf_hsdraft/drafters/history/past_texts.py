@@ -1,0 +1,158 @@
+"""Past texts in memory: found by their n-grams, bounded, the least recently used forgotten first."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.tuning import TUNING
+from .token_index import LONGEST_MATCH, SEPARATOR, Continuation, TokenIndex
+
+Tokens = npt.NDArray[np.int32]
+BLOCK = 32  # tokens; texts that begin alike share whole blocks
+START = bytes(8)  # the digest of no tokens
+_LEAST_CAPACITY = 2**16
+_SHARED_BLOCKS = -(-LONGEST_MATCH // BLOCK)  # before what is new, so that matches reach back as far as anywhere
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text, or the part of it that follows a beginning which an earlier record has."""
+
+    tokens: Tokens
+    start: bytes = START  # digest of the tokens before, whole blocks
+
+
+def block_digests(tokens: Tokens, start: bytes = START) -> list[bytes]:
+    """Returns for each whole block of a text a digest of all tokens up to its end; `start` is of those before."""
+    digests, raw = [start], np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    for end in range(4 * BLOCK, len(raw) + 1, 4 * BLOCK):
+        digests.append(hashlib.blake2b(digests[-1] + raw[end - 4 * BLOCK : end], digest_size=8).digest())
+    return digests[1:]
+
+
+@dataclass
+class _Kept:
+    begin: int  # place of its first token
+    record: Record
+    used: int  # the last time that it was entered, or a draft was taken from it
+
+
+class PastTexts:
+    """Texts of one target.
+
+    Args:
+        records: from the least to the most recently used.
+        vocab_size: ids outside 0 to `vocab_size - 1` are no tokens, and end a match.
+        most_tokens: bound of the tokens kept, a separator for each text included. The texts used last are kept.
+        room: number of tokens to leave room for.
+    """
+
+    def __init__(self, records: Iterable[Record], vocab_size: int, most_tokens: int, room: int = 0) -> None:
+        records = _last_of(list(records), most_tokens - room)
+        self._vocab_size, self._most = vocab_size, most_tokens
+        held = _size(records) + room
+        self._index = TokenIndex(max(min(2 * held, most_tokens), min(_LEAST_CAPACITY, most_tokens), held))
+        self._end = self._index.begin  # of what is written
+        self._texts: list[_Kept] = []
+        self._begins: list[int] = []
+        self._blocks: dict[bytes, int] = {}  # digests of beginnings that are known, and the text they are in
+        self._clock = 0
+        for record in records:
+            self._write(record)
+        self._index.enter(self._index.begin, self._end)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def tokens(self) -> int:
+        return self._end - self._index.begin - len(self._texts)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the index takes."""
+        return self._index.bytes
+
+    def records(self) -> list[Record]:
+        """Returns all records, from the least to the most recently used."""
+        return [text.record for text in sorted(self._texts, key=lambda text: text.used)]
+
+    def with_room(self, tokens: int) -> PastTexts:
+        """Returns these texts with room for so many further tokens: this object, a larger one, or one of fewer texts.
+
+        Where there would be more than `most_tokens`, the least recently used texts leave, so many that this is rare.
+        """
+        if self._end + tokens + 1 <= self._index.end:
+            return self
+        records = self.records()
+        if _size(records) + tokens + 1 > self._most:
+            records = _last_of(records, int(TUNING.history_kept * self._most))
+        return PastTexts(records, self._vocab_size, self._most, tokens + 1)
+
+    def unknown_part(self, prompt: Tokens, answer: Tokens) -> Record | None:
+        """Returns what is to be kept of a text: without the known beginning of its prompt; None if all is known.
+
+        Answers are kept whole even where they begin like earlier ones: how often a token followed is worth knowing.
+        """
+        text = np.concatenate([prompt, answer])
+        digests = block_digests(text)
+        known = 0
+        while known < len(digests) and digests[known] in self._blocks:
+            known += 1
+        if known:
+            self._use(self._blocks[digests[known - 1]])
+            if known == len(digests) and self._holds(self._blocks[digests[-1]], text[known * BLOCK :]):
+                return None
+        skipped = max(min(known, len(prompt) // BLOCK) - _SHARED_BLOCKS, 0)
+        return Record(text[skipped * BLOCK :], digests[skipped - 1] if skipped else START)
+
+    def _holds(self, number: int, rest: Tokens) -> bool:
+        """Whether a text whose beginning is known ends with these tokens, less than a block."""
+        kept = self._texts[number].record.tokens
+        return len(rest) == len(kept) % BLOCK and bool((kept[len(kept) - len(rest) :] == rest).all())
+
+    def add(self, record: Record) -> None:
+        """Enters a record, for which there has to be room."""
+        begin = self._end
+        self._write(record)
+        self._index.enter(begin, self._end)
+
+    def _write(self, record: Record) -> None:
+        begin, end = self._end, self._end + len(record.tokens)
+        valid = (record.tokens >= 0) & (record.tokens < self._vocab_size)
+        self._index.tokens[begin:end] = np.where(valid, record.tokens, SEPARATOR)
+        self._end = end + 1
+        self._clock += 1
+        for digest in block_digests(record.tokens, record.start):
+            self._blocks[digest] = len(self._texts)
+        self._begins.append(begin)
+        self._texts.append(_Kept(begin, record, self._clock))
+
+    def find(self, tail: Sequence[int], depth: int) -> list[Continuation]:
+        """As `TokenIndex.find`; the text with the longest match counts as used."""
+        found = self._index.find(tail, depth)
+        if found:
+            best = max(found, key=lambda each: each.length)
+            self._use(bisect.bisect(self._begins, best.place) - 1)
+        return found
+
+    def _use(self, number: int) -> None:
+        self._clock += 1
+        self._texts[number].used = self._clock
+
+
+def _size(records: Iterable[Record]) -> int:
+    return sum(len(record.tokens) + 1 for record in records)
+
+
+def _last_of(records: Sequence[Record], room: int) -> list[Record]:
+    """The last records, as many as have room."""
+    sizes = itertools.accumulate(len(record.tokens) + 1 for record in reversed(records))
+    return list(records[len(records) - sum(size <= room for size in sizes) :])

@@ -1,0 +1,501 @@
+"""Drafts from past texts: the index, the bound, the file, and texts that stay the target's own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, erase_history, list_history
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.history import history as histories
+from hf_hsdraft.drafters.history.draft import HistoryDraft, Trust
+from hf_hsdraft.drafters.history.history import History, history_of
+from hf_hsdraft.drafters.history.history_file import SUFFIX, HistoryFile, read_all
+from hf_hsdraft.drafters.history.history_session import HistorySession
+from hf_hsdraft.drafters.history.past_texts import BLOCK, Record
+from hf_hsdraft.drafters.history.token_index import LONGEST_MATCH, Continuation, TokenIndex
+from hf_hsdraft.hub.pretrained_drafter import stored_options
+
+KEY = bytes(range(32))
+FREE = {"node_cost": 0.0, "depth_cost": 0.0}
+
+
+def array(tokens) -> np.ndarray:
+    return np.array(list(tokens), dtype=np.int32)
+
+
+def occurrences(text, tail, depth):
+    """By brute force: place, tokens that match, and continuation of each match of three tokens or more."""
+    found = {}
+    for end in range(len(text)):
+        length = 0
+        while length < min(len(tail), LONGEST_MATCH, end + 1) and text[end - length] == tail[-1 - length] >= 0:
+            length += 1
+        following = list(itertools.takewhile(lambda token: token >= 0, text[end + 1 : end + 1 + depth]))
+        if length >= min(TUNING.history_lengths) and following:
+            found[end] = length, following
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([-1, 0, 1, 2, 2, 1]), min_size=1, max_size=150),
+    st.lists(st.integers(0, 2), min_size=3, max_size=60),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_the_index_finds_the_longest_and_newest_matches(text, tail, depth, in_parts):
+    """All of them where there are few; otherwise those of the longest n-grams, the newest first."""
+    text = [*text, *tail, 1, 2, -1] if len(text) % 2 else text  # where the tail occurs
+    index = TokenIndex(len(text) + 1)
+    index.tokens[index.begin : index.begin + len(text)] = text
+    parts = [0, len(text) // 3, len(text) // 2, len(text)] if in_parts else [0, len(text)]
+    for begin, end in itertools.pairwise(parts):
+        index.enter(index.begin + begin, index.begin + end)
+    found = {each.place - index.begin: (each.length, each.tokens) for each in index.find(tail, depth)}
+    expected = occurrences(text, tail, depth)
+    assert all(expected[place] == each for place, each in found.items())
+    assert len(found) == min(len(expected), TUNING.history_matches)
+    for length in TUNING.history_lengths:
+        with_length = sorted((place for place in expected if expected[place][0] >= length), reverse=True)
+        if len(with_length) < TUNING.history_matches:  # none of the longer ones gives way to shorter ones
+            assert set(with_length) <= set(found)
+        else:
+            assert all(expected[place][0] >= length for place in found)
+
+
+def test_a_draft_holds_the_most_probable_paths_and_its_probabilities_are_counted():
+    found = [Continuation(9, 20, [1, 2, 3]), Continuation(8, 20, [1, 2, 4]), Continuation(7, 5, [5, 6])]
+    trust = Trust()
+    tree = HistoryDraft(0, found, trust).tree(16, 8)
+    assert tree.fault() == "" and tree.tokens[:3] == (0, 1, 2)
+    paths = {tuple(tree.tokens[each] for each in tree.path(node)): tree.scores[node] for node in range(1, len(tree))}
+    assert set(paths) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (5, 6)}
+    agreed = 1 - (1 - TUNING.history_right[5]) / 2  # 16 to 23 tokens match
+    alone = TUNING.history_right[1]  # 4 and 5
+    assert paths[1,] == pytest.approx(math.log(agreed))
+    assert paths[5,] == pytest.approx(math.log((1 - agreed) * alone))
+    assert paths[1, 2, 3] == paths[1, 2, 4] == pytest.approx(paths[1, 2] + math.log(TUNING.history_right[5] / 2))
+    assert HistoryDraft(0, found, trust).tree(16, 8, width=1).tokens == (0, 1, 2, 3)
+    assert (
+        len(HistoryDraft(0, found, trust).tree(2, 8)) == 3 and max(HistoryDraft(0, found, trust).tree(9, 1).depths) == 1
+    )
+    for _ in range(200):  # the long matches are always wrong, and the short one right
+        HistoryDraft(0, found, trust).learn([5, 9])
+    tree = HistoryDraft(0, found, trust).tree(16, 8)
+    assert tree.tokens[1] == 5 and math.exp(tree.scores[1]) > 0.8
+    assert all(count <= TUNING.history_most + 1 for places in trust._counts for _, count in places)
+
+
+def test_probabilities_approach_the_rate_at_which_continuations_are_right():
+    rate, trust, numbers = 0.3, Trust(), random.Random(0)
+    for _ in range(2000):
+        HistoryDraft(0, [Continuation(9, 6, [1, 2])], trust).learn([1 if numbers.random() < rate else 3])
+    assert math.exp(HistoryDraft(0, [Continuation(9, 6, [1])], trust).tree(4, 4).scores[1]) == pytest.approx(
+        rate, abs=0.08
+    )
+
+
+def text_of(seed: int, length: int, vocab_size: int = 1000) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
+
+
+def test_the_least_recently_used_texts_leave_first():
+    history = History(1000, most_tokens=5000)
+    texts = [text_of(seed, 400) for seed in range(40)]
+    for number, text in enumerate(texts):
+        history.enter([(text[:100], text[100:])])
+        assert history.find(texts[0][200:250], 4)[0].tokens == texts[0][250:254]  # used again and again
+        assert history.held[1] <= 5000 and history.find(text[200:250], 4), number
+    kept = [bool(history.find(text[200:250], 4)) for text in texts]
+    assert kept[0] and kept[-1] and not any(kept[1:25]) and sum(kept) >= 0.6 * 5000 / 401
+    history.enter([(text_of(99, 9000), [1, 2, 3])])  # longer than all there may be
+    assert history.held[1] <= 5000 and history.find([*text_of(99, 9000)[-9:], 1], 2)[0].tokens == [2, 3]
+
+
+def test_what_texts_begin_with_is_kept_once():
+    history, prompt = History(1000), text_of(0, 320)
+    answers = [text_of(seed, 100) for seed in range(1, 4)]
+    for answer in answers:
+        history.enter([(prompt, answer)])
+    assert history.held[1] <= 320 + 3 * (100 + LONGEST_MATCH + 2 * BLOCK)
+    for answer in answers:  # and matches reach back into the prompt
+        tail = [*prompt[-40:], *answer[:8]]
+        assert history.find(tail, 4)[0].length == LONGEST_MATCH and history.find(tail, 4)[0].tokens == answer[8:12]
+    held = history.held
+    history.enter([(prompt, answers[0])])
+    assert history.held == held, "all of it is known"
+    history.enter([([*prompt, *answers[0], *text_of(9, 40)], text_of(10, 50))])  # the next turn of a chat
+    assert history.held[1] <= held[1] + 90 + LONGEST_MATCH + 2 * BLOCK
+
+
+def test_ids_that_are_no_tokens_are_in_no_draft(target):
+    history = History(VOCAB)
+    history.enter([([1, 2, 3, VOCAB + 5, 4, 5, 6, 7], [8, 9])])
+    assert history.find([1, 2, 3], 4) == [] and history.find([4, 5, 6], 4)[0].tokens == [7, 8, 9]
+    session = HistorySession(Call(target, 1, DraftOptions.of(make_drafter(target))), history)
+    session.observe([Accepted(0, [6], None, None, None, earlier=[VOCAB + 5, 4, 5])])
+    assert session.draft([Ask(0, 6, 4, 8)])[0].tokens == (6, 7, 8, 9)
+    session.observe([Accepted.of_tokens(0, [VOCAB + 7])])
+    assert len(session.draft([Ask(0, VOCAB + 7, 4, 8)])[0]) == 1
+
+
+def test_threads_share_a_history():
+    """Texts come in while others look; nothing wrong is found, and nothing is lost."""
+    history, stop, wrong = History(1000, most_tokens=60_000), threading.Event(), []
+    texts = {seed: text_of(seed, 200) for seed in range(120)}
+    following = {tuple(text[at - 3 : at]): text[at] for text in texts.values() for at in range(3, 200)}
+
+    def look(seed):
+        while not stop.is_set():
+            text = texts[seed]
+            for each in history.find(text[50:90], 5):
+                if each.tokens[0] != following[tuple(text[87:90])]:
+                    wrong.append(each)
+
+    lookers = [threading.Thread(target=look, args=(seed,)) for seed in (0, 60)]
+    writers = [
+        threading.Thread(target=lambda part=part: [history.enter([([], texts[seed])]) for seed in range(part, 120, 3)])
+        for part in range(3)
+    ]
+    for thread in (*lookers, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    for thread in lookers:
+        thread.join()
+    assert not wrong and history.held[0] == 120
+    assert all(history.find(text[50:90], 5)[0].tokens == text[90:95] for text in texts.values())
+
+
+def file_in(folder, key: bytes = KEY) -> HistoryFile:
+    return HistoryFile(folder / f"target{SUFFIX}", key)
+
+
+def add(file: HistoryFile, *texts) -> None:
+    with file.locked():
+        file.read()
+        for text in texts:
+            file.append(Record(array(text)))
+
+
+def tokens_of(records) -> list[list[int]]:
+    return [record.tokens.tolist() for record in records]
+
+
+def test_readers_take_complete_records_and_the_next_writer_cuts_off_a_torn_one(tmp_path):
+    one, other = file_in(tmp_path), file_in(tmp_path)
+    add(one, [1, 2, 3], [4] * 50)
+    assert tokens_of(other.read().records) == [[1, 2, 3], [4] * 50] and other.read().records == []
+    whole = one.path.read_bytes()
+    add(one, [5, 6, 7, 8])
+    added = one.path.read_bytes()[len(whole) :]
+    for length in range(1, len(added)):  # a writer that was killed at any place
+        one.path.write_bytes(whole + added[:length])
+        assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50], length
+    add(file_in(tmp_path), [9, 9, 9])
+    news = other.read()
+    assert not news.fresh and tokens_of(news.records) == [[9, 9, 9]]
+    assert tokens_of(read_all(one.path)) == [[1, 2, 3], [4] * 50, [9, 9, 9]]
+    damaged = bytearray(one.path.read_bytes())
+    damaged[-2] ^= 1
+    one.path.write_bytes(damaged)
+    assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50]
+
+
+def test_a_file_that_was_erased_or_rewritten_is_read_from_its_beginning(tmp_path):
+    reader, writer = file_in(tmp_path), file_in(tmp_path)
+    add(writer, [1, 2, 3])
+    reader.read()
+    with reader.path.open("rb") as opened:  # a reader in the middle of a file reads on
+        with writer.locked():
+            writer.rewrite([Record(array([4, 5]))])
+        assert len(opened.read()) > 0
+    news = reader.read()
+    assert news.fresh and tokens_of(news.records) == [[4, 5]]
+    writer.erase()
+    assert reader.read() == histories.News(True, []) and reader.read() == histories.News(False, [])
+    add(reader, [6])
+    assert tokens_of(writer.read().records) == [[6]]
+
+
+def test_the_file_of_another_target_is_not_read(tmp_path):
+    add(file_in(tmp_path), [1, 2, 3])
+    other = file_in(tmp_path, bytes(32))
+    assert other.read().records == []
+    add(other, [7, 8])
+    assert tokens_of(file_in(tmp_path, bytes(32)).read().records) == [[7, 8]] and file_in(tmp_path).read().records == []
+
+
+def test_targets_differ_by_name_sizes_and_tokenizer(tmp_path, tokenizer):
+    target = make_target()
+    name, key = histories.identity_of(target)
+    assert histories.identity_of(make_target(seed=4)) == (name, key), "weights do not count"
+    assert histories.identity_of(make_target(hidden_size=64))[1] != key
+    for place in ("one", "other"):
+        tokenizer.save_pretrained(tmp_path / place / "same")
+    backend = json.loads((tmp_path / "other" / "same" / "tokenizer.json").read_text())
+    backend["model"]["vocab"]["w90"], backend["model"]["vocab"]["w91"] = 94, 93
+    (tmp_path / "other" / "same" / "tokenizer.json").write_text(json.dumps(backend))
+    keys = []
+    for place in ("one", "other"):
+        target.name_or_path = str(tmp_path / place / "same")
+        keys.append(histories.identity_of(target))
+    assert keys[0][0] == keys[1][0] == "same" and keys[0][1] != keys[1][1]
+
+
+def write_forever(folder, seed):
+    """Enters texts of a known form, until it is killed: a number, and what follows from it."""
+    history, numbers = History(10**6, file_in(folder), most_tokens=40_000), random.Random(seed)
+    while True:
+        number = numbers.randrange(10**6 - 5000)
+        history.enter([([number], list(range(number + 1, number + numbers.randrange(5, 3000))))])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_writers_that_are_killed_leave_complete_texts_only(tmp_path):
+    """Two at a time, killed at random; meanwhile and afterwards all that is read is as it was written."""
+    context, numbers = multiprocessing.get_context("fork"), random.Random(1)
+    reader, seen, most = History(10**6, file_in(tmp_path), most_tokens=40_000), 0, 0
+
+    def check():
+        nonlocal seen
+        reader.refresh()
+        for text in tokens_of(reader._texts.records()):
+            assert text == list(range(text[0], text[0] + len(text)))
+        seen = max(seen, reader.held[0])
+
+    for round_number in range(12):
+        writers = [context.Process(target=write_forever, args=(tmp_path, 2 * round_number + i)) for i in range(2)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            time.sleep(numbers.uniform(0.02, 0.25))
+            check()
+            os.kill(writer.pid, signal.SIGKILL)
+        for writer in writers:
+            writer.join()
+        check()
+        most = max(most, (tmp_path / f"target{SUFFIX}").stat().st_size)
+        reader.enter([([round_number], [round_number + 1, round_number + 2])])  # no lock is left behind
+    assert seen > 10 and most <= 4 * 40_000 + 24 * 5000
+    assert sum(len(record.tokens) for record in read_all(tmp_path / f"target{SUFFIX}")) <= 40_000
+
+
+def test_two_histories_in_one_folder_see_each_others_texts_and_erasing(tmp_path):
+    one, other = (History(1000, file_in(tmp_path), most_tokens=3000) for _ in range(2))
+    texts = [text_of(seed, 300) for seed in range(30)]
+    for number, text in enumerate(texts):
+        writer, reader = (one, other) if number % 3 else (other, one)
+        writer.enter([(text[:50], text[50:])])
+        reader.refresh()
+        assert reader.find(text[100:140], 3)[0].tokens == text[140:143]
+    assert one.held[1] <= 3000 and 3 <= len(read_all(tmp_path / f"target{SUFFIX}")) <= 10
+    one.erase()
+    assert other.find(texts[-1][100:140], 3), "until its next call"
+    other.enter([([1, 2], [3, 4, 5])])
+    one.refresh()
+    assert one.held[:2] == other.held[:2] == (1, 5) and not other.find(texts[-1][100:140], 3)
+
+
+def with_history(target, where, **options):
+    drafter = make_drafter(target)
+    vars(drafter.generation_config).update(history=str(where), **options)
+    return drafter
+
+
+PADDED = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("options", [{}, {"beam_width": 1}, {"tree_sizing": "fixed"}, {"ngram_length": 0}])
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_texts_stay_the_targets_own_whatever_the_history_holds(target, where, options, do_sample, tmp_path):
+    drafter = with_history(target, tmp_path / "texts" if where == "folder" else where, **options)
+    mask, call = (PADDED > 0).long(), {"max_new_tokens": 20, "do_sample": do_sample}
+    found = history_of(drafter, target, drafter.generation_config.history)
+    wrong = target.generate(PADDED[1:], max_new_tokens=20, do_sample=False)[0].tolist()
+    found.enter([(wrong[:14], [3, 4, 5, 6] * 5), (wrong[:10], wrong[10:15] + [2] * 9)])  # right at first, or never
+    for seed, rows in ((0, slice(1, 2)), (1, slice(1, 2)), (1, slice(1, 2)), (0, slice(0, 2)), (0, slice(0, 2))):
+        if not do_sample or rows.stop - rows.start == 1:
+            as_plain(target, drafter, PADDED[rows], seed=seed, attention_mask=mask[rows], **call)
+            continue
+        torch.manual_seed(0)
+        drafted = target.generate(PADDED, attention_mask=mask, **call, assistant_model=drafter)
+        assert drafted.tolist() == each_with_its_seed(target, PADDED, mask, seed=0, **call).tolist()
+    kept = [text for text in tokens_of(found._texts.records()) if 0 in text[:2]]
+    assert not kept, "padding is not kept"
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+@pytest.mark.parametrize("drafts", ["hidden states", "n-grams"])
+def test_a_second_call_drafts_almost_all_of_its_text(target, prompt, where, drafts, tmp_path):
+    place = str(tmp_path / "texts") if where == "folder" else where
+    drafter = with_history(target, place) if drafts == "hidden states" else CachebackDrafter(**FREE)
+    drafter.generation_config.history = place
+    for sampled in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        first, second = (as_plain(target, drafter, prompt, max_new_tokens=60, **sampled).statistics.tau for _ in "12")
+        assert second > 5 and second > 2.5 * first
+    other = with_history(target, place)  # shares a folder, and no memory
+    tau = as_plain(target, other, prompt, max_new_tokens=60).statistics.tau
+    assert (tau > 5) == (where == "folder")
+
+
+def test_samples_of_a_batch_draft_from_each_other(target):
+    """Rows of equal prompts at a low temperature; the second differs from the first only in being later."""
+    session = HistorySession(_call_of_two(target), History(VOCAB))
+    text = text_of(3, 60, VOCAB)
+    session.observe([Accepted(row, [7], None, None, None, earlier=[4, 5, 6]) for row in range(2)])
+    for begin in range(0, 40, 4):
+        session.observe([Accepted.of_tokens(0, text[begin : begin + 4])])
+    session.observe([Accepted.of_tokens(1, text[:3])])
+    first, second = session.draft([Ask(0, text[39], 8, 8), Ask(1, text[2], 8, 8)])
+    assert second.tokens == tuple(text[2:11]) and text[10] not in first.tokens
+    session.keep([1])
+    session.observe([Accepted.of_tokens(1, text[3:5])])
+    assert session.draft([Ask(1, text[4], 8, 8)])[0].tokens == tuple(text[4:13])
+
+
+def _call_of_two(target):
+    class Texts:
+        foresight = None
+
+        def room(self, row):
+            return 50
+
+    return Call(target, 2, DraftOptions.of(make_drafter(target)), Texts())
+
+
+def test_a_call_that_fails_leaves_the_history_whole(target, prompt, tmp_path):
+    class Fails:
+        def put(self, tokens):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count > 3:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pass
+
+    drafter = with_history(target, tmp_path / "texts")
+    as_plain(target, drafter, prompt, max_new_tokens=30)
+    held, [path] = list_history(tmp_path / "texts"), list((tmp_path / "texts").glob(f"*{SUFFIX}"))
+    before = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(prompt + 1, max_new_tokens=30, do_sample=False, assistant_model=drafter, streamer=Fails())
+    assert path.read_bytes() == before and list_history(tmp_path / "texts") == held
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+def test_only_the_owner_can_read_a_folder(target, prompt, tmp_path):
+    before = os.umask(0)
+    try:
+        as_plain(target, with_history(target, tmp_path / "texts"), prompt, max_new_tokens=5)
+    finally:
+        os.umask(before)
+    places = [tmp_path / "texts", *(tmp_path / "texts").iterdir()]
+    assert len(places) == 3 and all(path.stat().st_mode & 0o077 == 0 for path in places)
+
+
+def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokenizer):
+    folder, in_memory = tmp_path / "texts", with_history(target, "memory")
+    in_folder = with_history(target, folder)
+    for drafter in (in_memory, in_folder):
+        as_plain(target, drafter, prompt, max_new_tokens=9)
+    [held], [stored] = list_history(in_memory), list_history(folder)
+    assert held.texts == stored.texts == 1 and held.tokens == stored.tokens == 20 and held.path is None
+    assert stored.target == "llama" and stored.path.stat().st_size == stored.bytes
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    run = CliRunner().invoke(app, ["history", "list", str(folder), "--texts", str(tmp_path / "tokenizer")])
+    assert run.exit_code == 0 and "llama" in run.output and "20" in run.output
+    assert tokenizer.decode(prompt[0])[:40] in run.output
+    assert erase_history(folder, "another") == 0 and list_history(folder)
+    assert "1 texts erased" in CliRunner().invoke(app, ["history", "erase", str(folder)]).output
+    assert list_history(folder) == [] and not list(folder.glob(f"*{SUFFIX}"))
+    assert history_of(in_folder, target, str(folder)).held[0] == 0, "also in this process"
+    assert erase_history(in_memory) == 1 and list_history(in_memory)[0].texts == 0
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        list_history(tmp_path / "nowhere")
+    (folder / f"other{SUFFIX}").write_text("something else")
+    with pytest.raises(ValueError, match="is no history"):
+        list_history(folder)
+
+
+def test_nobody_turns_it_on_for_others(target, prompt, tmp_path, caplog, monkeypatch):
+    drafter = with_history(target, tmp_path / "of_users" / "texts")
+    drafter.save_pretrained(tmp_path / "saved")
+    drafter_of_ngrams = CachebackDrafter()
+    drafter_of_ngrams.generation_config.history = str(tmp_path / "of_users" / "texts")
+    drafter_of_ngrams.save_pretrained(tmp_path / "ngrams")
+    for place in ("saved", "ngrams"):
+        files = [path for path in (tmp_path / place).rglob("*") if path.is_file()]
+        assert not [path for path in files if b"of_users" in path.read_bytes()]
+        assert AutoDrafter.from_pretrained(tmp_path / place).generation_config.history == "off"
+    path = tmp_path / "saved" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "history": "memory"}))
+    assert "history" not in stored_options(path) and "It is not used" in caplog.text
+    assert AutoDrafter.from_pretrained(tmp_path / "saved").generation_config.history == "off"
+    monkeypatch.setattr(target, "generation_config", copy.deepcopy(target.generation_config))
+    target.generation_config.history = "memory"
+    plain = make_drafter(target)
+    target.generate(prompt, max_new_tokens=5, do_sample=False, assistant_model=plain)
+    assert list_history(plain) == []
+
+
+@pytest.mark.parametrize("value", ["", 3, True, None, ["memory"]])
+def test_wrong_values_are_errors(target, prompt, value):
+    drafter = make_drafter(target)
+    drafter.generation_config.history = value
+    if value is None:
+        assert DraftOptions.of(drafter).history == "off"
+        return
+    with pytest.raises(ValueError, match=r'history=.* expected "off", "memory", or the path of a folder'):
+        target.generate(prompt, max_new_tokens=5, assistant_model=drafter)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(target, prompt, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    forwards = []
+    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: forwards.append(1))
+    with pytest.raises(OSError, match=r"cannot be used .* name a folder that can be written"):
+        target.generate(prompt, max_new_tokens=5, assistant_model=with_history(target, tmp_path / "file" / "texts"))
+    assert not forwards
+
+
+def test_a_text_that_cannot_be_written_is_returned_all_the_same(target, prompt, tmp_path, monkeypatch, caplog):
+    drafter = with_history(target, tmp_path / "texts")
+
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(HistoryFile, "append", full)
+    as_plain(target, drafter, prompt, max_new_tokens=9)
+    assert "no space left" in caplog.text and not list_history(tmp_path / "texts")
+
+
+def test_drawn_nodes_are_drafted_without(target, prompt):
+    drafter = with_history(target, "memory", tree_builder="gumbel", verification="rejection")
+    assert DraftOptions.of(drafter).history == "off"
+    target.generate(prompt, max_new_tokens=9, do_sample=True, assistant_model=drafter)
+    assert list_history(drafter) == []
