@@ -76,7 +76,8 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
     texts = [conversation(ids, prompt) for _, ids, prompt in chats]
     vocabulary = model.config.get_text_config().vocab_size
 
-    def choose(size: int) -> list[int]:
+    def choose() -> list[int]:
+        size = fields.get("draft_vocab_size", vocabulary // 4)
         return choose_draft_vocabulary(texts, vocabulary, size, [tokenizer.eos_token_id]).ids
 
     torch.manual_seed(0)

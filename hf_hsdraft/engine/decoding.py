@@ -64,13 +64,13 @@ def speculative_decoding(
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
-    history = history_for(drafter, target, options)
     runtime = TargetRuntime(target, sorted({*drafter.taps_of(target), *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate

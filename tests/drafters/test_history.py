@@ -20,6 +20,7 @@ import torch
 from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, erase_history, list_history
@@ -430,7 +431,9 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
     run = CliRunner().invoke(app, ["history", "list", str(folder), "--texts", str(tmp_path / "tokenizer")])
     assert run.exit_code == 0 and "llama" in run.output and "20" in run.output
     assert tokenizer.decode(prompt[0])[:40] in run.output
-    assert erase_history(folder, "another") == 0 and list_history(folder)
+    with pytest.raises(ValueError, match="no history of 'another'"):
+        erase_history(folder, "another")
+    assert list_history(folder)
     assert "1 texts erased" in CliRunner().invoke(app, ["history", "erase", str(folder)]).output
     assert list_history(folder) == [] and not list(folder.glob(f"*{SUFFIX}"))
     assert history_of(in_folder, target, str(folder)).held[0] == 0, "also in this process"
@@ -440,6 +443,33 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
     (folder / f"other{SUFFIX}").write_text("something else")
     with pytest.raises(ValueError, match="is no history"):
         list_history(folder)
+
+
+def test_a_call_can_leave_the_history_out(target, prompt):
+    drafter = CachebackDrafter(history="memory")
+    target.generate(
+        **prompt, assistant_model=drafter, max_new_tokens=8, generation_config=GenerationConfig(history="off")
+    )
+    assert not list_history(drafter)
+
+
+def test_erasing_takes_damaged_files_and_what_killed_writers_left(tmp_path):
+    left = tmp_path / ".history-abc"
+    left.write_bytes(b"texts")
+    assert erase_history(tmp_path) == 0 and not left.exists()
+    (tmp_path / f"model-0{SUFFIX}").write_bytes(b"")
+    left.write_bytes(b"texts")
+    assert erase_history(tmp_path) == 0
+    assert not left.exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def test_texts_of_a_drafter_with_adapters_can_be_listed_and_erased(target, prompt):
+    peft = pytest.importorskip("peft")
+    drafter = make_drafter(target)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), drafter, "one")
+    drafter.generation_config.history = "memory"
+    target.generate(prompt, assistant_model=drafter, max_new_tokens=8)
+    assert [each.texts for each in list_history(drafter)] == [1] and erase_history(drafter) == 1
 
 
 def test_nobody_turns_it_on_for_others(target, prompt, tmp_path, caplog, monkeypatch):
@@ -470,7 +500,7 @@ def test_wrong_values_are_errors(target, prompt, value):
     if value is None:
         assert DraftOptions.of(drafter).history == "off"
         return
-    with pytest.raises(ValueError, match=r'history=.* expected "off", "memory", or the path of a folder'):
+    with pytest.raises(ValueError, match=r'history=.* expected "off", "memory", or a folder'):
         target.generate(prompt, max_new_tokens=5, assistant_model=drafter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,7 +106,7 @@ class DraftOptions:
                 set_here = own[name].default if name in own else getattr(defaults, name)
             if given is None or given == library.get(name) or given == set_here:
                 return set_here
-            if name == "history":
+            if name == "history" and given != NO_HISTORY:
                 logger.warning_once(HISTORY_NOT_TAKEN.format(value=short(given)))
                 return set_here
             if name in of_lossy or (name == "verification" and is_lossy(given)):
@@ -161,9 +162,15 @@ def _limits(drafter: Any) -> dict[str, Limit]:
         "packed_weights": _if_it_pays("packing"),
         "compiled_layers": _if_it_pays("compiling"),
         "history": Limit(
-            lambda value: isinstance(value, str) and bool(value.strip()), '"off", "memory", or the path of a folder'
+            lambda value: value in (NO_HISTORY, IN_MEMORY) or _is_folder(value),
+            '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"',
         ),
     }
+
+
+def _is_folder(value: Any) -> bool:
+    """Whether a value names a folder, rather than a mistyped word."""
+    return isinstance(value, str) and bool(value.strip()) and (os.sep in value or os.path.isdir(value))
 
 
 def _if_it_pays(work: str) -> Limit:

@@ -219,21 +219,42 @@ def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContent
 def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
     """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
 
-    Processes that draft from a file drop its texts with their next call.
+    Processes that draft from a file drop its texts with their next call. Damaged files are erased too, and what killed
+    processes have left; their texts are not counted.
 
     Args:
         target: name of a target, as `list_history` gives it; default: all.
+
+    Raises:
+        NotADirectoryError: there is no such folder.
+        ValueError: there is no history of this target.
     """
-    contents = [each for each in list_history(where) if target in ("", each.target)]
     if isinstance(where, Drafter):
-        for model, history in _in_memory(where):
-            if target in ("", identity_of(model)[0]):
-                history.erase()
-    for each in contents:
-        if each.path is not None:
-            used_here = _of_files.get(str(each.path))
-            used_here.erase() if used_here is not None else HistoryFile(each.path, b"").erase()
-    return sum(each.texts for each in contents)
+        kept = [(identity_of(model)[0], history) for model, history in _in_memory(where)]
+        _check_known(target, [name for name, _ in kept])
+        chosen = [history for name, history in kept if target in ("", name)]
+        texts = sum(history.held[0] for history in chosen)
+        for history in chosen:
+            history.erase()
+        return texts
+    paths = _files(where)
+    _check_known(target, [_target_in(path) for path in paths])
+    texts = 0
+    for path in paths or [Path(where).expanduser().absolute() / SUFFIX]:
+        if target in ("", _target_in(path)):
+            if path.exists():
+                with contextlib.suppress(ValueError):
+                    texts += len(read_all(path))
+            used_here = _of_files.get(str(path))
+            used_here.erase() if used_here is not None else HistoryFile(path, b"").erase()
+    return texts
+
+
+def _check_known(target: str, names: Sequence[str]) -> None:
+    if target and target not in names:
+        raise ValueError(
+            f"there is no history of {target!r}: expected one of {', '.join(names) or 'none, it is empty'}"
+        )
 
 
 def _in_memory(drafter: Drafter) -> list[tuple[Any, History]]:
