@@ -448,7 +448,7 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
 def test_a_call_can_leave_the_history_out(target, prompt):
     drafter = CachebackDrafter(history="memory")
     target.generate(
-        **prompt, assistant_model=drafter, max_new_tokens=8, generation_config=GenerationConfig(history="off")
+        prompt, assistant_model=drafter, max_new_tokens=8, generation_config=GenerationConfig(history="off")
     )
     assert not list_history(drafter)
 
