@@ -29,7 +29,8 @@ from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
-from hf_hsdraft.training.loop.trainer import TrainingDiverged
+from hf_hsdraft.training.loop.start import with_lora
+from hf_hsdraft.training.loop.trainer import DrafterTrainer, TrainingDiverged
 from hf_hsdraft.training.loss import loss as loss_module
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
@@ -541,3 +542,27 @@ def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path, finished)
     seen: list[str] = []
     run(chatty, tokenizer, plan(tmp_path), told, max_steps=6)
     assert seen
+
+
+@needs_peft
+def test_the_best_checkpoint_of_a_named_adapter_is_loaded(tmp_path):
+    model = with_lora(make_drafter(make_target()), 2, "code")
+    weights = [part for name, part in model.named_parameters() if "lora_B" in name]
+    for weight, value in ((part, value) for value in (1.0, 9.0) for part in weights):
+        if value == 9.0 and not (tmp_path / "checkpoint-1").is_dir():
+            model.save_pretrained(tmp_path / "checkpoint-1")
+        torch.nn.init.constant_(weight, value)
+    trainer = SimpleNamespace(
+        model=model,
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        args=SimpleNamespace(output_dir=str(tmp_path)),
+        state=SimpleNamespace(best_model_checkpoint="elsewhere/checkpoint-1"),
+    )
+    DrafterTrainer._load_best_model(trainer)
+    assert all(bool((part == 1.0).all()) for part in weights)
+
+
+@pytest.mark.parametrize("name", ["train", "keys", "training"])
+def test_names_that_adapters_cannot_have_are_errors_before_any_work(name, tmp_path):
+    with pytest.raises(ValueError, match="is no attribute of"):
+        TrainingPlan(out=str(tmp_path), init_from="drafter", lora=2, adapter_name=name).check(1)

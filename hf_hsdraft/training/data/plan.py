@@ -134,6 +134,10 @@ class TrainingPlan:
             raise ValueError(f"adapter_name={name!r} names what LoRA trains: give --lora too, or leave it out")
         valid = name is None or (_ADAPTER.fullmatch(name) and "lora" not in name and name not in _FOLDERS)
         demand(bool(valid), "adapter_name", name, _ADAPTER_WANTED)
+        from torch import nn
+
+        taken = name is not None and hasattr(nn.ModuleDict(), name)  # PEFT keeps adapters in a ModuleDict by name
+        demand(not taken, "adapter_name", name, "expected a name that is no attribute of torch.nn.ModuleDict")
 
     def check_publishes(self, prompts: int) -> None:
         """Raises a ValueError if chats are to be published and the target answers none of the `prompts` given."""

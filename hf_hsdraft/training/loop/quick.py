@@ -1,6 +1,7 @@
 """A run of five minutes, loading and leaving included: a drafter to look at, not to keep.
 
-Short greedy answers to prompts for which the target writes no texts first, and a loss on candidates.
+Short greedy answers to prompts for which the target writes no texts first, a small draft vocabulary, a loss on
+candidates.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _ARGUMENTS = {
 }
 _OTHER_LIMITS = ("max_steps", "num_train_epochs", "max_training_minutes")
 _CANDIDATES = 16
+_DRAFT_VOCABULARY = 8192  # few answers would choose more
 
 
 def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[TrainingPlan, dict[str, Any]]:
@@ -40,5 +42,6 @@ def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Train
     if own.invents and not own.openings:
         fields["kinds"] = given.get("kinds") or _KINDS
     if own.family == "hidden-state" and own.init_from is None:
+        fields["drafter"] = {"draft_vocab_size": _DRAFT_VOCABULARY, **own.drafter}
         further.setdefault("candidates", _CANDIDATES)
     return TrainingPlan(**fields), further

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ...drafters.base.protocol import weights_of
 from ..data.plan import Report, TrainingPlan
 from ..data.vocabulary import choose_draft_vocabulary, paying_size
 from ..families.family import TrainableFamily
@@ -47,7 +46,8 @@ def draft_vocabulary(
     config = target.config.get_text_config()
     if size is None:
         head = config.vocab_size * config.hidden_size
-        weights = max(weights_of(target), head)  # a partitioned target has fewer here
+        # DeepSpeed leaves a partitioned parameter without elements, and tells their number.
+        weights = max(sum(getattr(each, "ds_numel", each.numel()) for each in target.parameters()), head)
         size = paying_size(tokenized, config.vocab_size, config.hidden_size / weights)
     chosen = choose_draft_vocabulary(tokenized, config.vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")

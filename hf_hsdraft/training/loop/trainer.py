@@ -308,7 +308,12 @@ class DrafterTrainer(Trainer):
         if not best.is_dir():
             raise FileNotFoundError(f"the best checkpoint is gone: {best}; train again, in another --out")
         self.state.best_model_checkpoint = str(best)
-        super()._load_best_model()
+        model = self.accelerator.unwrap_model(self.model)
+        name = getattr(model, "active_adapter", None)
+        if isinstance(name, str) and (best / name).is_dir():  # PEFT's place for a named adapter, which Trainer ignores
+            model.load_adapter(str(best / name), name, is_trainable=True)
+        else:
+            super()._load_best_model()
 
     def snapshot(self) -> Any:
         """Returns the drafter as it is now, without the wrappers of mixed precision and data parallelism."""
