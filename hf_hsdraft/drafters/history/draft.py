@@ -9,13 +9,11 @@ drafter's.
 from __future__ import annotations
 
 import bisect
-import heapq
-import itertools
-import math
 from collections.abc import Sequence
 
-from ...core.draft_tree import DraftTree, from_nodes
+from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
+from ...trees.growing import grown_tree
 from .token_index import Continuation
 
 _ALONE, _AGREED, _SPLIT = range(3)  # one occurrence; several that one token follows; several that differ
@@ -63,23 +61,7 @@ class HistoryDraft:
 
         `width` is the most children of a node, `threshold` the least probability of a path.
         """
-        floor = math.log(max(threshold, TUNING.ngram_least))
-        nodes, paths = [(self._root, -1, 0, 0.0)], list[tuple[int, ...]]([()])
-        waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
-        arrivals = itertools.count()
-        while len(nodes) <= size:
-            newest = len(nodes) - 1
-            if len(paths[newest]) < depth:
-                for token, probability in self._next(paths[newest])[:width]:
-                    score = min(nodes[newest][3] + math.log(probability), nodes[newest][3])
-                    if score >= floor:
-                        heapq.heappush(waiting, (-score, next(arrivals), newest, token))
-            if not waiting:
-                break
-            cost, _, parent, token = heapq.heappop(waiting)
-            nodes.append((token, parent, nodes[parent][2] + 1, -cost))
-            paths.append((*paths[parent], token))
-        return from_nodes(nodes)
+        return grown_tree(self._root, self._next, size, depth, width, threshold)
 
     def _next(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         """Returns tokens after a path with their probabilities, the most probable first."""

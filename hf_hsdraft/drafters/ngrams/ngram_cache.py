@@ -7,16 +7,14 @@ looked up, as a draft would, before it is entered. These probabilities are compa
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ...core.draft_tree import DraftTree, from_nodes
+from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
+from ...trees.growing import Path, grown_tree
 
 
 @dataclass
@@ -107,24 +105,11 @@ class NgramCache:
     ) -> DraftTree:
         """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root."""
         tail = [*self._tail, *after][-self._tables[0].length :]
-        floor = math.log(max(threshold, TUNING.ngram_least))
-        nodes: list[tuple[int, int, int, float]] = [(tail[-1], -1, 0, 0.0)]
-        paths = [tail]
-        waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
-        arrivals = itertools.count()
-        while len(nodes) <= tree_size:
-            newest = len(nodes) - 1
-            if nodes[newest][2] < depth:
-                for token, probability in self._next(paths[newest], drafted=newest > 0)[:width]:
-                    score = nodes[newest][3] + math.log(probability)
-                    if score >= floor:
-                        heapq.heappush(waiting, (-score, next(arrivals), newest, token))
-            if not waiting:
-                break
-            cost, _, parent, token = heapq.heappop(waiting)
-            nodes.append((token, parent, nodes[parent][2] + 1, -cost))
-            paths.append([*paths[parent], token][-self._tables[0].length :])
-        return from_nodes(nodes)
+
+        def following(path: Path) -> list[tuple[int, float]]:
+            return self._next([*tail, *path], drafted=bool(path))
+
+        return grown_tree(tail[-1], following, tree_size, depth, width, threshold)
 
     @property
     def _probabilities(self) -> list[list[float]]:
