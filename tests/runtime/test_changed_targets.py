@@ -193,8 +193,14 @@ def test_a_hook_without_a_module_counts():
 @pytest.fixture
 def mixed_precision():
     """A target as `Accelerator(mixed_precision="bf16")` makes it: computed in bfloat16, returned in float32."""
+    forget_accelerators()
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     yield accelerator.prepare(make_target())
+    forget_accelerators()
+
+
+def forget_accelerators():
+    """accelerate keeps its precision by process: a Trainer of another test would set it here."""
     for state in (AcceleratorState, PartialState):
         state._reset_state()
 
