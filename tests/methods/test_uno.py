@@ -11,16 +11,18 @@ from family_helpers import drafts_much
 from oracles.format_parity import PROMPTS, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
 from session_helpers import padded
+from transformers import Qwen2MoeConfig
 
 from hf_hsdraft import UnoDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.methods.uno.noise_rows import NoiseRows
+from hf_hsdraft.methods.uno.uno_drafter import UnoConfig
 
 MASK, DEPTH, BASE = 60, 5, "user/base"
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def adapted(target, folder, scale: float = 0.3, **fields):
+def adapted(target, folder, **fields):
     """Returns the target with an adapter of random weights, by PEFT, after it was saved."""
     peft = pytest.importorskip("peft")
     known = {"r": 4, "lora_alpha": 8, "target_modules": MODULES}
@@ -29,7 +31,7 @@ def adapted(target, folder, scale: float = 0.3, **fields):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
     model.save_pretrained(folder)
     edited(folder, "adapter_config.json", base_model_name_or_path=BASE)
     return model
@@ -54,8 +56,16 @@ def masked_logits(model, ids: list[int], clean: int) -> torch.Tensor:
     return logits
 
 
-def test_drafts_are_those_of_masked_adapters(tmp_path, monkeypatch):
-    target, rounds, logits = tiny_target(), [], NoiseRows.logits
+# With experts, whose shared one reads the rows of all texts side by side
+EXPERTS = {
+    "kind": Qwen2MoeConfig, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_drafts_are_those_of_masked_adapters(tmp_path, monkeypatch, sizes):
+    target, rounds, logits = tiny_target(**sizes), [], NoiseRows.logits
     model = adapted(target, tmp_path)
 
     def noting(self, tokens, depths):
@@ -105,15 +115,13 @@ def test_sampled_texts_are_the_targets_own(tmp_path):
     assert torch.equal(target.generate(**padded(1), **call, assistant_model=drafter), plain)
 
 
-def test_without_an_adapters_effect_noise_rows_are_the_targets(tmp_path):
-    target = tiny_target()
-    model = adapted(target, tmp_path, scale=0.0)
+def test_target_and_layers_are_those_that_the_adapter_names(tmp_path):
+    model = adapted(tiny_target(), tmp_path)
     drafter = UnoDrafter.from_pretrained(tmp_path)
     assert drafter.config.target_name == BASE and set(drafter.names) == {
         name.removesuffix(".lora_A.default").removeprefix("base_model.model.")
         for name, _ in model.named_modules() if name.endswith("lora_A.default")
     }  # fmt: skip
-    as_plain(target, drafter, padded(2), max_new_tokens=8)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -143,6 +151,28 @@ def test_missing_and_unknown_files_and_tensors_are_errors(tmp_path):
     save_file({name: each for name, each in tensors.items() if "lora_A" in name or "q_proj" not in name}, path)
     with pytest.raises(ValueError, match=r"holds model.layers.0.self_attn.q_proj"):
         UnoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("mask", [1, -3, 2.0, True, "60"])
+def test_wrong_mask_tokens_are_errors(tmp_path, mask):
+    adapted(tiny_target(), tmp_path)
+    with pytest.raises(ValueError, match=r"mask_token_id=.* is invalid: expected an integer from 2"):
+        UnoDrafter.from_pretrained(tmp_path, mask_token_id=mask)
+
+
+def test_what_does_not_fit_the_target_is_refused_before_any_work(tmp_path):
+    target = tiny_target()
+    adapted(target, tmp_path)
+    size, reads = target.config.vocab_size, []
+    target.register_forward_pre_hook(lambda *_: reads.append(None))
+    drafter = UnoDrafter.from_pretrained(tmp_path, mask_token_id=size)
+    with pytest.raises(DraftingRefused, match=rf"mask_token_id={size} is invalid: the target has {size} tokens"):
+        target.generate(**padded(1), assistant_model=drafter)
+    routed = {"model.layers.0.mlp.experts.0.up_proj": next(iter(drafter.pairs.values()))}
+    with pytest.raises(DraftingRefused, match=r"for experts \(model.layers.0.mlp.experts.0.up_proj\)"):
+        target.generate(**padded(1), assistant_model=UnoDrafter(routed, UnoConfig()))
+    assert not reads
+    UnoDrafter.from_pretrained(tmp_path, mask_token_id=size - 1).check(target)
 
 
 def test_other_targets_are_refused(tmp_path):

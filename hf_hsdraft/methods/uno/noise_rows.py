@@ -19,11 +19,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # the products of an adapter, `[r, inp
 
 
 class AdaptedRows(nn.Module):
-    """A linear layer with an adapter for all rows of a text but the first. The layer is not a submodule."""
+    """A linear layer with an adapter for all rows of a text but the first. The layer is not a submodule.
 
-    def __init__(self, base: nn.Module, pair: Pair) -> None:
+    `reader` is a `NoiseRows`, which knows how many rows each text has.
+    """
+
+    def __init__(self, base: nn.Module, pair: Pair, reader: Any) -> None:
         super().__init__()
-        self.__dict__.update(_base=base, _pair=pair)
+        self.__dict__.update(_base=base, _pair=pair, _reader=reader)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -32,24 +35,24 @@ class AdaptedRows(nn.Module):
             return getattr(self.__dict__["_base"], name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[B, n, inputs]` to `[B, n, outputs]`."""
-        if x.dim() != 3:
-            raise ValueError(f"a layer with an adapter reads {list(x.shape)}: expected rows of texts, `[B, n, inputs]`")
+        """Maps `[B, n, inputs]`, or `[B * n, inputs]` as in layers of experts, to as many outputs."""
         down, up = self.__dict__["_pair"]
         made: torch.Tensor = self.__dict__["_base"](x)
-        more = F.linear(F.linear(x[:, 1:].to(down.dtype), down), up).to(made.dtype)
-        return made + F.pad(more, (0, 0, 1, 0))
+        noise = x.reshape(-1, self.__dict__["_reader"].columns, x.shape[-1])[:, 1:]
+        more = F.linear(F.linear(noise.to(down.dtype), down), up).to(made.dtype)
+        return made + F.pad(more, (0, 0, 1, 0)).view_as(made)
 
 
 class NoiseRows:
     """Reads roots and noise tokens of a call's texts, and restores the cache. Verification reads trees as a whole."""
 
     reused_share = 0.0
+    columns = 1  # rows of each text in the forward that runs
 
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], pairs: Mapping[str, Pair]) -> None:
         self._call, self._kinds = call, kinds
         target = call.target
-        layers = {name: AdaptedRows(target.get_submodule(name), pair) for name, pair in pairs.items()}
+        layers = {name: AdaptedRows(target.get_submodule(name), pair, self) for name, pair in pairs.items()}
         self._model = with_modules(target, layers)
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> None:
@@ -60,7 +63,8 @@ class NoiseRows:
 
         `depths` are of each row; tokens from that depth on are read as idle nodes, and their logits mean nothing.
         """
-        call, device, count = self._call, device_of(self._call.target), tokens.shape[1]
+        call, device = self._call, device_of(self._call.target)
+        self.columns = count = tokens.shape[1]
         steps = torch.arange(count, device=device)
         places = steps.where(steps < torch.tensor(list(depths), device=device)[:, None], -1)
         before = (steps[:, None] >= steps).expand(len(tokens), -1, -1)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import few, printable
+from ...core.checks import check_fields, few, integer, printable, setting
 from ...core.draft_tree import DraftTree
 from ...core.fields import Fields
 from ...core.refusals import DraftingRefused
@@ -44,8 +44,13 @@ class UnoConfig(PlainConfig):
     """What a Uno drafter knows beside its weights."""
 
     target_name: str = ""  # as the adapter names its base model
-    mask_token_id: int | None = None  # noise tokens are below it; None for all tokens but the first
+    mask_token_id: int | None = setting(
+        "noise tokens are from 1 to below it; None for all tokens but the first", None, integer(2**22, 2), optional=True
+    )
     vocab_size: Any = ANY  # equal to any target's
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class UnoDrafter(nn.Module, Drafter):
@@ -90,7 +95,7 @@ class UnoDrafter(nn.Module, Drafter):
         Raises:
             OSError: no such folder or repository, or a file is missing.
             TypeError: an argument is unknown; the message names it.
-            ValueError: it is no plain LoRA adapter of linear layers.
+            ValueError: it is no plain LoRA adapter of linear layers, or `mask_token_id` is invalid.
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         placement = Placement.taken_from(kwargs)
@@ -101,8 +106,8 @@ class UnoDrafter(nn.Module, Drafter):
                     f"{folder} has no {few(missing)}: expected the files of a LoRA adapter, as PEFT saves them"
                 )
             fields = Fields(read_json(folder / CONFIG), CONFIG)
-            pairs = _pairs(load_file(folder / WEIGHTS), _scaling(fields))
-        drafter = cls(pairs, UnoConfig(str(fields.values.get("base_model_name_or_path") or ""), mask_token_id))
+            config = UnoConfig(str(fields.values.get("base_model_name_or_path") or ""), mask_token_id)
+            drafter = cls(_pairs(load_file(folder / WEIGHTS), _scaling(fields)), config)
         take_options(drafter, folder, kwargs)
         return placement.place(drafter.to(placement.dtype) if placement.dtype else drafter)
 
@@ -122,7 +127,16 @@ class UnoDrafter(nn.Module, Drafter):
         return default_options(8, tree_size=24, beam_width=8)
 
     def check(self, target: Any) -> None:
-        modules = dict(target.named_modules())
+        mask, size, modules = self.config.mask_token_id, text_config(target).vocab_size, dict(target.named_modules())
+        if mask is not None and mask >= size:
+            raise DraftingRefused(
+                f"mask_token_id={mask} is invalid: the target has {size} tokens, expected one of them"
+            )
+        if routed := [name for name in self.names if "experts" in name.split(".")]:
+            raise DraftingRefused(
+                f"this adapter is also for experts ({few(routed, 1)}): they read the rows that are routed to them, "
+                "without knowing which are noise. Use an adapter of other layers."
+            )
         for name, (down, up) in self.pairs.items():
             shape, module = (up.shape[0], down.shape[1]), modules.get(name)
             found = (getattr(module, "out_features", None), getattr(module, "in_features", None))
@@ -154,7 +168,7 @@ class UnoSession(TreeSession):
     def __init__(self, drafter: UnoDrafter, call: Call) -> None:
         device, size = device_of(call.target), text_config(call.target).vocab_size
         super().__init__(call.options, torch.arange(size, device=device), call.foresight)
-        self._rows, end = list(range(call.rows)), min(drafter.config.mask_token_id or size, size)
+        self._rows, end = list(range(call.rows)), drafter.config.mask_token_id or size
         noise = torch.randint(1, end, (drafter.num_draft_steps,), generator=torch.Generator().manual_seed(0))
         self._noise = noise.to(device)
         pairs = {name: (down.to(device), up.to(device)) for name, (down, up) in drafter.pairs.items()}
