@@ -22,12 +22,13 @@ NEW_TOKENS = 48
 def decoded(target: Any, layers: Any, rows: int, shape: str, do_sample: bool = False) -> tuple[bool, float]:
     """Returns whether a drafted text is plain decoding's, and its tau; `shape` is tree, chain or transformers."""
     import torch
-    from oracles.mtp_targets import each_plain, forwards_of, prompts
+    from oracles.mtp_targets import each_plain, forwards_of
+    from oracles.plain_texts import padded
 
     from hf_hsdraft import MtpDrafter
     from hf_hsdraft.drafters.mtp.layers import MtpLayers
 
-    inputs, call = prompts(rows), {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample}
+    inputs, call = padded(rows), {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample}
     plain = each_plain(target, inputs, 7, **call)
     torch.manual_seed(7)
     if shape == "transformers":

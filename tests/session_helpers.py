@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import torch
-from conftest import VOCAB
+from oracles.plain_texts import padded as padded
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-
-
-def padded(rows: int) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
-    ids = torch.randint(5, VOCAB, (rows, 12), generator=torch.Generator().manual_seed(rows))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        ids[row, : 3 * row], mask[row, : 3 * row] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def borrow(drafter, target):

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.mtp.drafter import MtpDrafter
 from .wrapping import wrap
 
-_loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
-# Names of drafters that are made of a target; folders of such a name are ./mtp
-_OF_TARGET: dict[str, Callable[..., Any]] = {"mtp": MtpDrafter.for_target}
+_MTP = "mtp"  # a drafter made of its target; a folder of this name is "./mtp", or a `Path`
 
 
 def load_drafter(
@@ -32,9 +32,9 @@ def load_drafter(
 ) -> Any:
     """Loads a drafter of any family, by `AutoDrafter.from_pretrained`. `dtype` `None` is the dtype of the files.
 
-    Raises an error as that does, and a ValueError for a name such as "mtp", which needs a target.
+    Raises an error as that does, and a ValueError for "mtp", which needs a target.
     """
-    if name in _OF_TARGET:
+    if name == _MTP:
         raise ValueError(
             f"{name!r} names a drafter made of a loaded target, and here none is loaded: name a folder (./{name}) or a "
             "drafter of the Hub"
@@ -49,8 +49,8 @@ def found_for_targets(name: str | os.PathLike[str], dtype: torch.dtype, device: 
 
     Returns a function that takes the target, and returns the drafter; one made of the target ("mtp") is made there.
     """
-    if name in _OF_TARGET:
-        return _OF_TARGET[os.fspath(name)]
+    if name == _MTP:
+        return MtpDrafter.for_target
     drafter = load_drafter(name, dtype, device)
     return lambda target: drafter
 
@@ -60,10 +60,10 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
     Raises an OSError if there is no such folder, repository or drafter, and a ValueError if it holds something else.
     """
-    if name in _OF_TARGET:
+    if name == _MTP:
         if others := sorted(loading.keys() - {"cache_dir", "revision"}):
             raise TypeError(f"{name!r} names the target's own layers, which take no {', '.join(others)}")
-        return _OF_TARGET[os.fspath(name)](target, **loading)
+        return MtpDrafter.for_target(target, **loading)
     return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
 
 
@@ -90,7 +90,7 @@ def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
     """A target's drafter of this name, loaded on first use; see `load_for`."""
     with _lock:  # concurrent calls load it once
         known = _loaded.setdefault(target, {})
-        key = os.fspath(name)
+        key = name if isinstance(name, str) else Path(name)
         if key not in known:
             known[key] = load_for(target, key)
     follow(known[key], target)

@@ -15,7 +15,8 @@ import torch
 from accelerate import cpu_offload
 from conftest import write_prompts
 from huggingface_hub import constants, file_download
-from oracles.mtp_targets import LAYERS, counting, each_plain, made, prompts
+from oracles.mtp_targets import LAYERS, counting, each_plain, made
+from oracles.plain_texts import padded
 from oracles.support import check_layers, types_with_layers
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from peft import LoraConfig, get_peft_model
@@ -31,13 +32,14 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
-from hf_hsdraft import attach
+from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from hf_hsdraft.drafters.mtp.layers import MtpLayers
+from hf_hsdraft.generate import by_name
 
 
 def drafter_of(model_type: str, count: int, **options) -> MtpDrafter:
@@ -134,7 +136,7 @@ def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(model_type, co
 @pytest.mark.parametrize(("model_type", "count"), LAYERS.items())
 def test_texts_are_those_of_plain_decoding(model_type, count, do_sample, rows):
     target, _ = made(model_type, count)
-    drafter, inputs = drafter_of(model_type, count, tree_sizing="fixed"), prompts(rows)
+    drafter, inputs = drafter_of(model_type, count, tree_sizing="fixed"), padded(rows)
     call = {"max_new_tokens": 24, "do_sample": do_sample}
     plain = each_plain(target, inputs, 7, **call)
     torch.manual_seed(7)
@@ -152,7 +154,7 @@ def test_layers_that_know_what_follows_are_accepted_at_all_depths(model_type, co
     drafter.generation_config.tree_sizing, drafter.generation_config.tree_size = "fixed", 64
     if shape == "chain":
         drafter.generation_config.beam_width = 1
-    inputs = prompts(rows)
+    inputs = padded(rows)
     plain = target.generate(**inputs, max_new_tokens=25, do_sample=False)
     made_of = target.generate(
         **inputs, max_new_tokens=25, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
@@ -214,7 +216,7 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_with_layers_drafts_in_one_line(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    ids = prompts(1)["input_ids"]
+    ids = padded(1)["input_ids"]
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     assert model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model="mtp").tolist() == plain.tolist()
     with attach(model) as attachment:
@@ -266,12 +268,12 @@ def test_layers_are_refused_with_a_reason(checkpoint, tmp_path):
     target = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     drafter = MtpDrafter.for_target(target)
     with pytest.raises(DraftingRefused, match=r"another model's layers: make one with MtpDrafter.for_target\(model\)"):
-        copy.deepcopy(target).generate(prompts(1)["input_ids"], assistant_model=drafter)
+        copy.deepcopy(target).generate(padded(1)["input_ids"], assistant_model=drafter)
     with pytest.raises(DraftingRefused, match="was not loaded from a checkpoint"):
         MtpDrafter.for_target(made("glm4_moe", 1)[0])
     plain = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
     with pytest.raises(DraftingRefused, match="this LlamaForCausalLM has no layers for multi-token prediction"):
-        plain.generate(prompts(1)["input_ids"], assistant_model="mtp")
+        plain.generate(padded(1)["input_ids"], assistant_model="mtp")
     target.save_pretrained(tmp_path)  # without the layers
     with pytest.raises(DraftingRefused, match=r"cannot be read from .*weights are missing"):
         MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(tmp_path))
@@ -295,6 +297,8 @@ def test_layers_are_found_in_the_cache_that_the_target_was_loaded_from(checkpoin
         MtpDrafter.for_target(target, cache_dir=tmp_path, revision="other")
     with attach(target, "mtp", cache_dir=tmp_path, revision=commit) as attachment:
         found = attachment.drafter.layers.model.layers.state_dict()
+    with pytest.raises(DraftingRefused, match=r"revision other is not in the cache"):
+        MtpDrafter.for_target(target, cache_dir=tmp_path, revision="other")  # after others were read
     monkeypatch.setattr(file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for each in (found, MtpDrafter.for_target(load()).layers.model.layers.state_dict()):
@@ -358,6 +362,14 @@ def test_commands_take_the_layers_by_name(checkpoint, tokenizer, tmp_path):
     assert "'mtp' names a drafter made of a loaded target" in str(refused.exception)
 
 
+def test_a_path_is_a_folder_even_if_it_is_called_mtp(checkpoint, tmp_path, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    CachebackDrafter().save_pretrained(tmp_path / "mtp")
+    monkeypatch.chdir(tmp_path)
+    for name, kind in (("mtp", MtpDrafter), (Path("mtp"), CachebackDrafter), ("./mtp", CachebackDrafter)):
+        assert type(by_name.drafter_of(target, name)) is kind
+
+
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_moe_text", "bailing_hybrid", "inkling_text"])
 def test_the_table_says_what_the_layers_of_a_type_do(model_type):
     if model_type not in {each for each, *_ in types_with_layers()}:
@@ -380,7 +392,7 @@ def test_reading_the_layers_leaves_the_target_trainable(checkpoint):
 def test_wrapped_targets_get_the_layers_of_the_model_inside(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).eval()
-    drafter, ids = MtpDrafter.for_target(wrapped), prompts(1)["input_ids"]
+    drafter, ids = MtpDrafter.for_target(wrapped), padded(1)["input_ids"]
     plain = wrapped.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
     drafted = wrapped.generate(input_ids=ids, max_new_tokens=8, do_sample=False, assistant_model=drafter)
     assert drafted.tolist() == plain.tolist()
@@ -388,7 +400,7 @@ def test_wrapped_targets_get_the_layers_of_the_model_inside(checkpoint):
 
 def test_a_target_with_another_embedding_is_followed(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    drafter, ids = MtpDrafter.for_target(model), prompts(1)["input_ids"]
+    drafter, ids = MtpDrafter.for_target(model), padded(1)["input_ids"]
     model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
     plain = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
@@ -414,7 +426,7 @@ def test_the_name_of_the_layers_takes_no_subfolder(checkpoint):
 
 def test_a_target_that_has_moved_takes_its_layers_with_it(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    drafter, ids = MtpDrafter.for_target(model), prompts(1)["input_ids"]
+    drafter, ids = MtpDrafter.for_target(model), padded(1)["input_ids"]
     model.to(torch.bfloat16)
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()

@@ -43,7 +43,7 @@ def test_a_call_names_its_drafter(target, folder, prompt, loads, kind):
         call = {**GREEDY, "return_dict_in_generate": True, "assistant_model": kind(folder)}
         output = target.generate(prompt, **call)
         assert output.sequences.tolist() == plain.tolist() and output.statistics.rounds > 0
-    assert loads == [str(folder)]
+    assert loads == [kind(folder)]
 
 
 def test_it_is_loaded_once_for_each_target_and_goes_with_it(target, folder, prompt, loads):

@@ -13,7 +13,7 @@ from transformers.modeling_layers import MtpModel
 
 from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, described
 from oracles.plain_texts import each_with_its_seed
-from oracles.tiny import VOCABULARY, tiny_config, tiny_model
+from oracles.tiny import tiny_config, tiny_model
 
 _LAYERS = {
     "glm4_moe": 1,
@@ -75,15 +75,6 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
         width = halves.shape[0]
         halves[:, :width].copy_(torch.eye(width) if right else torch.randn(width, width))  # of the embedding
     return target, layers
-
-
-def prompts(rows: int) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
-    ids = torch.randint(2, VOCABULARY, (rows, 11), generator=torch.Generator().manual_seed(rows))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        ids[row, : 2 * row], mask[row, : 2 * row] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def each_plain(target: Any, inputs: dict[str, torch.Tensor], seed: int, **call: Any) -> torch.Tensor:

@@ -143,17 +143,19 @@ class MtpLayers:
 
     @classmethod
     def of(cls, target: Any, **hub: Any) -> MtpLayers:
-        """Returns a target's layers, read from the checkpoint it was loaded from, once for each target.
+        """Returns a target's layers, read from the checkpoint it was loaded from, once for each target and `hub`.
 
         Raises a DraftingRefused if it has none, or layers that cannot draft here. `hub` as in `MtpDrafter.for_target`.
         """
+        place = tuple(str(hub.get(name) or "") for name in ("cache_dir", "revision"))
         with _lock:
-            if target not in _loaded:
-                _loaded[target] = cls(_read(target, hub))
-            return _loaded[target]
+            known = _loaded.setdefault(target, {})
+            if place not in known:
+                known[place] = cls(_read(target, hub))
+            return known[place]
 
 
-_loaded: weakref.WeakKeyDictionary[Any, MtpLayers] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], MtpLayers]] = weakref.WeakKeyDictionary()
 _lock, _following = threading.Lock(), threading.Lock()  # calls of several threads follow their target at once
 
 
