@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,19 +46,22 @@ def _name_of_decoder(model: Any) -> str:
 
 def why_not_replaced(model: Any, names: Iterable[str]) -> str:
     """Returns why `with_modules` cannot replace these modules; empty if it can."""
-    for name in names:
-        module = model
-        for part in name.split("."):
-            if "forward" in vars(module) or module._compiled_call_impl is not None:
-                kind = type(module).__name__
-                return f"the forward of {kind} was replaced: by torch.compile, or by hooks of accelerate"
-            module = getattr(module, part)
+    paths = ("", *(path for name in names for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format)))
+    return why_not_copied(map(model.get_submodule, dict.fromkeys(paths)))
+
+
+def why_not_copied(modules: Iterable[nn.Module]) -> str:
+    """Returns why copies of these modules would still run the modules themselves; empty if they would not."""
+    for module in modules:
+        if vars(module).get("forward") is not None or module._compiled_call_impl is not None:
+            kind = type(module).__name__
+            return f"the forward of {kind} was replaced: by torch.compile, or by hooks of accelerate"
     return ""
 
 
 def with_modules(model: Any, replaced: Mapping[str, nn.Module]) -> Any:
     """Returns a copy of a model with other modules by name. Modules above them are copied, all others shared."""
-    copies = {"": _sharing(model)}
+    copies = {"": shallow_copy(model)}
     for name, module in replaced.items():
         above, _, last = name.rpartition(".")
         _copy_of(copies, above)._modules[last] = module
@@ -69,12 +73,12 @@ def _copy_of(copies: dict[str, Any], name: str) -> Any:
     if name not in copies:
         above, _, last = name.rpartition(".")
         modules = _copy_of(copies, above)._modules
-        copies[name] = modules[last] = _sharing(modules[last])
+        copies[name] = modules[last] = shallow_copy(modules[last])
     return copies[name]
 
 
-def _sharing(module: Any) -> Any:
-    """Returns a shallow copy of a module whose submodules can be replaced."""
+def shallow_copy(module: Any) -> Any:
+    """Returns a copy of a module whose submodules can be replaced; all else is shared."""
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     made.__dict__["_modules"] = dict(module._modules)

@@ -7,33 +7,43 @@ call. All weights are shared. A view is kept while its drafter is unchanged, as 
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from ...core.checks import demand
 from ...core.refusals import DraftingRefused
+from ...runtime.target_parts import shallow_copy, why_not_copied, with_modules
 
 _Choice = tuple[tuple[str, ...], bool]  # active adapters of a layer, and whether it uses them
 
 
 def adapter_names(drafter: Any) -> list[str]:
     """Returns the names of the adapters that a drafter holds, sorted."""
-    return sorted({name for layer in _layers(drafter) for name in layer._get_available_adapters()})
+    return sorted({name for layer in _layers(_root(drafter)).values() for name in layer._get_available_adapters()})
 
 
 def check_adapter_name(drafter: Any, name: Any) -> None:
     """Raises a ValueError unless a drafter holds an adapter of this name; "" and None are always valid."""
     if name is None or name == "":
         return
-    known = adapter_names(drafter)
-    listed = f"None for the active adapters, '' for none, or one of {', '.join(map(repr, known))}"
-    missing = "None or '', as this drafter holds no adapters; drafter.load_adapter(folder, adapter_name=...) loads one"
-    demand(name in known, "adapter_name", name, f"expected {listed if known else missing}")
+    known, wanted = adapter_names(drafter), "None or '', as this drafter holds no adapters"
+    if known:
+        wanted = f"None for the active adapters, '' for none, or one of {', '.join(map(repr, known))}"
+    elif loads := _loads_adapters(drafter):
+        wanted += f"; {loads}(folder, adapter_name=...) loads one"
+    demand(name in known, "adapter_name", name, f"expected {wanted}")
+
+
+def _loads_adapters(drafter: Any) -> str:
+    """The method that loads adapters into a drafter; "" if there is none."""
+    places = {"drafter": drafter, "drafter.model": getattr(drafter, "model", None)}
+    return next((f"{name}.load_adapter" for name, each in places.items() if hasattr(each, "load_adapter")), "")
 
 
 def adapted(drafter: Any, name: str | None = None) -> Any:
@@ -45,34 +55,41 @@ def adapted(drafter: Any, name: str | None = None) -> Any:
 
     Raises a DraftingRefused if a name is given and adapters are merged into the weights, or modules cannot be copied.
     """
-    layers = _layers(drafter)
+    root = _root(drafter)
+    layers = _layers(root)
     if not layers:
         return drafter
-    choices = {layer: _active(layer) if name is None else ((name,) if name else (), bool(name)) for layer in layers}
-    if fault := _fault(drafter, layers if name is not None else ()):
+    given = (name,) if name else (), bool(name)
+    choices = {place: _active(layer) if name is None else given for place, layer in layers.items()}
+    if fault := _fault(root, layers.values() if name is not None else ()):
         if name is None:
             return drafter
         raise DraftingRefused(f"adapter_name={name!r} cannot be used with this drafter: {fault}")
-    key = tuple(choices.values())
+    key, made_of = tuple(choices.values()), _contents(drafter, root)
     with _lock:
-        views = _views.setdefault(drafter, {})
-        if key not in views or not views[key].is_of(drafter):
-            for other in [other for other, view in views.items() if not view.is_of(drafter)]:
-                del views[other]
-            views[key] = _View.of(drafter, choices)
-        return views[key].drafter
+        known = _known.get(drafter)
+        if known is None or not known.are_of(made_of):
+            known = _known[drafter] = _Views(made_of)
+        if key not in known.views:
+            known.views[key] = _view(drafter, root, choices)
+        view = known.views[key]
+        view.generation_config = drafter.generation_config
+        return view
 
 
-def _modules(drafter: Any) -> Iterator[nn.Module]:
-    """The modules of a drafter, or of the drafters that it holds."""
-    for root in (drafter,) if isinstance(drafter, nn.Module) else vars(drafter).values():
-        if isinstance(root, nn.Module):
-            yield from root.modules()
+def _root(drafter: Any) -> nn.Module:
+    """A drafter, or a module of those that it holds."""
+    if isinstance(drafter, nn.Module):
+        return drafter
+    root = nn.Module()
+    root._modules.update({name: each for name, each in vars(drafter).items() if isinstance(each, nn.Module)})
+    return root
 
 
-def _layers(drafter: Any) -> list[Any]:
-    """The modules to which PEFT has added adapters."""
-    return list(dict.fromkeys(each for each in _modules(drafter) if hasattr(each, "_active_adapter")))
+def _layers(root: nn.Module) -> dict[str, Any]:
+    """The modules to which PEFT has added adapters, by each of their names."""
+    named = root.named_modules(remove_duplicate=False)
+    return {name: each for name, each in named if hasattr(each, "_active_adapter")}
 
 
 def _active(layer: Any) -> _Choice:
@@ -81,80 +98,57 @@ def _active(layer: Any) -> _Choice:
     return ((), False) if layer._disable_adapters else (names, True)
 
 
-def _fault(drafter: Any, chosen: Sequence[Any]) -> str:
+def _fault(root: nn.Module, chosen: Iterable[Any]) -> str:
     """Why there can be no view in which the adapters of the layers `chosen` are chosen; "" if there can."""
     merged = sorted({name for layer in chosen for name in getattr(layer, "merged_adapters", ())})
     if merged:
         return f"{', '.join(merged)} is merged into the weights, where it stays in use: unmerge it first"
-    for each in _modules(drafter):
-        if any(vars(each).get(name) is not None for name in ("forward", "_compiled_call_impl")):
-            return f"the forward of a {type(each).__name__} has been replaced, as by offloading: load it without that"
-    return ""
+    return why_not_copied(root.modules())
 
 
-@dataclass(frozen=True)
-class _View:
-    """A copy of a drafter, and what it was made of, without a reference to the drafter."""
+def _view(drafter: Any, root: nn.Module, choices: Mapping[str, _Choice]) -> Any:
+    """A copy of a drafter in which layers use the adapters that `choices` names for them."""
+    layers = {name: shallow_copy(root.get_submodule(name)) for name in choices}
+    for name, (names, used) in choices.items():
+        vars(layers[name]).update(_active_adapter=list(names), _disable_adapters=not used)
+    made = with_modules(root, layers)
+    if root is drafter:
+        return made
+    view = copy.copy(drafter)
+    vars(view).update(made._modules)
+    return view
 
-    drafter: Any
-    before: Sequence[tuple[Any, dict[str, Any]]]  # modules, None for the drafter itself, and their attributes then
 
-    @classmethod
-    def of(cls, drafter: Any, choices: Mapping[Any, _Choice]) -> _View:
-        """`choices` maps layers to the adapters that they use."""
-        made: dict[int, Any] = {}
-        before: list[tuple[Any, dict[str, Any]]] = []
+def _contents(drafter: Any, root: nn.Module) -> list[Any]:
+    """All modules of a drafter, their children and attributes, and its own but for the options; not the drafter.
 
-        def copied(part: Any) -> Any:
-            if type(part) in (list, tuple):
-                parts = [copied(each) for each in part]
-                return type(part)(parts) if any(map(_differ, parts, part)) else part
-            if part is not drafter and not isinstance(part, nn.Module):
-                return part
-            if id(part) not in made:
-                made[id(part)] = part
-                own = _attributes(part)
-                before.append((None if part is drafter else part, own))
-                new = {name: other for name, value in own.items() if (other := copied(value)) is not value}
-                if isinstance(part, nn.Module) and part in choices:
-                    names, used = choices[part]
-                    new |= {"_active_adapter": list(names), "_disable_adapters": not used}
-                made[id(part)] = _copy(part, new) if new else part
-            return made[id(part)]
-
-        return cls(copied(drafter), before)
-
-    def is_of(self, drafter: Any) -> bool:
-        """Whether a drafter is still what this view was made of, except for its choice of adapters."""
-        return all(_are_same(before, _attributes(drafter if part is None else part)) for part, before in self.before)
+    The choice of adapters is left out.
+    """
+    found: list[Any] = []
+    for part in (drafter, *(each for each in root.modules() if each is not root)):
+        own = {name: value for name, value in vars(part).items() if name not in _CHOICE}
+        if part is drafter:
+            own.pop("generation_config", None)
+        else:
+            found.append(part)
+        found += [*own.values(), *vars(part).get("_modules", {}).values()]
+    return found
 
 
 _CHOICE = ("_active_adapter", "_disable_adapters", "_modules")
 
 
-def _attributes(part: Any) -> dict[str, Any]:
-    """Attributes and child modules of a drafter or module, without the choice of adapters."""
-    own = vars(part)
-    return {**{name: value for name, value in own.items() if name not in _CHOICE}, **own.get("_modules", {})}
+@dataclass(frozen=True)
+class _Views:
+    """The views of a drafter by their choices, and its contents when they were made."""
+
+    made_of: list[Any]
+    views: dict[tuple[_Choice, ...], Any] = field(default_factory=dict)
+
+    def are_of(self, contents: list[Any]) -> bool:
+        same = len(self.made_of) == len(contents)
+        return same and all(one is other for one, other in zip(self.made_of, contents, strict=True))
 
 
-def _copy(part: Any, new: Mapping[str, Any]) -> Any:
-    """A shallow copy of a drafter or module, with new attributes and child modules."""
-    other, children = object.__new__(type(part)), vars(part).get("_modules", {})
-    vars(other).update(vars(part))
-    vars(other).update({name: value for name, value in new.items() if name not in children})
-    if children:
-        vars(other)["_modules"] = {name: new.get(name, child) for name, child in children.items()}
-    return other
-
-
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and not any(_differ(value, other[name]) for name, value in one.items())
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other
-
-
-_views: weakref.WeakKeyDictionary[Any, dict[tuple[_Choice, ...], _View]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, _Views] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

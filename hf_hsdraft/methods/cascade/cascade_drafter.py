@@ -77,8 +77,8 @@ class CascadeDrafter(nn.Module, Drafter):
     def __init__(self, levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
         super().__init__()
         _check_levels(levels, tokens)
-        self.levels, self.tokens = tuple(levels), tuple(tokens)
-        self.models = nn.ModuleList(level for level in levels if isinstance(level, nn.Module))
+        self.models = nn.ModuleDict({str(i): each for i, each in enumerate(levels) if isinstance(each, nn.Module)})
+        self._levels, self.tokens = tuple(levels), tuple(tokens)
         self.config = CascadeConfig()
         self.generation_config = self.default_generation_config()
 
@@ -131,7 +131,7 @@ class CascadeDrafter(nn.Module, Drafter):
         document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
         with complete_folder(folder) as partial:
             for level, place in zip(self.levels, places, strict=True):
-                level.save_pretrained(partial / place, **kwargs)  # type: ignore[attr-defined]
+                level.save_pretrained(partial / place, **kwargs)
             write_options(self.generation_config, partial)
             text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
             (partial / CONFIG).write_text(text, encoding="utf-8")
@@ -142,6 +142,12 @@ class CascadeDrafter(nn.Module, Drafter):
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Pushes what `save_pretrained` writes to the Hub in one commit; see `push_saved` for arguments and errors."""
         return push_saved(self, repo_id, **kwargs)
+
+    @property
+    def levels(self) -> tuple[Any, ...]:
+        """The drafters, fastest first."""
+        models = dict(self.models.items())
+        return tuple(models.get(str(index), each) for index, each in enumerate(self._levels))
 
     @property
     def device(self) -> torch.device:
