@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -16,8 +17,9 @@ from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.flashmap import session
 from hf_hsdraft.drafters.flashmap.drafter import FlashMapDrafter
-from hf_hsdraft.drafters.flashmap.network import PairedAttention
+from hf_hsdraft.drafters.flashmap.network import PairedAttention, embedded
 
 CLOSE, TEXT = 1e-4, list(range(5, 15))
 
@@ -102,8 +104,27 @@ def test_more_jumps_draft_something_else_and_the_same_text(target):
     drafter.generation_config.flow_steps = 2
     as_plain(target, drafter, padded(3), max_new_tokens=12)
     drafter.generation_config.flow_steps = 5
-    with pytest.raises(ValueError, match="num_steps=5 is invalid: jump_grids has times for 1, 2"):
+    with pytest.raises(ValueError, match="flow_steps=5 is invalid: jump_grids has times for 1, 2"):
         target.generate(**padded(1), assistant_model=drafter, max_new_tokens=4)
+
+
+def test_sums_of_embeddings_are_made_once_and_again_after_a_change(target, monkeypatch):
+    made, target = [], copy.deepcopy(target)
+
+    def noting(states, embed):
+        made.append(states.shape)
+        return embedded(states, embed)
+
+    monkeypatch.setattr(session, "embedded", noting)
+    drafter = make_flashmap(target)
+    before, again = first_tree(drafter, target), first_tree(drafter, target)
+    assert_same_tree(before, again)
+    assert len(made) == 1
+    with torch.no_grad():
+        target.get_input_embeddings().weight.mul_(2.0).add_(0.1)
+    after, fresh = first_tree(drafter, target), first_tree(drafter, copy.deepcopy(target))
+    assert_same_tree(after, fresh)
+    assert len(made) == 3 and after.scores != before.scores
 
 
 def test_drafting_draws_no_random_number(target):

@@ -222,9 +222,19 @@ class LevelSession(ReadingSession):
 class ParallelSession(ReadingSession):
     """Drafts trees (or chains) for a batch, all depths of all sequences in one forward.
 
-    Families implement `columns` and `read` for accepted positions, `drafted` for the slots, and `predicted` for their
-    logits.
+    Families implement `drafted` for the slots, and `predicted` for their logits. By default a drafter's `read` makes
+    context states of the taps, and its `context_keys` each layer's keys and values of them.
     """
+
+    def columns(self, news: Accepted) -> Columns:
+        device = self.drafter.device
+        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        taps, positions = columns
+        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
+        for index in range(self.drafter.config.num_hidden_layers):
+            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` for `depth` drafts; must call `read_pending` first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from ...core.tensors import Transform, batched_attention
-from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import Columns, ParallelSession, Slots
+from ..base.protocol import Ask, Call
+from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Confidence, TokenBias
 from .configuration import Sight
@@ -69,16 +69,6 @@ class BlockSession(ParallelSession):
         mask = torch.tensor(config.mask_token_id, device=drafter.device)
         self._mask = weights.embed(mask)
         self._slots = torch.arange(config.block_size, device=drafter.device)
-
-    def columns(self, news: Accepted) -> Columns:
-        device = self.drafter.device
-        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
-
-    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        taps, positions = columns
-        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
-        for index in range(self.drafter.config.num_hidden_layers):
-            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head

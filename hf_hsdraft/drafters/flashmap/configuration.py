@@ -65,10 +65,13 @@ class FlashMapConfig(PlainConfig):
         self.times()
 
     def times(self, steps: int | None = None) -> Sequence[float]:
-        """Returns the times of `steps` jumps, by default `num_steps`; a ValueError if no grid has so many."""
-        count = self.num_steps if steps is None else steps
+        """Returns the times of `steps` jumps, by default `num_steps`; a ValueError if no grid has so many.
+
+        `steps` is the option `flow_steps`.
+        """
+        name, count = ("num_steps", self.num_steps) if steps is None else ("flow_steps", steps)
         known = ", ".join(sorted(self.jump_grids)) or "none"
-        demand(str(count) in self.jump_grids, "num_steps", count, f"jump_grids has times for {known}")
+        demand(str(count) in self.jump_grids, name, count, f"jump_grids has times for {known}")
         return self.jump_grids[str(count)]
 
     @property

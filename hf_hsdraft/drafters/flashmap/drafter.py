@@ -85,8 +85,7 @@ class FlashMapDrafter(FlashMapNetwork, PublishedDrafter):
 
     def session(self, call: Call) -> FlashMapSession:
         embedding, head = call.target.get_input_embeddings(), call.target.get_output_embeddings()
-        plain = self.borrow(embedding, None, scaled=False).embed
-        return FlashMapSession(self, self.borrow(embedding, head), plain, call)
+        return FlashMapSession(self, self.borrow(embedding, head), embedding, call)
 
 
 def _is_flashmap(config: Any) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ...core.tensors import Transform, batched_attention, on_device
-from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import Columns, ParallelSession, Slots
+from ...core.tensors import batched_attention, on_device
+from ..base.protocol import Ask, Call
+from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
 from .network import FlashMapNetwork, Look, embedded
 from .options import FLOW_STEPS
@@ -23,29 +26,34 @@ class FlashMapSession(ParallelSession):
     of a block are independent, and their probabilities are known.
     """
 
-    def __init__(self, drafter: FlashMapNetwork, weights: TargetWeights, embed: Transform, call: Call) -> None:
+    def __init__(self, drafter: FlashMapNetwork, weights: TargetWeights, embedding: Any, call: Call) -> None:
         super().__init__(drafter, weights, call, drafter.config.num_hidden_layers)
         config = drafter.config
         steps = self._options.own.get(FLOW_STEPS.name)
-        self._embed = embed  # the target's embedding without its scaling
+        self._embed = drafter.borrow(embedding, None, scaled=False).embed
         self._times = list(itertools.pairwise(config.times(steps)))
         self._jumps = [drafter.jump(*times) for times in self._times]
-        generator = torch.Generator().manual_seed(0)
-        self._noise = torch.randn(config.block_size, config.vocab_size, generator=generator).to(drafter.device)
-        even = self._noise.new_full((1, config.vocab_size), 1.0 / config.vocab_size)
-        self._first = embedded(torch.cat([self._noise, even]), embed)[None].split([config.block_size, 1], dim=1)
+        self._noise, self._first = self._begin(embedding)
         self._slots = torch.arange(1, config.block_size + 1, device=drafter.device)
         self.kind = config.sizes, config.num_hidden_layers, config.block_size, len(self._times), drafter.dtype
 
-    def columns(self, news: Accepted) -> Columns:
-        device = self.drafter.device
-        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
+    def _begin(self, embedding: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Returns the noise `[K, V]`, and sums of embeddings `[1, K, E]` by it and `[1, 1, E]` by equal weights.
 
-    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        taps, positions = columns
-        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
-        for index in range(self.drafter.config.num_hidden_layers):
-            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
+        They read the whole embedding, so they are kept until it changes.
+        """
+        config, weight, place = self.drafter.config, embedding.weight, (self.drafter.dtype, self.drafter.device)
+        plain = type(weight) in (torch.Tensor, nn.Parameter) and not (weight.is_meta or weight.is_inference())
+        form = (id(weight), weight.data_ptr(), weight._version, config.block_size, *place) if plain else None
+        made = _begun.get(embedding)
+        if form is None or made is None or made[0] != form:
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(config.block_size, config.vocab_size, generator=generator).to(self.drafter.device)
+            even = noise.new_full((1, config.vocab_size), 1.0 / config.vocab_size)
+            with torch.inference_mode(False), torch.no_grad():
+                sums = embedded(torch.cat([noise, even]), self._embed)[None].split([config.block_size, 1], dim=1)
+            made = _begun[embedding] = form, noise, sums
+        return made[1], made[2]
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, None]:
         assert self.weights.head is not None
@@ -87,3 +95,9 @@ class FlashMapSession(ParallelSession):
             return batched_attention(queries, keys, values, mask)
 
         return look
+
+
+# By embedding: what the noise and sums were made of, and these
+_begun: weakref.WeakKeyDictionary[nn.Module, tuple[Any, torch.Tensor, Sequence[torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
