@@ -12,26 +12,34 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ._shared import DrafterArgument, DrafterFolderArgument, check_empty, console, say
+from ._shared import DrafterFolderArgument, SavedDrafterArgument, check_empty, console, say
 
 app = typer.Typer()
 
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")]
 
 
-@app.command(short_help="Upload a drafter to the Hub.")
-def push(
+@app.command("push", short_help="Upload a drafter or an adapter to the Hub.")
+def push_folder(
     folder: DrafterFolderArgument,
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; created if there is none. Default: main.")] = None,
     message: Annotated[str, typer.Option(help="Commit message.")] = "Upload drafter",
 ) -> None:
-    """Checks a drafter and uploads its weights, code, card, recipe and figures to the Hub, and nothing else."""
-    from ..drafters.base.auto_drafter import AutoDrafter
+    """Checks a drafter and uploads its weights, code, card, recipe and figures to the Hub, and nothing else.
 
-    drafter = AutoDrafter.from_pretrained(folder)
-    commit = drafter.push_to_hub(name, private=private or None, revision=revision, commit_message=message)
+    An adapter with a name, as RUN/code of `hsdraft train --adapter-name code`, goes into a subfolder of its name.
+    """
+    from ..drafters.base.auto_drafter import AutoDrafter
+    from ..hub.drafter_files import is_adapter
+    from ..hub.pushing import push
+
+    options: dict[str, Any] = {"private": private or None, "revision": revision, "commit_message": message}
+    if is_adapter(folder):
+        commit = push(folder, name, **options)
+    else:
+        commit = AutoDrafter.from_pretrained(folder).push_to_hub(name, **options)
     say(f"{commit.repo_url} is at commit {commit.oid}")
 
 
@@ -70,7 +78,7 @@ def pull(
 
 @app.command(short_help="Describe a drafter.")
 def info(
-    name: Annotated[str, typer.Argument(help="Folder or Hub name of a drafter.")],
+    name: Annotated[str, typer.Argument(help="Hub name or folder of a drafter.")],
     revision: RevisionOption = None,
     target: Annotated[
         str | None,
@@ -242,7 +250,7 @@ def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) ->
 
 @app.command(short_help="Convert a drafter for other programs.")
 def export(
-    drafter: DrafterArgument,
+    drafter: SavedDrafterArgument,
     out: Annotated[Path, typer.Option("--out", file_okay=False, help="New folder.")],
     to: Annotated[str, typer.Option("--to", help="Format to write; vLLM loads speculators.")] = "speculators",
     target: Annotated[str, typer.Option(help="Hub name of the target to record; default: the one in the files.")] = "",

@@ -19,6 +19,7 @@ from ..core.methods import offered
 
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
 METHOD_FILES = tuple(offered("file"))  # kept beside a drafter's weights
@@ -63,9 +64,14 @@ def type_in(config: Mapping[str, Any]) -> str | None:
     return SPECULATOR if "speculators_model_type" in config else config.get("model_type")
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter of PEFT alone."""
+    return not (folder / CONFIG).is_file() and (folder / ADAPTER_CONFIG).is_file()
+
+
 def check_is_drafter(folder: Path, model_type: str | None) -> None:
     """Raises a ValueError or OSError for another kind of folder, such as a target's or an adapter's."""
-    if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
+    if is_adapter(folder):
         raise ValueError(f"{folder} is an adapter: load the drafter it adapts, then drafter.load_adapter() with this")
     config = read_json(folder / CONFIG)
     found = type_in(config)

@@ -26,6 +26,7 @@ logger = logging.get_logger(__name__)
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
 _HISTORY = "history"  # the option whose texts are private
+_ADAPTER = "adapter_name"  # the option that names an adapter, which no saved drafter contains
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -241,9 +242,13 @@ def fields_of(config_class: Any) -> set[str]:
 
 
 def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name: str = OPTIONS) -> None:
-    """Writes drafting options, without `history`: its folder is private, and the loading code asks for its own."""
+    """Writes drafting options that a loaded drafter can use.
+
+    Not `history`: its folder is private, and the loading code asks for its own. Nor `adapter_name`.
+    """
     public = copy.copy(config)
-    vars(public).pop(_HISTORY, None)
+    for of_process in (_HISTORY, _ADAPTER):
+        vars(public).pop(of_process, None)
     public.save_pretrained(folder, config_file_name=name)
 
 
@@ -251,13 +256,13 @@ def stored_options(path: Path) -> dict[str, Any]:
     """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
     A saved lossy or unknown rule, and a saved history of users' texts, are ignored with a warning: the loading code
-    must ask for them. Raises a DamagedFile if the file is no JSON object.
+    must ask for them. A saved `adapter_name` is ignored too. Raises a DamagedFile if the file is no JSON object.
     """
     if not path.is_file():
         return {}
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     stored = read_json(path).items()
-    options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
+    options = {name: value for name, value in stored if not name.startswith("_") and name not in {*general, _ADAPTER}}
     history = options.pop(_HISTORY, None)
     if history not in (None, "off"):
         logger.warning(

@@ -15,22 +15,20 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..core.checks import is_code_file, public_name
 from .code_files import former_code
-from .drafter_files import CARD, CONFIG, DOCUMENTS, check_is_drafter, read_json, type_in
-from .model_card import is_generated, write_card
+from .drafter_files import ADAPTER_CONFIG, CARD, CONFIG, DOCUMENTS, check_is_drafter, read_json, type_in
+from .model_card import is_generated, read_recipe, write_card
 from .publication import is_ours
 
-ADAPTER_CONFIG = "adapter_config.json"
 
-
-def push(folder: Path, repo_id: str, subfolder: str = "", **options: Any) -> CommitInfo:
+def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
     """Pushes the folder of a drafter or an adapter to the Hub, in one commit.
 
     In the repository, files of a former version of the drafter are deleted, a hand-written card is kept, and other
-    files are not touched. An adapter deletes nothing. The card in a drafter's folder is written again.
+    files are not touched. An adapter deletes nothing; one that its recipe names goes into a subfolder of that name. The
+    card in a drafter's folder is written again.
 
     Args:
         repo_id: Created if there is none.
-        subfolder: Of the repository, for an adapter that is one of several.
         options: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
             `commit_description`.
 
@@ -41,6 +39,7 @@ def push(folder: Path, repo_id: str, subfolder: str = "", **options: Any) -> Com
     with told(repo_id), tempfile.TemporaryDirectory() as place:
         adapter = (folder / ADAPTER_CONFIG).is_file()
         staged = stage_adapter(folder, Path(place)) if adapter else folder
+        subfolder = read_recipe(staged).get("adapter_name", "") if adapter else ""
         api, repo_id, there = prepare_repository(repo_id, options)
         revision = options.pop("revision", None)
         stale = [] if adapter else _stale(api, repo_id, revision, there, staged)
@@ -81,9 +80,10 @@ def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:
-    """Copies an adapter and its documents without local paths; returns `staged`."""
-    for name in (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS):
-        if (folder / name).is_file():
+    """Copies an adapter and its documents without local paths; returns `staged`. An OSError if weights are missing."""
+    needed = ADAPTER_CONFIG, "adapter_model.safetensors"
+    for name in (*needed, *DOCUMENTS):
+        if name in needed or (folder / name).is_file():
             shutil.copyfile(folder / name, staged / name)
     adapter = read_json(staged / ADAPTER_CONFIG)
     adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))

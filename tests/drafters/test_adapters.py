@@ -2,21 +2,24 @@
 
 import copy
 import gc
+import json
 import threading
 import weakref
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, make_target
+from conftest import VOCAB, as_plain, edited, make_drafter, make_target
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import DynamicCache, GenerationConfig
 
-from hf_hsdraft import CausalLMDrafter, HSDrafter, attach
+from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, attach
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.adapters import adapted, adapter_names
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.engine.loop import Observer
+from hf_hsdraft.hub.pretrained_drafter import write_options
 
 NAMES, RANK, ALPHA = ("code", "chat"), 4, 8
 
@@ -105,6 +108,35 @@ def test_logits_are_those_of_the_merged_weights(target):
             torch.testing.assert_close(made, updated(drafter, name)(*inputs).hidden_states[-1], atol=1e-3, rtol=1e-3)
 
 
+def test_levels_and_wrapped_drafters_use_the_adapter_too(target, prompt):
+    lm, tokens = CausalLMDrafter(with_adapters(make_target(seed=7, num_hidden_layers=1))), [4, 8]
+    cascade = CascadeDrafter([CachebackDrafter(), lm], tokens)
+    for drafter, model_of in ((cascade, lambda view: view.levels[1].model), (WrappedDrafter(lm), modules_of)):
+        for name in (*NAMES, ""):
+            made, expected = model_of(adapted(drafter, name))(prompt), updated(lm.model, name)(prompt)
+            torch.testing.assert_close(made.logits, expected.logits, atol=1e-3, rtol=1e-3)
+        drafts(target, drafter, prompt, "code")
+
+
+def modules_of(view: WrappedDrafter):
+    return view._drafter.model
+
+
+def test_saved_options_name_no_adapter(target, tmp_path):
+    """It is not among the files, so a drafter that names one could not be used."""
+    drafter = make_drafter(target)
+    drafter.save_pretrained(tmp_path)
+    with_adapters(drafter).generation_config.adapter_name = "code"
+    drafter.check_options()
+    write_options(drafter.generation_config, tmp_path)
+    assert "adapter_name" not in json.loads((tmp_path / "generation_config.json").read_text())
+    assert drafter.generation_config.adapter_name == "code"
+    edited(tmp_path, "generation_config.json", adapter_name="code")  # as earlier versions did
+    loaded = HSDrafter.from_pretrained(tmp_path)
+    loaded.check_options()
+    assert loaded.generation_config.adapter_name is None
+
+
 def test_threads_draft_each_by_its_adapter(target, adapters, prompt):
     expected = {name: drafts(target, updated(adapters, name), prompt) for name in NAMES}
     ready, found = threading.Barrier(4), []
@@ -175,8 +207,9 @@ def test_views_are_kept_and_follow_the_drafter(target, prompt):
     drafter.train()
     assert adapted(drafter, "code").fuse.training and not drafter.eval().fuse.training
     assert not adapted(drafter, "code").fuse.training
+    view = adapted(drafter, "code")
     drafter.generation_config = copy.deepcopy(drafter.generation_config)
-    assert adapted(drafter, "code").generation_config is drafter.generation_config
+    assert adapted(drafter, "code") is view and view.generation_config is drafter.generation_config
     del view
     gone = weakref.ref(drafter), weakref.ref(adapted(drafter, "code"))
     del drafter
@@ -191,6 +224,10 @@ def test_unknown_names_are_errors_before_any_work(target, prompt):
         drafts(target, drafter, prompt)
     with_adapters(drafter)
     assert adapter_names(drafter) == ["chat", "code"]
+    cacheback = CachebackDrafter()
+    cacheback.generation_config.adapter_name = "code"
+    with pytest.raises(ValueError, match=r"expected None or '', as this drafter holds no adapters$"):
+        DraftOptions.of(cacheback)
     for wrong in ("cod", 3, ["code"]):
         drafter.generation_config.adapter_name = wrong
         with pytest.raises(ValueError, match=r"is invalid: expected None .*, '' for none, or one of 'chat', 'code'"):
@@ -211,7 +248,7 @@ def test_merged_and_replaced_layers_are_refused_by_name(target, prompt):
     drafts(target, drafter, prompt)
     drafter.fuse.unmerge()
     drafter.fuse.forward = drafter.fuse.forward
-    with pytest.raises(DraftingRefused, match="the forward of a Linear has been replaced"):
+    with pytest.raises(DraftingRefused, match="the forward of Linear was replaced"):
         drafts(target, drafter, prompt, "chat")
     drafts(target, drafter, prompt)
 

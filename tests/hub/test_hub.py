@@ -471,6 +471,41 @@ answer(tokens(assistant_model=plain))
         assert str(bench.folder).encode() not in b"".join([*files.values(), card.encode()])
 
 
+def test_a_named_adapter_of_a_run_is_pushed_into_its_folder(bench):
+    """By `hsdraft hub push RUN/code`, beside others."""
+    told, broken = bench.child(
+        """
+from pathlib import Path
+from peft import LoraConfig, get_peft_model
+from typer.testing import CliRunner
+from hf_hsdraft.cli.main import app
+told = []
+for name in ("code", "chat", ""):
+    config = LoraConfig(r=2, target_modules=["fuse"])
+    get_peft_model(AutoModel.from_pretrained("drafter"), config, name or "default").save_pretrained("run")
+    Path("run/README.md").unlink(missing_ok=True)
+    if name:
+        Path("run", name, "training_recipe.json").write_text(json.dumps({"adapter_name": name, "adapts": "drafter"}))
+    done = CliRunner().invoke(app, ["hub", "push", str(Path("run", name)), "user/adapters"])
+    told.append([done.exit_code, done.output + str(done.exception)])
+Path("run/adapter_model.safetensors").unlink()
+done = CliRunner().invoke(app, ["hub", "push", "run", "user/adapters"])
+answer([told, [done.exit_code, done.output + str(done.exception)]])
+""",
+        home="named",
+        token=TOKEN,
+    )
+    assert all(status == 0 and "user/adapters is at commit" in output for status, output in told), told
+    assert broken[0] != 0 and "adapter_model.safetensors" in broken[1]
+    files, weights = bench.hub.files("user/adapters"), {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    folders = {f"{name}/{file}" for name in ("code", "chat") for file in (*weights, "training_recipe.json")}
+    assert set(files) - {".gitattributes"} == weights | folders
+    for name in ("code", "chat"):
+        file = f"{name}/adapter_model.safetensors"
+        assert files[file] == (bench.folder / "run" / file).read_bytes()
+        assert f'load_adapter("user/adapters", adapter_name="{name}")'.encode() in files[f"{name}/README.md"]
+
+
 def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench):
     own = {name: bench_file(bench, name) for name in SAVED}
     figures = json.dumps({"training": {"history": [{"eval_loss": 1.0, "eval_tau": 2.125}]}}).encode()

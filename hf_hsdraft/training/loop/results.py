@@ -97,7 +97,7 @@ def publish(plan: TrainingPlan, repo_id: str, token: str | None) -> None:
     folder = plan.results
     commit: dict[str, Any] = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if plan.lora is not None:
-        push(folder, repo_id, subfolder="" if folder == Path(plan.out) else folder.name, **commit)
+        push(folder, repo_id, **commit)
         return
     with tempfile.TemporaryDirectory() as place:
         staged = Path(place)
