@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             found = known[name]()
         except ModuleNotFoundError as error:
+            if "." in str(error.name):  # a module of a package that is there
+                raise
             return [name, f"needs the package {error.name}", "-", "-", "-"]
         return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
 

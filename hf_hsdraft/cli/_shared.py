@@ -49,11 +49,14 @@ class Injector(StrEnum):
 _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
 TargetOption = Annotated[str | None, typer.Option("--target", help=_TARGET)]
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
-DrafterOption = Annotated[
-    str | None,
-    typer.Option("--drafter", help="Hub name, folder, or mtp for the target's layers; default: the target's."),
-]
-DrafterArgument = Annotated[str, typer.Argument(help="Hub name or folder of the drafter, or mtp.")]
+_DRAFTER = "Hub name or folder of a drafter"
+_OR_MTP = f"{_DRAFTER}, or mtp for the target's layers"
+DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_OR_MTP}; default: the target's.")]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{_OR_MTP}; repeat to compare several.")]
+DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MTP}.")]
+# Of commands that write beside a drafter's weights, or load no target
+SavedDrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_DRAFTER}; default: the target's.")]
+SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.")]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target and the drafter.")]
 PromptsOption = Annotated[

@@ -14,6 +14,7 @@ from ._shared import (
     QUESTION,
     DeviceOption,
     DrafterOption,
+    DraftersOption,
     Dtype,
     DtypeOption,
     JsonOption,
@@ -47,9 +48,7 @@ def bench(
         ),
     ] = None,
     target: TargetOption = None,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="Hub name or folder of a drafter; repeat to compare several.")
-    ] = None,
+    drafter: DraftersOption = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
     variants: Annotated[

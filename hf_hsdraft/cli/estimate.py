@@ -68,7 +68,7 @@ def training(
 def decoding(
     target: TargetConfigArgument,
     tau: Annotated[float, typer.Option(min=1.0, help="Tokens per target forward, as measured.")],
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub name of the drafter.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Hub name or folder of a drafter.")] = None,
     family: Annotated[str | None, typer.Option(help="Family of a fresh drafter; default: hidden-state.")] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Verified nodes besides the root; default: the drafter's.")

@@ -17,6 +17,7 @@ from ...cli._shared import (
     DtypeOption,
     JsonOption,
     NewTokensOption,
+    SavedDrafterOption,
     TargetOption,
     console,
     drafter_of,
@@ -201,7 +202,7 @@ def train_verifier(
         typer.Option(dir_okay=False, help="File that keeps labels as they come; an interrupted run resumes from it."),
     ] = None,
     target: TargetOption = None,
-    drafter: DrafterOption = None,
+    drafter: SavedDrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:

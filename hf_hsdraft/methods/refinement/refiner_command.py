@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit, drafter_of, say
+from ...cli._shared import DeviceOption, SavedDrafterOption, TargetOption, check_fit, drafter_of, say
 
 app = typer.Typer()
 
@@ -18,7 +18,7 @@ def train_refiner(
         list[Path],
         typer.Option("--train", exists=True, help="Answers of the target: JSONL, or the folder of a run; repeat."),
     ],
-    drafter: DrafterOption = None,
+    drafter: SavedDrafterOption = None,
     target: TargetOption = None,
     out: Annotated[
         Path | None,
