@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from conftest import make_target
-from oracles.plain_texts import padded as padded
+from conftest import VOCAB, make_target
 from oracles.tiny import tiny_config, tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -38,6 +37,14 @@ def with_fixed(drafter, **options):
     for name, value in {**FIXED, **options}.items():
         setattr(drafter.generation_config, name, value)
     return drafter
+
+
+def padded(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row], ids[row, : 2 * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def steered(target, seed: int = 0, size: float = 0.05, kept=(0, 2, 5)) -> SteeredLMDrafter:

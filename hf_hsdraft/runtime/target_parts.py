@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,23 @@ def shallow_copy(module: Any) -> Any:
     made.__dict__.update(module.__dict__)
     made.__dict__["_modules"] = dict(module._modules)
     return made
+
+
+class InPlaceOf(nn.Module):
+    """For `with_modules`: computes `run`, and has the attributes of a layer, which is not a submodule."""
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__.update(_layer=layer, _run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](*args, **kwargs)
 
 
 def decoding_model(model: Any) -> Any:

@@ -102,7 +102,7 @@ def test_texts_are_the_targets_own(tmp_path, options):
     output = as_plain(target, drafter, padded(3), max_new_tokens=14)
     assert sum(output.statistics.drafted_nodes) > 0
     assert before == {name: id(module) for name, module in target.named_modules()}
-    assert not any("AdaptedRows" in type(module).__name__ for module in target.modules())
+    assert not any("InPlaceOf" in type(module).__name__ for module in target.modules())
 
 
 def test_sampled_texts_are_the_targets_own(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.target_parts import decoder_list, why_not_replaced, with_modules
+from ...runtime.target_parts import InPlaceOf, decoder_list, why_not_replaced, with_modules
 
 
 def why_not_split(target: Any) -> str:
@@ -52,7 +52,7 @@ class LayerSplit:
                 raise ValueError(f"{type(last).__name__} returns no hidden states")
             raise _Reached(states, others)
 
-        self._first = with_modules(target, {name: nn.ModuleList([*self._layers[: count - 1], _InPlaceOf(last, reach)])})
+        self._first = with_modules(target, {name: nn.ModuleList([*self._layers[: count - 1], InPlaceOf(last, reach)])})
 
     def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
         """Returns the hidden states after the first layers; nothing else is computed.
@@ -81,25 +81,8 @@ class LayerSplit:
             return pass_on(states.to(hidden_states.device))
 
         runs = [pass_on] * (self._count - 1) + [continue_from]
-        first = [_InPlaceOf(layer, run) for layer, run in zip(self._layers, runs, strict=False)]
+        first = [InPlaceOf(layer, run) for layer, run in zip(self._layers, runs, strict=False)]
         return with_modules(self._target, {self._name: nn.ModuleList([*first, *self._layers[self._count :]])})
-
-
-class _InPlaceOf(nn.Module):
-    """Computes `run` in place of a layer, and has the layer's attributes. The layer is not a submodule."""
-
-    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__.update(_layer=layer, _run=run)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_run"](*args, **kwargs)
 
 
 class _Reached(Exception):

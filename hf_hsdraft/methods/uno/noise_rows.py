@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,35 +12,10 @@ from torch import nn
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
 from ...runtime.target_forwards import TargetCall
-from ...runtime.target_parts import with_modules
+from ...runtime.target_parts import InPlaceOf, with_modules
 from ...runtime.tree_reading import AttentionKind, TreeBatch, node_inputs
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # the products of an adapter, `[r, inputs]` and `[outputs, r]`, scaled
-
-
-class AdaptedRows(nn.Module):
-    """A linear layer with an adapter for all rows of a text but the first. The layer is not a submodule.
-
-    `reader` is a `NoiseRows`, which knows how many rows each text has.
-    """
-
-    def __init__(self, base: nn.Module, pair: Pair, reader: Any) -> None:
-        super().__init__()
-        self.__dict__.update(_base=base, _pair=pair, _reader=reader)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_base"], name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[B, n, inputs]`, or `[B * n, inputs]` as in layers of experts, to as many outputs."""
-        down, up = self.__dict__["_pair"]
-        made: torch.Tensor = self.__dict__["_base"](x)
-        noise = x.reshape(-1, self.__dict__["_reader"].columns, x.shape[-1])[:, 1:]
-        more = F.linear(F.linear(noise.to(down.dtype), down), up).to(made.dtype)
-        return made + F.pad(more, (0, 0, 1, 0)).view_as(made)
 
 
 class NoiseRows:
@@ -52,8 +27,20 @@ class NoiseRows:
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], pairs: Mapping[str, Pair]) -> None:
         self._call, self._kinds = call, kinds
         target = call.target
-        layers = {name: AdaptedRows(target.get_submodule(name), pair, self) for name, pair in pairs.items()}
-        self._model = with_modules(target, layers)
+        layers = {name: target.get_submodule(name) for name in pairs}
+        runs = {name: partial(self._adapted, layer, pairs[name]) for name, layer in layers.items()}
+        self._model = with_modules(target, {name: InPlaceOf(layer, runs[name]) for name, layer in layers.items()})
+
+    def _adapted(self, layer: nn.Module, pair: Pair, x: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs of a linear layer with an adapter for all rows of a text but the first.
+
+        `x` are inputs `[B, n, inputs]`, or `[B * n, inputs]` as in layers of experts.
+        """
+        down, up = pair
+        made: torch.Tensor = layer(x)
+        noise = x.reshape(-1, self.columns, x.shape[-1])[:, 1:]
+        more = F.linear(F.linear(noise.to(down.dtype), down), up).to(made.dtype)
+        return made + F.pad(more, (0, 0, 1, 0)).view_as(made)
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> None:
         """Nothing is read ahead."""
