@@ -8,10 +8,10 @@ call. All weights are shared. A view is kept while its drafter is unchanged, as 
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -65,14 +65,14 @@ def adapted(drafter: Any, name: str | None = None) -> Any:
         if name is None:
             return drafter
         raise DraftingRefused(f"adapter_name={name!r} cannot be used with this drafter: {fault}")
-    key, made_of = tuple(choices.values()), _contents(drafter, root)
+    key, now = tuple(choices.values()), _contents(drafter, root)
     with _lock:
-        known = _known.get(drafter)
-        if known is None or not known.are_of(made_of):
-            known = _known[drafter] = _Views(made_of)
-        if key not in known.views:
-            known.views[key] = _view(drafter, root, choices)
-        view = known.views[key]
+        before, views = _views.get(drafter, ([], {}))
+        if len(before) != len(now) or any(map(operator.is_not, before, now)):
+            _, views = _views[drafter] = now, {}
+        if key not in views:
+            views[key] = _view(drafter, root, choices)
+        view = views[key]
         view.generation_config = drafter.generation_config
         return view
 
@@ -138,17 +138,6 @@ def _contents(drafter: Any, root: nn.Module) -> list[Any]:
 _CHOICE = ("_active_adapter", "_disable_adapters", "_modules")
 
 
-@dataclass(frozen=True)
-class _Views:
-    """The views of a drafter by their choices, and its contents when they were made."""
-
-    made_of: list[Any]
-    views: dict[tuple[_Choice, ...], Any] = field(default_factory=dict)
-
-    def are_of(self, contents: list[Any]) -> bool:
-        same = len(self.made_of) == len(contents)
-        return same and all(one is other for one, other in zip(self.made_of, contents, strict=True))
-
-
-_known: weakref.WeakKeyDictionary[Any, _Views] = weakref.WeakKeyDictionary()
+# By drafter: its contents when its views were made, and these by their choices
+_views: weakref.WeakKeyDictionary[Any, tuple[list[Any], dict[tuple[_Choice, ...], Any]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
-from ...core.checks import POSITIVE, are_ascending, check_fields, choice, demand, integer, is_number, setting
-from ...core.fields import Fields
+from ...core.checks import POSITIVE, are_ascending, check_fields, choice, demand, integer, is_number, setting, settings
+from ...core.fields import REQUIRED, Fields
 from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig, described, most_of
+from ..base.plain_config import PlainConfig, described
 
 # Fields of transformers that do not affect what a drafter computes.
 _MEANINGLESS = ("return_dict", "tie_word_embeddings", "use_cache")
@@ -112,24 +112,19 @@ def read_config(values: Mapping[str, Any]) -> FlashMapConfig:
     """Reads a config.json; raises a ValueError for an invalid or missing field, or an unknown switch."""
     config = Fields(values, CONFIG)
     config.ignore(*_MEANINGLESS)
-    sizes = (
-        "vocab_size", "target_hidden_size", "block_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-        "intermediate_size",
-    )  # fmt: skip
-    defaults = {
-        name: FlashMapConfig.__dataclass_fields__[name].default for name in ("num_steps", "cond_dim", "time_embed_dim")
-    }
-    factors = ("time_scale", "rope_theta", "rms_norm_eps", "qk_norm_eps", "layer_norm_eps")
     grids = config.table("jump_grids").values
     demand(all(isinstance(each, list) for each in grids.values()), "jump_grids", grids, "expected lists of times")
     fields = {
-        **{name: config.integer(name, most=most_of(FlashMapConfig, name)) for name in sizes},
-        **{name: config.integer(name, default) for name, default in defaults.items()},
-        **{name: config.number(name, FlashMapConfig.__dataclass_fields__[name].default) for name in factors},
         "target_layer_ids": tuple(config.integers("target_layer_ids", most=4096)),
         "jump_grids": grids,
         "noise_gate": config.choice("noise_gate", ("jump", "constant"), "jump"),
         "target_model": str(config.values.get("target_model") or ""),
     }
+    for each in settings(FlashMapConfig):
+        limit, default = each.metadata["limit"], REQUIRED if each.default is MISSING else each.default
+        if limit is POSITIVE:
+            fields[each.name] = config.number(each.name, default)
+        elif limit is not None and limit.most:
+            fields[each.name] = config.integer(each.name, default, most=limit.most)
     config.refuse_unread()
     return FlashMapConfig(**fields)
