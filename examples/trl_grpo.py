@@ -137,6 +137,7 @@ def train(options):
         max_completion_length=options.new_tokens,
         temperature=options.temperature,
         bf16=not options.float32,
+        use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=options.gradient_checkpointing,
         logging_steps=1,
         save_strategy="no",
