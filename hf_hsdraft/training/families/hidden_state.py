@@ -60,7 +60,7 @@ class HiddenStateFamily(TravellingFamily):
     drafter = HSDrafter
     predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none", "adaptation": False, **NOT_REFINED}  # noqa: RUF012
+    plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
 
     def by_columns(self, config: Any) -> bool:
