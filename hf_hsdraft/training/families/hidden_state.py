@@ -101,12 +101,7 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
         return
     text = _greedy(target, prompt, tokens)
     match = measure_match(target, drafter, text, start)
-    config.target_reference = {
-        "input_ids": text,
-        "start": start,
-        "agreed": match.agreed,
-        "drafted": match.drafted,
-    }
+    config.target_reference = {"input_ids": text, "start": start, "agreed": match.agreed, "drafted": match.drafted}
     config.check()
 
 
