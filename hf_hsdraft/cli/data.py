@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ..core.checks import printable
 from ._shared import TargetOption, console, say
 
 app = typer.Typer()
@@ -96,5 +97,4 @@ def overlap(
 
 
 def _brief(turns: tuple[str, ...]) -> str:
-    text = " ".join(turns[0].split()) if turns else ""
-    return escape(text if len(text) <= 60 else text[:57] + "...")
+    return escape(printable(" ".join(turns[0].split()), 60) if turns else "")

@@ -41,16 +41,15 @@ def training(
     injector: InjectorOption = None,
 ) -> None:
     """Says what training a hidden-state drafter for a target would take, with the arithmetic; runs nothing."""
-    from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
     from ..runtime.target_loading import load_config
     from ..training.evaluate.estimate import estimate
 
     config = load_config(target)
-    sizes = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector)
-    made = HSDraftConfig.for_target_config(config, **sizes, num_draft_steps=num_draft_steps or 6)
+    sizes = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, num_draft_steps=num_draft_steps)
+    made, assumed = _drafter(config, None, "hidden-state", sizes)
     found = estimate(
         config,
-        made,
+        made.config,
         tokens=tokens,
         epochs=epochs,
         flops_per_second=flops_per_second,
@@ -61,7 +60,7 @@ def training(
         conversations_tokens_per_step=tokens_per_step,
         world_size=world_size,
     )
-    _print(found.result("time", "operations", "memory", "taps on disk"), found.lines)
+    _print(found.result("time", "operations", "memory", "taps on disk"), found.lines + assumed)
 
 
 @app.command("estimate-decoding", short_help="Say what decoding with a drafter would take.")
@@ -90,7 +89,7 @@ def decoding(
     from ..runtime.target_loading import load_config
     from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
 
-    fields = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, draft_layers)
+    fields = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, draft_layers=draft_layers)
     if drafter is not None and fields:
         told = f"{drafter} has its own sizes: leave {', '.join(fields)} out"
         raise typer.BadParameter(told, param_hint="--drafter")
@@ -98,12 +97,12 @@ def decoding(
         raise typer.BadParameter("the drafter is of a family already: leave it out", param_hint="--family")
     config = load_config(target)
     fields |= {} if drafter is not None or num_draft_steps is None else {"num_draft_steps": num_draft_steps}
-    made = _drafter(config, drafter, family or "hidden-state", fields)
+    made, assumed = _drafter(config, drafter, family or "hidden-state", fields)
     options, deepest = made.generation_config, made.num_draft_steps
     depth = min(num_draft_steps or options.num_assistant_tokens, deepest)
     plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
     found = estimate_decoding(config, made, plan, Device(bytes_per_second, flops_per_second))
-    _print(found.result("speed-up, at most", "target in memory", "drafter in memory"), found.lines)
+    _print(found.result("speed-up, at most", "target in memory", "drafter in memory"), found.lines + assumed)
 
 
 def _print(result: str, arithmetic: tuple[str, ...]) -> None:
@@ -112,21 +111,16 @@ def _print(result: str, arithmetic: tuple[str, ...]) -> None:
 
 
 def _fields(
-    layers: int | None,
-    roll_layers: int | None,
-    modules: int | None,
-    injector: Injector | None,
-    draft_layers: int | None = None,
+    layers: int | None, roll_layers: int | None, modules: int | None, injector: Injector | None, **more: int | None
 ) -> dict[str, Any]:
     """The sizes of a fresh drafter that are given."""
-    sizes = {"num_hidden_layers": layers, "num_roll_layers": roll_layers, "num_step_modules": modules}
-    sizes["draft_layers"] = draft_layers
+    sizes = {"num_hidden_layers": layers, "num_roll_layers": roll_layers, "num_step_modules": modules, **more}
     fields: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     return fields | ({} if injector is None else {"injector": injector.value})
 
 
-def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
-    """The drafter that was named, or a fresh one on the meta device.
+def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """The drafter that was named, or a fresh one on the meta device and what is assumed of it.
 
     Raises a ValueError if the drafter was made for another target, or there is no such family.
     """
@@ -134,12 +128,22 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     from ..generate.by_name import load_drafter
+    from ..training.data.vocabulary import RANK_POWER, column_cost_of, typical_size
     from ..training.families.trainable import trainable
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-        if name is None:
-            return trainable(family, fields).untrained(target, fields)
-    drafter = load_drafter(name)
-    drafter.check(target)
-    return drafter
+    if name is not None:
+        drafter = load_drafter(name)
+        drafter.check(target)
+        return drafter, ()
+    kind = trainable(family, fields)
+    with torch.device("meta"):
+        made = kind.untrained(target, fields)
+    if "draft_vocab_size" not in kind.fields:
+        return made, ()
+    size = typical_size(made.config.vocab_size, column_cost_of(made, target))
+    with torch.device("meta"):
+        made = kind.untrained(target, {"draft_vocab_size": size, **fields})
+    why = f"as many as pay if the token of rank r occurs in proportion to 1 / r ** {RANK_POWER}"
+    return made, (f"assumed: a draft vocabulary of {size:,} tokens, {why}; training chooses by the answers",)

@@ -8,7 +8,7 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -22,25 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 _FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
 Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
-# Options passed to the plan unchanged.
-_OF_PLAN = (
-    "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
-    "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
-    "stream", "passes", "eval_conversations", "eval_prompts", "init_from", "lora", "adapter_name",
-    "publish_data",
-)  # fmt: skip
 _DEFAULT_FAMILY = Family("hidden-state")
-
-
-class MarkovHead(StrEnum):
-    vanilla = "vanilla"
-    gated = "gated"
-    rnn = "rnn"
-
-
-class Head(StrEnum):
-    target = "target"
-    trained = "trained"
 
 
 @app.command(
@@ -132,11 +114,16 @@ def train(
         int | None, typer.Option(min=1, help="Of hidden-state drafters: sets of parameters by step; default: 1.")
     ] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
-    head: Annotated[Head | None, typer.Option(help="Of hidden-state and specformer drafters; default: target.")] = None,
+    head: Annotated[
+        Literal["target", "trained"] | None,
+        typer.Option(help="Of hidden-state and specformer drafters; default: target."),
+    ] = None,
     markov_rank: Annotated[
         int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
     ] = None,
-    markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
+    markov_head: Annotated[
+        Literal["vanilla", "gated", "rnn"] | None, typer.Option(help="Formula of that bias; default: vanilla.")
+    ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
@@ -164,6 +151,8 @@ def train(
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     began = time.monotonic()
+    from dataclasses import fields as fields_of
+
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.data.plan import TrainingPlan
     from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
@@ -183,17 +172,15 @@ def train(
         "num_step_modules": num_step_modules,
         "draft_vocab_size": draft_vocab_size,
         "injector": injector and injector.value,
-        "head": head and head.value,
+        "head": head,
         "markov_rank": markov_rank,
-        "markov_head_type": markov_head and markov_head.value,
+        "markov_head_type": markov_head,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides |= {name: arguments.pop(name) for name in DRAFTER_OPTIONS if name in arguments}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
-    as_given: dict[str, Any] = {name: context.params[name] for name in _OF_PLAN}
-    if quick:
-        chosen = {name for name in as_given if _is_given(context, name)}
-        as_given = {name: as_given[name] for name in chosen}
+    names = {each.name for each in fields_of(TrainingPlan)} & context.params.keys()
+    as_given: dict[str, Any] = {name: context.params[name] for name in names if not quick or _is_given(context, name)}
     as_given |= {"temperatures": temperature} if temperature else {}
     as_given |= {"out": str(out), "family": family.value, "drafter": overrides, "openings": opening or []}
     as_given |= {"prompts": [str(path) for path in prompts or ()], "kinds": _shares(kinds)}

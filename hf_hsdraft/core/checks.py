@@ -111,8 +111,8 @@ def check_fields(config: Any) -> None:
         check_field(each, getattr(config, each.name))
 
 
-def misfit_of(wanted: Any, target: Any) -> str:
-    """Returns which size of a target is not that of a drafter's configuration, where None fits all; or ""."""
+def misfit_of(wanted: Any, target: Any, unknown: bool = False) -> str:
+    """Returns which size of a target is not that of a drafter's configuration, or ""; with `unknown`, None fits all."""
     config = target.config.get_text_config(decoder=True)
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     for name, found, expected in (
@@ -120,7 +120,7 @@ def misfit_of(wanted: Any, target: Any) -> str:
         ("hidden_size", config.hidden_size, wanted.target_hidden_size),
         ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
     ):
-        if expected is not None and found != expected:
+        if found != expected and not (unknown and expected is None):
             return f"the target has {name}={found}, the drafter expects {expected}"
     return ""
 

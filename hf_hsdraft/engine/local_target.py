@@ -194,11 +194,7 @@ class LocalTarget:
         places = torch.arange(begin, begin + len(tokens))
         taps = read.of(read.output.taps, row)
         own = self.own_taps(taps[on_device([0, *verdict.path], taps.device)])
-        reads = self._session is not None and self._session.reads_logits
-        # The next forward may reuse the memory of the logits.
-        logits = read.of(read.output.logits, row)[0].clone() if reads else None
-        counts = verdict.num_drafted, len(verdict.relaxed)
-        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), *counts, root_logits=logits)
+        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Picks the drafter's hidden states out of all, `[..., taps * D]`."""

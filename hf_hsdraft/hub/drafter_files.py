@@ -109,11 +109,16 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in weight_files(folder)}
 
 
-def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[str, str] | None) -> None:
+def check_weights(
+    folder: Path,
+    shapes: Mapping[str, Shape],
+    expected: Mapping[str, str] | None,
+    made_by: str = "save_pretrained or `hsdraft train`",
+) -> None:
     """Checks the files of weights by their headers, and by their SHA-256 digests where those are known.
 
-    Raises an OSError if files are missing, a DamagedFile, and a ValueError if they hold other tensors. This is no
-    warning: a partly random drafter decodes correctly, only slowly.
+    Raises an OSError if files are missing, a DamagedFile, and a ValueError if they hold other tensors; `made_by` is
+    what wrote such files. This is no warning: a partly random drafter decodes correctly, only slowly.
     """
     found: dict[str, Shape] = {}
     for path in weight_files(folder):
@@ -123,13 +128,12 @@ def check_weights(folder: Path, shapes: Mapping[str, Shape], expected: Mapping[s
             found[name] = shape
     if told := mismatch(found, shapes):
         raise ValueError(
-            f"the weights in {folder} do not match its configuration ({told}); expected the folder that "
-            "save_pretrained or `hsdraft train` wrote"
+            f"the weights in {folder} do not match its configuration ({told}); expected the folder that {made_by} wrote"
         )
     if expected is not None and digests(folder) != dict(expected):
         raise DamagedFile(
-            f"the weights in {folder} are damaged: their SHA-256 is not the one in {CONFIG} (if they were changed on "
-            "purpose, save them by save_pretrained)",
+            f"the weights in {folder} are damaged: their SHA-256 is not the one in {CONFIG}; expected the folder that "
+            f"{made_by} wrote",
             folder / CONFIG,
             *weight_files(folder),
         )
@@ -183,8 +187,8 @@ def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor
     """Returns the tensor. Raises a DamagedFile if it holds NaN or infinity, with which nothing is drafted."""
     if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(tensor.isfinite().all()):
         raise DamagedFile(
-            f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state of the "
-            "drafter, or train it again with a smaller learning rate",
+            f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state, or "
+            "train again with a smaller learning rate",
             path,
         )
     return tensor

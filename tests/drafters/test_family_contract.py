@@ -435,6 +435,13 @@ def test_another_target_is_refused_before_any_work(target, family):
         assert str(told.value).isprintable() and "Use a drafter of this target" in str(told.value)
 
 
+def test_a_size_that_is_not_known_fits_no_target(target):
+    drafter = EVERY["hidden states"](target)
+    drafter.config.vocab_size = None
+    with pytest.raises(DraftingRefused, match=f"vocab_size={VOCAB}, the drafter expects None"):
+        drafter.check(target)
+
+
 def test_rows_of_an_offloaded_embedding_are_taken_as_they_are(target):
     accelerate = pytest.importorskip("accelerate")
 

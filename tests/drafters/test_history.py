@@ -144,10 +144,18 @@ def test_what_texts_begin_with_is_kept_once():
         tail = [*prompt[-40:], *answer[:8]]
         assert history.find(tail, 4)[0].length == LONGEST_MATCH and history.find(tail, 4)[0].tokens == answer[8:12]
     held = history.held
-    history.enter([(prompt, answers[0])])
+    history.enter([(prompt, answers[0]), (prompt, answers[2])])
     assert history.held == held, "all of it is known"
     history.enter([([*prompt, *answers[0], *text_of(9, 40)], text_of(10, 50))])  # the next turn of a chat
     assert history.held[1] <= held[1] + 90 + LONGEST_MATCH + 2 * BLOCK
+
+
+def test_short_texts_are_kept_once():
+    history = History(1000)
+    for _ in range(2):
+        for seed in range(3):
+            history.enter([([1, 2, 3], text_of(seed, 20))])
+    assert history.held[:2] == (3, 3 * 23)
 
 
 def test_ids_that_are_no_tokens_are_in_no_draft(target):

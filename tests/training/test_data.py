@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, write_prompts
+from conftest import VOCAB, make_drafter, write_prompts
 from datasets import Dataset, load_dataset
 from training_helpers import planned, run
 
+from hf_hsdraft import EagleConfig, EagleDrafter
 from hf_hsdraft.training import files
 from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
 from hf_hsdraft.training.data.conversations import (
@@ -28,7 +30,12 @@ from hf_hsdraft.training.data.generating import DrawnToken, user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
 from hf_hsdraft.training.data.recording import TapRecorder
-from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary, paying_size
+from hf_hsdraft.training.data.vocabulary import (
+    choose_draft_vocabulary,
+    column_cost_of,
+    paying_size,
+    typical_size,
+)
 
 
 def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
@@ -160,14 +167,17 @@ def test_long_prompts_are_left_out_and_said_so(tokenizer):
 def test_invented_prompts_are_distinct_and_restartable(chatty, tokenizer, tmp_path):
     kind = replace(kind_of_openings(["", "w7 "]), temperature=1.5, continued=30)
     kwargs = {"kinds": [kind], "batch_size": 8}
-    whole = invent_prompts(chatty, tokenizer, 12, RowFolder(tmp_path / "whole"), **kwargs)
+
+    def invented(count, folder):
+        return [prompt for batch in invent_prompts(chatty, tokenizer, count, folder, **kwargs) for prompt in batch]
+
+    whole = invented(12, RowFolder(tmp_path / "whole"))
     assert len({prompt.key for prompt in whole}) == 12
     assert any(prompt.turns[0].startswith("w7") for prompt in whole)
     cut = RowFolder(tmp_path / "cut")
-    first = invent_prompts(chatty, tokenizer, 5, cut, **kwargs)
-    resumed = invent_prompts(chatty, tokenizer, 12, cut, **kwargs)
-    assert len({prompt.key for prompt in resumed}) == 12
-    assert resumed[:5] == first and len(cut.keys()) == 12  # what is stored is not made again
+    first, resumed = invented(5, cut), invented(12, cut)
+    assert (len(first), len(resumed)) == (5, 7)  # what is stored is not made again
+    assert len({prompt.key for prompt in first + resumed}) == 12 == len(cut.keys())
 
 
 def test_a_target_without_a_template_is_told_what_to_do(tokenizer):
@@ -231,6 +241,27 @@ def test_a_draft_vocabulary_of_the_size_that_pays_is_nearly_the_best_for_new_tex
     best = max(range(20, vocab_size + 1, 20), key=worth)
     assert worth(size) == pytest.approx(worth(best), abs=0.01)
     assert abs(size - best) < 0.35 * best
+
+
+def test_the_size_that_typically_pays_is_about_that_of_a_real_target():
+    """515,000 answer tokens of SmolLM2-135M-Instruct give 11,250 tokens."""
+    assert typical_size(49_152, 576 / 134_515_008) == pytest.approx(11_250, rel=0.1)
+    frequency = [rank**-1.2 for rank in range(1, 401)]
+    worth = [1.5 * math.log(sum(frequency[:size])) - 1e-3 * size for size in range(1, 401)]
+    assert typical_size(400, 1e-3) == 1 + max(range(400), key=worth.__getitem__)
+
+
+def test_a_column_costs_as_often_as_a_draft_reads_it(chatty):
+    weights = sum(weight.numel() for weight in chatty.parameters())
+    eagle = EagleDrafter(EagleConfig.for_target(chatty, num_draft_steps=5, draft_vocab_size=40))
+    narrow = {"head": "trained", "hidden_size": 16, "num_attention_heads": 2, "draft_vocab_size": 40}
+    for drafter, read in (
+        (make_drafter(chatty), 32),
+        (make_drafter(chatty, **narrow), 16),
+        (eagle, 5 * 32),
+        (make_drafter(chatty, num_draft_steps=2), 32),
+    ):
+        assert column_cost_of(drafter, chatty) == pytest.approx(read / weights)
 
 
 @pytest.mark.parametrize(
@@ -370,3 +401,11 @@ def test_recorded_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
         for more in ({}, {"recorder": TapRecorder([1])})
     ]
     assert answers[0] == answers[1]
+
+
+def test_nothing_is_drafted_where_states_are_recorded(chatty, tokenizer):
+    """N-grams neither, though a text that repeats itself would have many."""
+    ids = torch.tensor([[5, 6, 7] * 8])
+    call = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    output = chatty.generate(ids, **call, assistant_model=TapRecorder((1,)))
+    assert not any(output.statistics.drafted_nodes) and output.statistics.target_forwards == 12

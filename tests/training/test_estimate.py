@@ -270,6 +270,7 @@ def test_the_command_estimates_training_and_decoding(tmp_path):
         result = CliRunner().invoke(app, ["estimate", name, str(tmp_path), *shape, *more])
         assert result.exit_code == 0, result.output
         assert result.output.startswith(result_of) and all(word in result.output for word in words)
+        assert "assumed: a draft vocabulary of " in result.output
         earlier = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, *more])
         assert earlier.output == result.output
     result = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, "--tau", "2.5", "--drafter", "mine"])

@@ -26,6 +26,7 @@ from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
+from hf_hsdraft.training.loop import start
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
@@ -94,6 +95,22 @@ def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path, f
     write_prompts(tmp_path / "prompts.jsonl", 13)
     with pytest.raises(ValueError, match="prompt_digests"):
         run(chatty, tokenizer, changed)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "of an earlier version"])
+@pytest.mark.parametrize("family", ["hidden-state", "eagle3"])
+def test_a_resumed_run_keeps_the_draft_vocabulary_that_it_began_with(
+    chatty, tokenizer, tmp_path, monkeypatch, family, kept
+):
+    chosen = plan(tmp_path, family=family, drafter={"num_draft_steps": 3, "tree_size": 6})
+    monkeypatch.setattr(start, "paying_size", lambda *_: 30)
+    begun = run(chatty, tokenizer, chosen)
+    monkeypatch.setattr(start, "paying_size", lambda *_: pytest.fail("a size was chosen again"))
+    if not kept:
+        (tmp_path / "out" / "draft_vocabulary.json").unlink()
+    resumed = run(chatty, tokenizer, chosen, max_steps=6)
+    assert resumed.draft_vocab_ids().tolist() == begun.draft_vocab_ids().tolist()
+    assert len(begun.draft_vocab_ids()) == 30 and steps_done(tmp_path / "out") == 6
 
 
 @pytest.mark.parametrize("head", ["target", "trained"])

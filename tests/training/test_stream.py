@@ -9,12 +9,15 @@ from collections import Counter
 import pytest
 from conftest import write_prompts
 from test_pipeline import keys_of, plan, run
-from training_helpers import kill_at_step_three
+from training_helpers import interrupted, kill_at_step_three
 
 from hf_hsdraft.training.data import gather
+from hf_hsdraft.training.data.conversations import Conversation, Prompt
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.stream import ChatStream
 from hf_hsdraft.training.loop import run as run_module
+from hf_hsdraft.training.loop.checks import fingerprint
+from hf_hsdraft.training.loop.progress import Reporter
 
 
 def test_each_conversation_is_learned_about_as_often_as_asked_for():
@@ -34,8 +37,14 @@ def test_a_stream_that_ends_is_learned_again():
     assert all(set(learned[at : at + 3]) == {1, 2, 3} for at in (3, 6, 9))
 
 
-def test_a_resumed_stream_begins_with_what_is_new():
-    assert set(itertools.islice(ChatStream([1, 2], [[3, 4]], passes=1, seed=0, learned=True), 2)) == {3, 4}
+@pytest.mark.parametrize("drawn", [0, 450, 660, 10_000])
+def test_a_resumed_stream_learns_what_was_answered_after_its_checkpoint(drawn):
+    groups = [list(range(at, at + 20)) for at in range(200, 300, 20)]
+    begun = list(itertools.islice(ChatStream(range(200), groups, passes=3, seed=0), drawn))
+    resumed = ChatStream(range(260), [[1000]], passes=3, seed=0, drawn=min(drawn, 780))
+    before = list(itertools.takewhile(lambda chat: chat < 1000, resumed))
+    assert set(range(260)) <= {*begun, *before}
+    assert len(before) <= 3 * (260 - min(drawn, 780) // 3 + 65)  # most is not learned as new again
 
 
 @pytest.fixture
@@ -111,6 +120,61 @@ def test_a_resumed_stream_with_documents_holds_out_the_same(chatty, tokenizer, t
         run(chatty, tokenizer, invented)
     run(chatty, tokenizer, invented, max_steps=4)
     assert held_out[0] == held_out[1] and len(held_out[0]) == run_module.BEFORE_LEARNING
+
+
+def test_documents_are_kept_before_their_prompts_are_answered(chatty, tokenizer, tmp_path, monkeypatch, small_groups):
+    few = {"num_prompts": 16, "kinds": {"summary": 1.0}, "max_length": 100}
+    invented = plan(tmp_path, prompts=(), **few, stream=True, answer_batch_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(gather, "answer_prompts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(chatty, tokenizer, invented)
+    written = list(RowFolder(tmp_path / "out" / "data").rows())
+    assert written and all(row["category"] == "document" for row in written)
+    first = next(answering(chatty, tokenizer, invented).stream(()))
+    assert first == [Conversation.of(row["messages"]) for row in written]
+
+
+def answering(target, tokenizer, plan):
+    return gather.Answering(target, tokenizer, plan, 42, fingerprint(target), Reporter(lambda _: None))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_little_is_invented_before_the_first_answer_if_it_is_late(chatty, tokenizer, tmp_path, late):
+    kinds = {"mathematics": 1.0, "question": 1.0, "writing": 1.0}
+    invented = plan(tmp_path, prompts=(), num_prompts=40, kinds=kinds, max_length=100, answer_batch_size=2)
+    groups = answering(chatty, tokenizer, invented).stream((), late=lambda: late)
+    assert next(groups) == [] and next(groups)
+    made = list(RowFolder(tmp_path / "out" / "prompts").rows())
+    assert len({row["kind"] for row in made}) == (1 if late else 3)
+
+
+def test_a_stream_of_given_prompts_looks_at_a_part_before_it_answers(chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "_PART", 4)
+    looked, original = [], gather.prompts_that_fit
+
+    def looking(tokenizer, prompts, *arguments):
+        looked.append(len(prompts))
+        return original(tokenizer, prompts, *arguments)
+
+    monkeypatch.setattr(gather, "prompts_that_fit", looking)
+    prompts = [Prompt.of([f"w{number} w2"]) for number in range(10)]
+    groups = answering(chatty, tokenizer, plan(tmp_path)).stream(prompts)
+    assert next(groups) == [] and next(groups) and looked == [4]
+    assert len([chat for group in groups for chat in group]) == 6 and looked == [4, 4, 2]
+
+
+def test_a_stream_reads_its_rows_once(chatty, tokenizer, tmp_path, monkeypatch):
+    read, rows, keys = [], RowFolder.rows, RowFolder.keys
+    monkeypatch.setattr(RowFolder, "rows", lambda self: read.append(self) or rows(self))
+    monkeypatch.setattr(RowFolder, "keys", lambda self: read.append(self) or keys(self))
+    invented = plan(
+        tmp_path, prompts=(), num_prompts=40, kinds={"mathematics": 1.0}, max_length=100, answer_batch_size=2
+    )
+    groups, counts = answering(chatty, tokenizer, invented).stream(()), []
+    for _ in itertools.islice(groups, 6):
+        counts.append(len(read))
+    assert len(set(counts[1:])) == 1
 
 
 @pytest.mark.parametrize(

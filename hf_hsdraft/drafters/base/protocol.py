@@ -76,7 +76,6 @@ class Accepted:
     num_relaxed: int = 0  # of these, tokens that a lossy rule accepted instead of the target's
     # `[n - 1, D]`, embeddings of the x_{i+1} except the last, for prompts given as embeddings
     embeds: torch.Tensor | None = None
-    root_logits: torch.Tensor | None = None  # `[V]`, the target's at the root, if `Session.reads_logits` and known
 
     def next_embeds(self, embed: Transform) -> torch.Tensor:
         """Returns embeddings `[n, D]` of the tokens x_{i+1}; `embed` maps token ids."""
@@ -140,7 +139,6 @@ class Session:
     # Drafts take negligible time. Free sessions always draft, and first; the pace limits the depth of others.
     free = False
     listens = False  # whether it observes all rounds of a call in which nothing can be drafted
-    reads_logits = False  # whether its news hold the target's logits at the root of a draft
     takes_ngrams = True  # whether n-grams may be put in front, as `ngram_length` asks
     # Hashable; what the time of a draft depends on besides the session's class, target, options and depth
     kind: tuple[Any, ...] = ()

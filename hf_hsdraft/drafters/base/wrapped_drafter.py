@@ -9,12 +9,12 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...verify.verdict import Verifier
-from .draft_options import DraftOptions
+from .draft_options import NO_HISTORY, DraftOptions
 from .protocol import Call, Drafter, Session
 
 
 class WrappedDrafter(Drafter):
-    """Drafts like another drafter, with trees of fixed size and without n-grams, so that every run drafts the same.
+    """Drafts like another drafter, with trees of fixed size, no n-grams and no history: every run drafts the same.
 
     Subclasses may override `session`. The wrapped drafter is not changed: options are copied. A `rule` verifies instead
     of the one that the options name.
@@ -27,6 +27,7 @@ class WrappedDrafter(Drafter):
         self.generation_config = copy.deepcopy(drafter.generation_config)
         options = self.generation_config
         options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
+        options.history = NO_HISTORY
         self._drafter, self._rule = drafter, rule
 
     def default_generation_config(self) -> GenerationConfig:

@@ -19,7 +19,6 @@ from ..base.protocol import Accepted, Ask, Call
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
-from .adaptation import Adaptation
 from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights
 from .roll_out import Pairs, RollOut
 from .target_match import warn_of_poor_guesses
@@ -120,8 +119,6 @@ class HSDraftSession(TreeSession):
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(call.rows)]
-        self.adaptation = Adaptation.of(drafter, self._options.own, self._vocab_ids)
-        self.reads_logits = self.adaptation is not None
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
@@ -131,8 +128,6 @@ class HSDraftSession(TreeSession):
         return trees
 
     def observe(self, news: Sequence[Accepted]) -> None:
-        if self.adaptation is not None:
-            self.adaptation.observe(news)
         for each in news:
             self._take_tokens(each)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
@@ -154,8 +149,6 @@ class HSDraftSession(TreeSession):
             self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
     def end(self) -> None:
-        if self.adaptation is not None:
-            self.adaptation.end(self.drafter, self._options.own)
         warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
@@ -253,11 +246,8 @@ class HSDraftSession(TreeSession):
         return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        rows = [ask.row for ask in asks]
-        hidden = self._rolled(rows, depth)
+        hidden = self._rolled([ask.row for ask in asks], depth)
         logits = self._working.logits(hidden)
-        if self.adaptation is not None:
-            logits = self.adaptation.adapted(logits, rows, self.race)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
         if left and self._reuse == "ensemble":
             logits, embed = logits.clone(), self.weights.embed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.registry import register_drafter
 from ..base.target_weights import DrafterOutput
-from .adaptation import ADAPTATION, FILE, RECORDS, check_adaptation
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
@@ -44,7 +41,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     - `reuse`: of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
     - `refinement`: share of the refiner, if one was trained, in the draft logits; 0 for none;
-    - `adaptation`: whether the drafter learns from the text while it is decoded; `"kept"` also for later calls;
     - `ngram_length`: longest n-gram leader, in tokens, by which nodes from the text itself join the tree; 0 for none;
     - `ngram_continuation`: most n-gram nodes appended to the most probable drafted path; 0 for none;
     - `tree_sizing`: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes;
@@ -62,7 +58,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     travels_as = ChainDrafter
     takes_tree_builders = True
     why_not_refined = ""
-    own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS, ADAPTATION)
+    own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
     settled_options = tuple(option.name for option in own_options)  # not in a cascade, which takes tokens back
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
@@ -124,7 +120,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
 
     def check_together(self, options: DraftOptions) -> None:
         check_refiners(self, options)
-        check_adaptation(self, options.own)
         reuse, _ = reuse_of(options.own)
         if options.tree_builder != "beam" and reuse != "none":
             raise ValueError(
@@ -137,27 +132,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # runs a forward: all processes must do so, or none
-
-    def save_adaptation(self, folder: str | os.PathLike[str]) -> Path:
-        """Saves what calls with `adaptation="kept"` have learnt; returns the file's path.
-
-        A drafter loaded from this folder begins with it, if that option is set. The file holds how often tokens
-        occurred in the decoded texts, so treat it as you treat these; `save_pretrained` and `push_to_hub` leave it out.
-
-        Args:
-            folder: created if missing.
-
-        Raises:
-            ValueError: a file that was there when the drafter was loaded is damaged, or of another drafter.
-        """
-        path = Path(folder) / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        RECORDS.of(self).save(path)
-        return path
-
-    def forget_adaptation(self) -> None:
-        """Forgets what calls with `adaptation="kept"` have learnt; saved files stay."""
-        RECORDS.forget(self)
 
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()

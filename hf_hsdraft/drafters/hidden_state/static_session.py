@@ -17,8 +17,8 @@ class StaticSession(HSDraftSession):
     """Drafts beams for one text by a [`StaticRollOut`], which then need no operator outside one compiled function.
 
     Where a draft follows a draft, acceptance, the accepted positions and the next draft are one function behind the
-    target's forward, and a round reads back once. Foreseen draws, refinement, reuse, adaptation and other trees use the
-    states of a compiled roll-out as [`HSDraftSession`] does.
+    target's forward, and a round reads back once. Foreseen draws, refinement, reuse and other trees take the states of
+    a compiled roll-out, and go on as in [`HSDraftSession`].
     """
 
     _roll_out: StaticRollOut
@@ -26,7 +26,7 @@ class StaticSession(HSDraftSession):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         with_states = self._foresight is not None or self._refiner is not None or self._reuse != "none"
-        self._beams = not with_states and self.adaptation is None and self._options.tree_builder == "beam"
+        self._beams = not with_states and self._options.tree_builder == "beam"
         self._sizes: tuple[int, int] | None = None  # `tree_size` and `beam_width` of this round's draft
         self._followed: Followed | None = None  # the next draft, if the target accepts as it assumes
         self._found: tuple[FoundNodes, tuple[int, int]] | None = None  # the next draft, and its sizes

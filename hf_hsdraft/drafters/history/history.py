@@ -121,6 +121,7 @@ class History:
 _of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[str, History]]] = (
     weakref.WeakKeyDictionary()
 )
+_MOST_FOLDERS = 4  # whose texts a drafter keeps in memory
 _of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -137,10 +138,12 @@ def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
         return None
     with _lock:
         known = _of_drafters.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
-        if option not in known:
-            known[option] = _made(target, option)
-    known[option].refresh()
-    return known[option]
+        history = known.pop(option, None) or _made(target, option)
+        known[option] = history  # the last one
+        for unused in [name for name in known if name != IN_MEMORY][:-_MOST_FOLDERS]:
+            del known[unused]
+    history.refresh()
+    return history
 
 
 def _made(target: Any, option: str) -> History:

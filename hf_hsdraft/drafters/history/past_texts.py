@@ -33,8 +33,18 @@ def block_digests(tokens: Tokens, start: bytes = START) -> list[bytes]:
     """Returns for each whole block of a text a digest of all tokens up to its end; `start` is of those before."""
     digests, raw = [start], np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     for end in range(4 * BLOCK, len(raw) + 1, 4 * BLOCK):
-        digests.append(hashlib.blake2b(digests[-1] + raw[end - 4 * BLOCK : end], digest_size=8).digest())
+        digests.append(_digest(digests[-1] + raw[end - 4 * BLOCK : end]))
     return digests[1:]
+
+
+def text_digest(tokens: Tokens, start: bytes, blocks: Sequence[bytes]) -> bytes:
+    """Returns the digest of a whole text; `blocks` are the digests of its whole blocks."""
+    rest = np.ascontiguousarray(tokens[len(blocks) * BLOCK :], dtype="<i4").tobytes()
+    return _digest((blocks[-1] if blocks else start) + b"end" + rest)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 @dataclass
@@ -62,7 +72,8 @@ class PastTexts:
         self._end = self._index.begin  # of what is written
         self._texts: list[_Kept] = []
         self._begins: list[int] = []
-        self._blocks: dict[bytes, int] = {}  # digests of beginnings that are known, and the text they are in
+        self._blocks: dict[bytes, int] = {}  # digests of beginnings that are known, and the newest text they are in
+        self._whole: dict[bytes, int] = {}  # digests of whole texts
         self._clock = 0
         for record in records:
             self._write(record)
@@ -77,8 +88,8 @@ class PastTexts:
 
     @property
     def bytes(self) -> int:
-        """Memory that the index takes."""
-        return self._index.bytes
+        """Memory that the index and the records take."""
+        return self._index.bytes + sum(text.record.tokens.nbytes for text in self._texts)
 
     def records(self) -> list[Record]:
         """Returns all records, from the least to the most recently used."""
@@ -103,20 +114,17 @@ class PastTexts:
         """
         text = np.concatenate([prompt, answer])
         digests = block_digests(text)
+        whole = self._whole.get(text_digest(text, START, digests))
+        if whole is not None:
+            self._use(whole)
+            return None
         known = 0
         while known < len(digests) and digests[known] in self._blocks:
             known += 1
         if known:
             self._use(self._blocks[digests[known - 1]])
-            if known == len(digests) and self._holds(self._blocks[digests[-1]], text[known * BLOCK :]):
-                return None
         skipped = max(min(known, len(prompt) // BLOCK) - _SHARED_BLOCKS, 0)
         return Record(text[skipped * BLOCK :], digests[skipped - 1] if skipped else START)
-
-    def _holds(self, number: int, rest: Tokens) -> bool:
-        """Whether a text whose beginning is known ends with these tokens, less than a block."""
-        kept = self._texts[number].record.tokens
-        return len(rest) == len(kept) % BLOCK and bool((kept[len(kept) - len(rest) :] == rest).all())
 
     def add(self, record: Record) -> None:
         """Enters a record, for which there has to be room."""
@@ -130,8 +138,9 @@ class PastTexts:
         self._index.tokens[begin:end] = np.where(valid, record.tokens, SEPARATOR)
         self._end = end + 1
         self._clock += 1
-        for digest in block_digests(record.tokens, record.start):
-            self._blocks[digest] = len(self._texts)
+        digests = block_digests(record.tokens, record.start)
+        self._blocks.update(dict.fromkeys(digests, len(self._texts)))
+        self._whole[text_digest(record.tokens, record.start, digests)] = len(self._texts)
         self._begins.append(begin)
         self._texts.append(_Kept(begin, record, self._clock))
 

@@ -166,7 +166,7 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
         model = PathLM(sizes)
     place, digest = (folder / WEIGHTS).parent, document.get("weights_digest")  # older files have none
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_weights(place, shapes, None if digest is None else {Path(WEIGHTS).name: digest})
+    check_weights(place, shapes, None if digest is None else {Path(WEIGHTS).name: digest}, "`hsdraft make refiner`")
     model.load_state_dict(tensors(place), assign=True)
     return model.requires_grad_(False).eval()
 

@@ -6,10 +6,9 @@ distribution, and cross-entropy with the target's first choice. Only the imitati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ...training.families.family import Choose
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
@@ -32,10 +31,6 @@ class SelfFamily(TravellingFamily):
 
     def by_columns(self, config: Any) -> bool:
         return True
-
-    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> SelfDrafter:
-        drafter: SelfDrafter = self.with_chosen_vocabulary(target, fields, choose)
-        return drafter
 
     def taps(self, drafter: SelfDrafter, target: Any) -> Sequence[int]:
         return tuple(drafter.config.target_tap_layers)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.checks import short
 from ..files import write_complete, write_json
 
 # No `configs` block in the card, and no ending of the recipe that `datasets` reads: it then finds the data files by
@@ -83,9 +84,4 @@ class RowFolder:
 def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """Describes where two recipes differ, `made_with` excepted."""
     pairs = {name: (stored.get(name), recipe.get(name)) for name in sorted({*stored, *recipe} - {"made_with"})}
-    return [f"{name}: {_short(old)} -> {_short(new)}" for name, (old, new) in pairs.items() if old != new]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return [f"{name}: {short(old)} -> {short(new)}" for name, (old, new) in pairs.items() if old != new]

@@ -234,11 +234,7 @@ def read_features(
 
 @torch.inference_mode()
 def keep_likely(
-    dataset: FeatureDataset,
-    head: torch.Tensor,
-    vocab_ids: torch.Tensor,
-    count: int,
-    stage: Stage,
+    dataset: FeatureDataset, head: torch.Tensor, vocab_ids: torch.Tensor, count: int, stage: Stage
 ) -> FeatureDataset:
     """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
 

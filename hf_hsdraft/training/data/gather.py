@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from .conversations import (
 from .dataset import RowFolder
 from .features import FeatureCache
 from .generating import Reply, reply
-from .inventing import invent_prompts, prompt_of
+from .inventing import invent_prompts, prompt_of, shortage
 from .kinds import Kind, chosen_kinds, kind_of_openings
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
@@ -46,6 +46,7 @@ _LOCAL_BATCH = 64  # most prompts invented at a time where a server answers
 _DOCUMENT = "document"  # category of chats in which the target wrote a document for a prompt
 _ENDLESS = 10**6  # prompts of a stream, unless the plan says how many
 _LEAST_BATCH = 16  # conversations that a stream hands over together
+_PART = 1024  # prompts given to a stream that it looks at together, before it answers the first
 _NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
 
 
@@ -167,61 +168,72 @@ class Answering:
         wanted = {prompt.key for prompt in prompts}
         return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
 
-    def stream(self, prompts: Sequence[Prompt], little_time: bool = False) -> Iterator[list[Conversation]]:
+    def stream(
+        self, prompts: Sequence[Prompt], little_time: bool = False, late: Callable[[], bool] = lambda: False
+    ) -> Iterator[list[Conversation]]:
         """As `all`, but yields conversations as they come: first all that are on disk, then batch by batch.
 
-        The target invents prompts as they are needed, a full batch of each kind at once, or with `little_time` a batch
-        of all kinds. The documents that it writes for them are conversations too, with the requests for them. Batches
-        come in random order. If there are not even enough conversations to hold out, a ValueError says why no more can
-        be invented.
+        The target invents prompts as they are needed, a full batch of each kind, or with `little_time` a batch of all
+        kinds, and fewer while it is `late`. The documents that it writes for them are conversations too, with the
+        requests for them. Batches come in random order. If there are not even enough conversations to hold out, a
+        ValueError says why no more can be invented.
         """
-        store, skipped = self._store(), list[str]()
-        made = self._made() if self.plan.invents else prompts
-        keys = {prompt.key for prompt in made}
+        store, documents, skipped = self._store(), list[Conversation](), list[str]()
+        known = self._made() if self.plan.invents else prompts
+        keys, done = {prompt.key for prompt in known}, store.keys()
         rows = (row for row in store.rows() if row["key"] in keys or self._is_document(row))
-        known = [Conversation.of(row["messages"]) for row in rows]
-        chats = len(known)
-        yield known
-        wanted = self.plan.num_prompts or _ENDLESS
-        kinds = len(kinds_to_invent(self.plan, self.tokenizer)) if self.plan.invents else 0
-        mixed = little_time and kinds > _FEW_KINDS
-        batch_size = self._inventing_batch
-        at_once = max(batch_size * (1 if mixed else kinds), 1)
-        begin = max(len(made), at_once)
-        documents: list[Answered] = []  # stored once they are learned: a resumed run has the same order
-        for count in range(begin, wanted + at_once, at_once) if self.plan.invents else [0]:
-            if self.plan.invents:
-                try:
-                    whole = not mixed and count + batch_size <= wanted
-                    prompts = self._invented(min(count, wanted), whole, documents.extend)
-                except ValueError as error:  # training continues with what is there
-                    if chats + len(documents) <= self.plan.eval_conversations:
-                        raise
-                    self.report(f"no further prompts: {error}")
-                    if documents:
-                        yield self._stored(store, documents)
-                    return
-            done = store.keys()
-            pending = [prompt for prompt in prompts if prompt.key not in done]
+        group = [Conversation.of(row["messages"]) for row in rows]
+        chats = len(group)
+        yield group
+        for part in self._parts(known, little_time, late, documents):
+            if documents:
+                group = documents.copy()
+                documents.clear()
+                chats += len(group)
+                yield group
+            pending = [prompt for prompt in part if prompt.key not in done]
             pending = prompts_that_fit(self.tokenizer, pending, self._longest, lambda prompt, why: skipped.append(why))
             expected = self._own_answers() if pending else None
             answers = self._batches(pending, expected, lambda prompt, why: skipped.append(why), shuffled=True)
-            among = -(-len(documents) // max(len(pending), 1))  # documents after each answer, so that they mix
             for batch in _of_some_size(answers):
                 group = self._stored(store, batch)
-                written = [documents.pop() for _ in range(min(among * len(batch), len(documents)))]
-                group += self._stored(store, written)
                 batch.clear()  # recorded states would stay in memory while the drafter learns
-                chats += len(group)
-                yield group
-            if documents:
-                group = self._stored(store, documents)
-                documents.clear()
                 chats += len(group)
                 yield group
             if skipped:
                 self.report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
                 skipped.clear()
+        wanted = self.plan.num_prompts or _ENDLESS
+        if self.plan.invents and (why := shortage(len(self._prompts().keys()), wanted)):
+            if chats <= self.plan.eval_conversations:
+                raise ValueError(why)
+            self.report(f"no further prompts: {why}")  # training continues with what is there
+
+    def _parts(
+        self, known: Sequence[Prompt], little_time: bool, late: Callable[[], bool], documents: list[Conversation]
+    ) -> Iterator[list[Prompt]]:
+        """Yields known prompts part by part, then what is invented, see `stream`; adds the documents for that."""
+        yield from (list(known[at : at + _PART]) for at in range(0, len(known), _PART))
+        if not self.plan.invents:
+            return
+        kinds, most = len(kinds_to_invent(self.plan, self.tokenizer)), self._inventing_batch
+        if little_time and kinds > _FEW_KINDS:
+            most = -(-most // kinds)
+        wanted, ended = self.plan.num_prompts or _ENDLESS, False
+        batches = enumerate(self._inventing(wanted, most, documents), 1)
+        while not ended:
+            part: list[Prompt] = []
+            with self.report.stage("inventing", "prompts", min(kinds * most, wanted)) as stage:
+                for number, batch in batches:
+                    part += batch
+                    stage.advance(len(part))
+                    if number % kinds == 0 or late():
+                        break
+                else:
+                    ended = True
+            if part:
+                self._tell_kinds(part)
+            yield part
 
     @property
     def _inventing_batch(self) -> int:
@@ -234,24 +246,25 @@ class Answering:
         return _judges_of(self.plan)
 
     def _is_document(self, row: dict[str, Any]) -> bool:
-        return self.plan.invents and row["category"] == _DOCUMENT and not self._near(row["messages"])
+        return self.plan.invents and row["category"] == _DOCUMENT and not self._near(Conversation.of(row["messages"]))
 
-    def _near(self, messages: list[Message]) -> bool:
+    def _near(self, chat: Conversation | Prompt) -> bool:
         """Whether a chat is a near-duplicate of a prompt that the plan excludes."""
-        return bool(self.plan.exclude_near) and self._judges.is_near(Chat.of(Conversation.of(messages)).asked)
+        return bool(self.plan.exclude_near) and self._judges.is_near(Chat.of(chat).asked)
 
-    def _fresh(self, written: Sequence[Answered], known: set[str]) -> list[Answered]:
-        """Returns what may be learned of written documents, and adds it to the known keys; keeps what was recorded."""
-        fresh = {each.prompt.key: each for each in written if each.prompt.key not in known}
-        kept = [each for each in fresh.values() if not self._near(each.messages)]
-        self._keep(kept)
-        known.update(fresh)
-        return [replace(each, read=None) for each in kept]
+    def _prompts(self) -> RowFolder:
+        """The invented prompts on disk; a ValueError if they were made with other settings."""
+        plan, rows = self.plan, _same_rows(PartialState())
+        decided: dict[str, Any] = {"openings": list(plan.openings)}
+        if not plan.openings:
+            shares = {kind.name: kind.share for kind in kinds_to_invent(plan, self.tokenizer)}
+            decided = {"kinds": shares, "max_prompt_tokens": self._longest}
+        return rows(Path(plan.out) / "prompts", "Prompts a chat model invented.", {**self.recipe, **decided})
 
     def _made(self) -> list[Prompt]:
         """The invented prompts on disk that the plan does not exclude."""
-        rows = RowFolder(Path(self.plan.out) / "prompts").rows()
-        return leave_near_out(self.plan, [prompt_of(row) for row in rows], self.report)
+        made = [prompt_of(row) for row in self._prompts().rows()]
+        return [prompt for prompt in made if not self._near(prompt)]
 
     @property
     def _temperatures(self) -> Sequence[float]:
@@ -268,65 +281,62 @@ class Answering:
     def _store(self, rows: type[RowFolder] = RowFolder, writer: int = 0) -> RowFolder:
         return rows(Path(self.plan.out) / "data", "Chats answered by the target.", self.recipe, writer)
 
-    def _invented(
-        self,
-        count: int,
-        whole_batches: bool = False,
-        on_documents: Callable[[list[Answered]], object] | None = None,
-    ) -> list[Prompt]:
-        """Lets the target invent prompts, until there are `count`.
+    def _invented(self, count: int) -> list[Prompt]:
+        """Lets the target invent prompts, until there are `count`."""
+        state = PartialState()
+        if state.is_main_process or is_sharded(self.target):
+            done = len(self._prompts().keys())
+            with self.report.stage("inventing", "prompts", count, min(count, done)) as stage:
+                for batch in self._inventing(count, self._inventing_batch):
+                    done += len(batch)
+                    stage.advance(done)
+        state.wait_for_everyone()
+        rows = list(self._prompts().rows())[:count]
+        if why := shortage(len(rows), count):
+            raise ValueError(why)
+        prompts = leave_near_out(self.plan, [prompt_of(row) for row in rows], self.report)
+        self._tell_kinds(prompts)
+        return prompts
 
-        With `on_documents`, new documents are passed on as answered chats, with what was recorded kept. They
-        are sampled, so a plan that learns from greedy answers alone leaves them out.
+    def _tell_kinds(self, prompts: Sequence[Prompt]) -> None:
+        found = Counter(prompt.category for prompt in prompts)
+        self.report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
+
+    def _inventing(self, count: int, most: int, documents: list[Conversation] | None = None) -> Iterator[list[Prompt]]:
+        """Yields what the target invents, until there are `count` prompts, `most` of a batch, without excluded ones.
+
+        New documents are stored, and added to `documents` as answered chats. They are sampled, so a plan that learns
+        from greedy answers alone leaves them out.
         """
-        target, tokenizer, plan, state = self.target, self.tokenizer, self.plan, PartialState()
-        kinds = kinds_to_invent(plan, tokenizer)
-        invented: dict[str, Any] = {"openings": list(plan.openings)}
-        if not plan.openings:
-            shares = {kind.name: kind.share for kind in kinds}
-            invented = {"kinds": shares, "max_prompt_tokens": self._longest}
-        folder = Path(plan.out) / "prompts"
-        made = _same_rows(state)(folder, "Prompts a chat model invented.", {**self.recipe, **invented})
+        plan, written, made, store = self.plan, list[Answered](), self._prompts(), self._store()
         if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
             own = self._own_answers() or ()
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
-        learned = None if plan.greedy_only else on_documents
-        known = self._store().keys() if learned is not None else set()
-        recorder = self._recorder() if learned is not None else None
-        written: list[Answered] = []
-
-        def invented_batch(count: int) -> None:
-            stage.advance(count)
-            if learned is not None:
-                learned(self._fresh(written, known))
+        learns = documents is not None and not plan.greedy_only
+        known = store.keys() if learns else set()
+        recorder = self._recorder() if learns else None
+        for batch in invent_prompts(
+            self.target,
+            self.tokenizer,
+            count,
+            made,
+            kinds_to_invent(plan, self.tokenizer),
+            max_prompt_tokens=self._longest,
+            batch_size=self._inventing_batch,
+            most=most,
+            seed=self.seed,
+            recorder=recorder or (TapRecorder(()) if can_record(self.target) else None),
+            on_document=lambda kind, ask, reply: written.append(_document(kind, ask, reply)),
+            on_given_up=lambda name: self.report(
+                f"the target invents too few prompts of kind {name}: other kinds take its share"
+            ),
+        ):
+            if documents is not None and learns:
+                fresh = {each.prompt.key: each for each in written if each.prompt.key not in known}
+                known.update(fresh)
+                documents += self._stored(store, [each for each in fresh.values() if not self._near(each.prompt)])
             written.clear()
-
-        if state.is_main_process or is_sharded(target):
-            with self.report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
-                invent_prompts(
-                    target,
-                    tokenizer,
-                    count,
-                    made,
-                    kinds,
-                    max_prompt_tokens=self._longest,
-                    batch_size=self._inventing_batch,
-                    seed=self.seed,
-                    whole_batches=whole_batches,
-                    recorder=recorder or (TapRecorder(()) if can_record(target) else None),
-                    on_document=lambda kind, ask, reply: written.append(_document(kind, ask, reply)),
-                    on_batch=invented_batch,
-                    on_given_up=lambda name: self.report(
-                        f"the target invents too few prompts of kind {name}: other kinds take its share"
-                    ),
-                )
-        state.wait_for_everyone()
-        prompts = leave_near_out(
-            plan, [prompt_of(row) for row in made.rows()][: None if whole_batches else count], self.report
-        )
-        found = Counter(prompt.category for prompt in prompts)
-        self.report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
-        return prompts
+            yield [prompt for prompt in batch if not self._near(prompt)]
 
     def _batches(
         self, prompts: Sequence[Prompt], expected: list[str] | None, skip: OnSkip, shuffled: bool = False

@@ -6,7 +6,7 @@ import random
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,63 +32,61 @@ def invent_prompts(
     *,
     max_prompt_tokens: int = 1024,
     batch_size: int = 64,
+    most: int | None = None,
     seed: int = 0,
-    whole_batches: bool = False,
     recorder: TapRecorder | None = None,
     on_document: OnDocument = lambda kind, ask, reply: None,
-    on_batch: Callable[[int], object] = lambda made: None,
     on_given_up: Callable[[str], object] = lambda name: None,
-) -> list[Prompt]:
-    """Lets the target invent prompts of some kinds, by their shares; a ValueError if it invents too few.
+) -> Iterator[list[Prompt]]:
+    """Lets the target invent prompts of some kinds, by their shares, and yields those that are new, batch by batch.
 
     Each batch is of the kind that lacks most: the target writes the documents that its prompts need, and continues
     openings as the user. Each batch has a seed, so a restarted run makes the same prompts.
 
     Args:
+        count: number of prompts in the end, with those in the store; fewer if the target can invent no more.
         store: keeps the `turns` of each prompt and the name of its `kind`.
         max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
-        whole_batches: whether each batch is as large as `batch_size` and all its prompts are kept, `count` or more in
-            the end. Kinds are even after a batch of each.
+        most: greatest number of prompts kept of a batch; `None` for `batch_size`.
         recorder: keeps the hidden states of what is read for documents.
         on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
             learn from.
-        on_batch: called with the number of prompts so far.
         on_given_up: called with the name of each kind that is given up for the others.
     """
-    header = user_header(tokenizer)
-    rows = {row["key"]: row for row in store.rows()}
-    batch = 1 + max((row["batch"] for row in rows.values()), default=-1)
-    open_kinds, idle = list(kinds), Counter[str]()
-    have = Counter(row.get("kind", kinds[0].name) for row in rows.values())
-    while len(rows) < count and open_kinds:
+    header, open_kinds, idle = user_header(tokenizer), list(kinds), Counter[str]()
+    known, have, batch = set[str](), Counter[str](), 0
+    for row in store.rows():
+        known.add(row["key"])
+        have[row.get("kind", kinds[0].name)] += 1
+        batch = max(batch, row["batch"] + 1)
+    while len(known) < count and open_kinds:
         kind, missing = _next_kind(open_kinds, have, count)
-        missing = batch_size if whole_batches else min(missing, count - len(rows))
+        missing = min(missing, most or batch_size, count - len(known))
         size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
         writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, f"{seed} {batch}", recorder, on_document)
-        found = writer.prompts(size)
-        fresh = {prompt.key: list(prompt.turns) for prompt in found if prompt.key not in rows}
+        fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
+        added = list(fresh.values())[:missing]
         entry = {"kind": kind.name, "batch": batch}
-        added = [{"key": key, "turns": turns, **entry} for key, turns in list(fresh.items())[:missing]]
-        store.append(added)
-        rows |= {row["key"]: row for row in added}
+        store.append([{"key": prompt.key, "turns": list(prompt.turns), **entry} for prompt in added])
+        known.update(prompt.key for prompt in added)
         have[kind.name] += len(added)
         idle[kind.name] = 0 if added else idle[kind.name] + 1
         if idle[kind.name] >= _PATIENCE:
             open_kinds.remove(kind)
             if open_kinds:
                 on_given_up(kind.name)
-        on_batch(len(rows))
         batch += 1
-    _check_enough(len(rows), count)
-    return [prompt_of(row) for row in rows.values()][: None if whole_batches else count]
+        yield added
 
 
-def _check_enough(found: int, count: int) -> None:
-    if found < count:
-        raise ValueError(
-            f"the target invented only {found} of {count} prompts that end and differ; it may not be tuned to chat. "
-            "Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
-        )
+def shortage(found: int, count: int) -> str:
+    """Returns what to do about too few invented prompts; empty if there are enough."""
+    if found >= count:
+        return ""
+    return (
+        f"the target invented only {found} of {count} prompts that end and differ; it may not be tuned to chat. Ask "
+        "for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
+    )
 
 
 def _next_kind(kinds: Sequence[Kind], have: Counter[str], count: int) -> tuple[Kind, int]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+_TOGETHER = 64  # known conversations that are shuffled together: a resumed run repeats so many at most
+
 
 class ChatStream(IterableDataset[Any]):
     """Conversations in the order of learning, without end.
@@ -19,19 +21,20 @@ class ChatStream(IterableDataset[Any]):
         known: conversations that are there at the start.
         groups: yields further ones, as they are answered.
         passes: how often each is learned, on average.
-        learned: whether the known ones have been learned before, as in a resumed run.
+        drawn: how many were learned before, as often as that, by the run that is resumed; the first of the known ones.
     """
 
     def __init__(
-        self, known: Sequence[Any], groups: Iterable[Sequence[Any]], passes: int, seed: int, learned: bool = False
+        self, known: Sequence[Any], groups: Iterable[Sequence[Any]], passes: int, seed: int, drawn: int = 0
     ) -> None:
-        self._known, self._groups, self._passes, self._learned = known, groups, passes, learned
+        self._known, self._groups, self._passes = known, groups, passes
+        self._begin = max(drawn // passes - _TOGETHER, 0)
         self._random = random.Random(seed)
 
     def __iter__(self) -> Iterator[Any]:
         chats = [(self._known, index) for index in range(len(self._known))]
-        if not self._learned:
-            yield from self._shuffled(chats, chats)
+        for at in range(self._begin, len(chats), _TOGETHER):
+            yield from self._shuffled(chats[at : at + _TOGETHER], chats)
         for group in self._groups:
             new = [(group, index) for index in range(len(group))]
             chats += new

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from ...drafters.base.refiners import leave_folder
+from ...runtime.target_limits import text_config
 from .conversations import TokenizedConversation
 
 # Relative gain in tokens per round for a relative gain in coverage. If each depth is right with probability a, a round
 # emits 1 / (1 - a) tokens in the long run, and this is a / (1 - a): 1.5 for a = 0.6.
 _GAIN = 1.5
+RANK_POWER = 1.2  # of answers that are not known: the token of rank r occurs in proportion to 1 / r ** 1.2
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,40 @@ def choose_draft_vocabulary(
 def paying_size(conversations: Sequence[TokenizedConversation], vocab_size: int, column_cost: float) -> int:
     """Returns the size of a draft vocabulary that promises most tokens per second, 1 to `vocab_size`.
 
-    A token's logit costs `column_cost`, the share of a round that one column of the head takes. A drafted token outside
-    the vocabulary is wrong, so tokens per round fall with coverage, which is measured on other answers than those that
-    ranked the tokens: each half of the conversations ranks them for the other half. Tokens that neither has are ranked
-    by their ids, which tokenizers give by frequency.
+    A token's logit costs `column_cost`, see `column_cost_of`. A drafted token outside the vocabulary is wrong, so
+    tokens per round fall with coverage, which is measured on other answers than those that ranked the tokens: each half
+    of the conversations ranks them for the other half. Tokens that neither has are ranked by their ids, which
+    tokenizers give by frequency.
     """
     halves = [answer_counts(conversations[start::2], vocab_size) for start in (0, 1)]
     covered = torch.zeros(vocab_size, dtype=torch.float64)
     for ranking, counts in zip(halves, reversed(halves), strict=True):
         covered += counts[ranking.argsort(descending=True, stable=True)].cumsum(0)
-    coverage = covered / covered[-1].clamp(min=1)
-    sizes = torch.arange(1, vocab_size + 1)
-    return int((_GAIN * coverage.log() - column_cost * sizes).argmax()) + 1
+    return _best_size(covered, column_cost)
+
+
+def typical_size(vocab_size: int, column_cost: float) -> int:
+    """As `paying_size`, for answers that are not known, see `RANK_POWER`."""
+    return _best_size((torch.arange(1, vocab_size + 1, dtype=torch.float64) ** -RANK_POWER).cumsum(0), column_cost)
+
+
+def _best_size(covered: torch.Tensor, column_cost: float) -> int:
+    """`covered` are the tokens `[V]` that the first 1, 2, ... tokens of the vocabulary cover."""
+    coverage = covered / covered[-1].clamp(min=1e-9)
+    return int((_GAIN * coverage.log() - column_cost * torch.arange(1, len(coverage) + 1)).argmax()) + 1
+
+
+def column_cost_of(drafter: Any, target: Any) -> float:
+    """Returns the share of a round that a column of a drafter's head takes, as often as a draft reads it.
+
+    A round takes as long as reading the target's weights. Both models may be on the meta device.
+    """
+    config = text_config(target)
+    # DeepSpeed leaves a partitioned parameter without elements, and tells their number.
+    weights = sum(getattr(each, "ds_numel", each.numel()) for each in target.parameters())
+    reads = drafter.reads(drafter.num_draft_steps, 1)
+    head = sum(read.times * read.weights for read in reads if read.part == "head")
+    return float(head / drafter.config.draft_vocab_size / max(weights, config.vocab_size * config.hidden_size))
 
 
 def answer_counts(conversations: Iterable[TokenizedConversation], vocab_size: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ class HiddenStateFamily(TravellingFamily):
     drafter = HSDrafter
     predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none", "adaptation": False, **NOT_REFINED}  # noqa: RUF012
+    plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
 
     def by_columns(self, config: Any) -> bool:
@@ -101,12 +101,7 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
         return
     text = _greedy(target, prompt, tokens)
     match = measure_match(target, drafter, text, start)
-    config.target_reference = {
-        "input_ids": text,
-        "start": start,
-        "agreed": match.agreed,
-        "drafted": match.drafted,
-    }
+    config.target_reference = {"input_ids": text, "start": start, "agreed": match.agreed, "drafted": match.drafted}
     config.check()
 
 

@@ -44,10 +44,7 @@ class LMFamily(TrainableFamily):
         config, steps = text_config(target), self._steps(fields, self.steps)
         self._kept(target, fields)
         return LMTrainingConfig(
-            config.vocab_size,
-            draft_vocab_size=config.vocab_size,
-            num_draft_steps=steps,
-            hidden_size=config.hidden_size,
+            config.vocab_size, draft_vocab_size=config.vocab_size, num_draft_steps=steps, hidden_size=config.hidden_size
         )
 
     def untrained(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:

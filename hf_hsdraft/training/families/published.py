@@ -38,7 +38,7 @@ class PublishedFamily(TrainableFamily):
         return config
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns a configuration. By default a quarter of the vocabulary is drafted."""
+        """Returns a configuration. Until a draft vocabulary is chosen, a quarter of the target's stands for it."""
         own = {name: value for name, value in fields.items() if name not in OPTIONS}
         size = target.config.get_text_config().vocab_size
         ids = own.get("draft_vocab_ids")

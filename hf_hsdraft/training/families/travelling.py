@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from huggingface_hub import try_to_load_from_cache
 
 from ...drafters.base.refiners import leave_folder
 from ...drafters.hidden_state.target_match import tokenizer_hash
@@ -25,7 +22,8 @@ class TravellingFamily(TrainableFamily):
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         # Training never looks back further than the longest text.
-        return self.with_chosen_vocabulary(target, {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}, choose)
+        window = {"sliding_window": max(longest, _SHORTEST_WINDOW)} if "sliding_window" in self.fields else {}
+        return self.with_chosen_vocabulary(target, {**window, **fields}, choose)
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
@@ -57,20 +55,7 @@ def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = No
     drafter.check(target)
     config = drafter.config
     config.target_name = name_of(target, name)
-    config.target_revision = _revision(getattr(target, "name_or_path", "") or "")
+    config.target_revision = getattr(target.config, "_commit_hash", None) or ""
     config.target_tokenizer_hash = tokenizer_hash(tokenizer)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(target.config.get_text_config(), token, None))
-
-
-def _revision(name: str) -> str:
-    """Returns the commit of a model of the Hub, if the cache has only one; else an empty string."""
-    if not name or Path(name).exists():
-        return ""
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no such name on the Hub
-        return ""
-    if not isinstance(cached, str) or len(list(Path(cached).parent.parent.iterdir())) != 1:
-        return ""
-    return Path(cached).parent.name

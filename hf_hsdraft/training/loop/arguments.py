@@ -97,28 +97,24 @@ class DrafterTrainingArguments(TrainingArguments):
     greater_is_better: bool = True
     report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
-    objective: str = field(default="forward_kl", metadata={"help": ", ".join(_OBJECTIVES)})
-    ce_share: float | None = field(
-        default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1) and kl_ce (0.5)."}
-    )
-    data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
-    depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
-    valid_prefix: bool = field(default=False, metadata={"help": "Count only depths that greedy decoding reaches."})
-    depth_decay: float = field(default=_DEPTH_DECAY, metadata={"help": "Depth d weighs depth_decay ** d."})
-    depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
-    regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
-    regression_steps: int = field(default=500, metadata={"help": "Steps after which it has no weight."})
-    cosine_weight: float = field(default=0.0, metadata={"help": "Cosine distance of drafted and final states."})
-    chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
-    rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
-    candidates: int = field(default=0, metadata={"help": "Target's most probable tokens compared; 0: all."})
-    drawn_candidates: int = field(default=1024, metadata={"help": "Further tokens compared, drawn by frequency."})
-    eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Minutes of the whole run."})
-    max_training_minutes: float | None = field(
-        default=None, metadata={"help": "Minutes from the first step to the saved drafter."}
-    )
-    early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
+    objective: str = "forward_kl"
+    ce_share: float | None = None
+    data_policy: str = "teacher"
+    depth_weighting: str = "fixed"
+    valid_prefix: bool = False
+    depth_decay: float = _DEPTH_DECAY
+    depth_weights: list[float] | None = None
+    regression_weight: float = 0.0
+    regression_steps: int = 500
+    cosine_weight: float = 0.0
+    chains_per_conversation: int = 160
+    rolled_fraction: float = 0.5
+    candidates: int = 0
+    drawn_candidates: int = 1024
+    eval_new_tokens: int = 48
+    max_minutes: float | None = None
+    max_training_minutes: float | None = None
+    early_stopping_patience: int | None = None
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,22 +28,10 @@ logger = logging.get_logger(__name__)
 
 # Fields that decide the meaning of the weights, besides their shapes.
 _MEANING = (
-    "vocab_size",
-    "target_hidden_size",
-    "target_num_hidden_layers",
-    "target_tap_layers",
-    "target_tokenizer_hash",
-    "draft_vocab_size",
-    "draft_vocab_ids",
-    "injector",
-    "head",
-    "num_draft_steps",
-    "num_roll_layers",
-    "num_step_modules",
-    "num_attention_heads",
-    "rope_theta",
-    "rms_norm_eps",
-)
+    "vocab_size", "target_hidden_size", "target_num_hidden_layers", "target_tap_layers", "target_tokenizer_hash",
+    "draft_vocab_size", "draft_vocab_ids", "injector", "head", "num_draft_steps", "num_roll_layers",
+    "num_step_modules", "num_attention_heads", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
 
 
 def check_shares(count: int, shares: Sequence[float]) -> None:

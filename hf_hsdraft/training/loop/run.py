@@ -54,6 +54,7 @@ from .run_folder import (
     limits_of,
     only_run,
     settings_of,
+    steps_done,
 )
 from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
@@ -190,7 +191,10 @@ class _Run:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
         chats = list(finished)
-        groups = answering.stream(prompts, clock is not None and clock.answer_minutes < _MINUTES_FOR_ALL_KINDS)
+        timed: dict[str, Any] = {}
+        if clock is not None:
+            timed = {"little_time": clock.answer_minutes < _MINUTES_FOR_ALL_KINDS, "late": clock.hurries}
+        groups = answering.stream(prompts, **timed)
         unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
         with self.report.stage("answering", unit, total, 0 if clock is None else min(clock.minutes, total)) as stage:
             for group in groups:
@@ -238,7 +242,8 @@ class _Run:
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, counts)) for group in groups)
-            train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, learned=last is not None)
+            drawn = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
+            train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, drawn)
         minutes = args.max_training_minutes if clock is None else clock.training_minutes(begun)
         trainer = DrafterTrainer(
             model,
@@ -324,11 +329,10 @@ class _Run:
     def _drafter(self, start: Any, tokenized: Sequence[TokenizedConversation]) -> Any:
         """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
 
-        wanted = self.plan.drafter.get("draft_vocab_size")
-
         def choose() -> list[int]:
-            return draft_vocabulary(self.target, self.tokenizer, tokenized, wanted, self.report)
+            return draft_vocabulary(self.family, self.target, self.tokenizer, tokenized, self.plan, self.report)
 
+        wanted = self.plan.drafter.get("draft_vocab_size")
         if start and wanted not in (None, start.config.draft_vocab_size):
             rows = self.target.get_output_embeddings().weight
             start = self.family.with_draft_vocabulary(start, choose(), rows)

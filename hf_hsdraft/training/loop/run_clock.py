@@ -50,6 +50,10 @@ class RunClock:
         self._keep()
         return not self._stopped and self.minutes < self.answer_minutes
 
+    def hurries(self) -> bool:
+        """Whether half of the time for answers before the training is over."""
+        return not self._stopped and self.minutes > self.answer_minutes / 2
+
     def training_minutes(self, first: int) -> float:
         """Stops the clock, and returns the minutes for training; `first` is the number of conversations so far."""
         self.first = first if self.first is None else self.first

@@ -12,37 +12,21 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from ...hub.drafter_files import CONFIG, WEIGHTS, header, read_json
 from ..data.plan import TrainingPlan
 from ..files import write_json
 from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
 
 _PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
+_VOCABULARY, _IDS = "draft_vocabulary.json", "draft_vocab_ids"
 # Settings that may change when a run is resumed. Others would mix two different drafters.
 _MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps", "publish_data"}
 _FIXED = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "objective",
-    "ce_share",
-    "data_policy",
-    "depth_weighting",
-    "depth_decay",
-    "depth_weights",
-    "regression_weight",
-    "regression_steps",
-    "cosine_weight",
-    "chains_per_conversation",
-    "rolled_fraction",
-    "candidates",
-    "drawn_candidates",
-    "valid_prefix",
-    "seed",
-    "bf16",
-)
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "objective", "ce_share", "data_policy", "depth_weighting", "depth_decay",
+    "depth_weights", "regression_weight", "regression_steps", "cosine_weight", "chains_per_conversation",
+    "rolled_fraction", "candidates", "drawn_candidates", "valid_prefix", "seed", "bf16",
+)  # fmt: skip
 
 
 def settings_of(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
@@ -144,6 +128,27 @@ def steps_done(out: Path) -> int:
     """Returns the number of steps at a run's last checkpoint; 0 if there is none."""
     last = last_checkpoint(out)
     return int(last.name.rsplit("-", 1)[1]) if last else 0
+
+
+def keep_vocabulary(out: Path, ids: list[int]) -> None:
+    """Keeps the draft vocabulary that was chosen for a run."""
+    write_json(out / _VOCABULARY, {_IDS: ids})
+
+
+def vocabulary_of(out: Path) -> list[int] | int | None:
+    """Returns the draft vocabulary that a run was begun with: its token ids, or its size if no more is known.
+
+    Returns `None` where nothing has been learned. Earlier versions kept it in checkpoints only: the ids in
+    configurations, and where a checkpoint has none, the rows of the head.
+    """
+    last = last_checkpoint(out)
+    if last is None:
+        return None
+    known = [read_json(path).get(_IDS) for path in (out / _VOCABULARY, last / CONFIG) if path.is_file()]
+    if ids := next(filter(None, known), None):
+        return [int(token) for token in ids]
+    shape, _ = header(last / WEIGHTS).get("lm_head.weight", ((None,), ""))
+    return shape[0]
 
 
 def limits_of(args: DrafterTrainingArguments) -> dict[str, float]:

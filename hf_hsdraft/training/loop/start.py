@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from torch import nn
 
 from ..data.plan import Report, TrainingPlan
-from ..data.vocabulary import choose_draft_vocabulary, paying_size
+from ..data.vocabulary import choose_draft_vocabulary, column_cost_of, paying_size
 from ..families.family import TrainableFamily
+from .run_folder import keep_vocabulary, vocabulary_of
 
 
 def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, plan: TrainingPlan) -> Any:
@@ -36,21 +39,26 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
 
 
 def draft_vocabulary(
-    target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int | None, report: Report
+    family: TrainableFamily, target: Any, tokenizer: Any, tokenized: Sequence[Any], plan: TrainingPlan, report: Report
 ) -> list[int]:
-    """Returns the token ids of a draft vocabulary, see `choose_draft_vocabulary`; `size` is None for what pays.
+    """Returns the token ids of a plan's draft vocabulary, see `choose_draft_vocabulary`.
 
-    A column of the head then costs what its weights are of the target's, as if a round took the time of reading them.
+    A resumed run keeps those that it began with. Without a `draft_vocab_size` there are as many as pay.
     """
+    out, size = Path(plan.out), plan.drafter.get("draft_vocab_size")
+    begun = vocabulary_of(out)
+    if isinstance(begun, list):
+        return begun
     always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    config = target.config.get_text_config()
+    vocab_size, size = target.config.get_text_config().vocab_size, begun or size
     if size is None:
-        head = config.vocab_size * config.hidden_size
-        # DeepSpeed leaves a partitioned parameter without elements, and tells their number.
-        weights = max(sum(getattr(each, "ds_numel", each.numel()) for each in target.parameters()), head)
-        size = paying_size(tokenized, config.vocab_size, config.hidden_size / weights)
-    chosen = choose_draft_vocabulary(tokenized, config.vocab_size, size, always)
+        with torch.device("meta"):
+            column_cost = column_cost_of(family.untrained(target, plan.drafter), target)
+        size = paying_size(tokenized, vocab_size, column_cost)
+    chosen = choose_draft_vocabulary(tokenized, vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
+    if PartialState().is_main_process:
+        keep_vocabulary(out, chosen.ids)
     return chosen.ids
 
 

@@ -31,14 +31,7 @@ from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
 from ..loss.candidates import Candidates
 from ..loss.data_policies import DATA_POLICIES, PolicyStep
-from ..loss.loss import (
-    CHUNK_LOGITS,
-    ChainLoss,
-    LossParts,
-    Pack,
-    true_labels,
-    unroll,
-)
+from ..loss.loss import CHUNK_LOGITS, ChainLoss, LossParts, Pack, true_labels, unroll
 from ..loss.objectives import WHOLE_LOSSES, objective_of
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget

@@ -38,10 +38,7 @@ class Branches:
         depth = torch.arange(count, device=starts.device).repeat(len(starts))
         own = (chain[None] == chain[:, None]) & (depth[None] <= depth[:, None])
         seen = torch.cat(
-            [
-                torch.cat([text, text.new_zeros(len(every), len(chain))], dim=1),
-                torch.cat([prefix[chain], own], dim=1),
-            ]
+            [torch.cat([text, text.new_zeros(len(every), len(chain))], dim=1), torch.cat([prefix[chain], own], dim=1)]
         )
         positions = torch.cat([position_ids, position_ids[starts][chain] + 2 + depth])
         return cls(seen, positions, torch.cat([torch.full_like(every, -1), chain]))

@@ -322,17 +322,14 @@ class ChainLoss:
 
         loss, statistics = total(score)
         regression = torch.zeros((), device=device)
-
-        def compared() -> tuple[torch.Tensor, torch.Tensor]:
-            """Drafted and final states. Each term computes them, so that gradients round as in earlier versions."""
-            return predictions.final(torch.cat(list(hidden_states))), labels.teacher[labels.rows.flatten()[place]]
-
+        if labels.regression > 0.0 or self.cosine_weight > 0.0:
+            drafted = predictions.final(torch.cat(list(hidden_states)))
+            goals = labels.teacher[labels.rows.flatten()[place]]
         if labels.regression > 0.0:
-            distance = F.smooth_l1_loss(*compared(), reduction="none").float().mean(dim=-1)
+            distance = F.smooth_l1_loss(drafted, goals, reduction="none").float().mean(dim=-1)
             regression = (distance * coefficients[place]).sum()
             loss = loss + labels.regression * regression
         if self.cosine_weight > 0.0:
-            drafted, goals = compared()
             distance = 1 - F.cosine_similarity(drafted.float(), goals.float(), dim=-1)
             loss = loss + self.cosine_weight * (distance * coefficients[place]).sum()
         valid = labels.valid.flatten()[place]
