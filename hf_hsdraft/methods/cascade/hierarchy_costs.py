@@ -21,7 +21,6 @@ from ...bench.prompts import Inputs
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Drafter
 from ...drafters.base.wrapped_drafter import WrappedDrafter
-from ...drafters.hidden_state.adaptation import ADAPTATION
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...engine.loop import Observer, Round
 from .hierarchy import Acceptance, Curve, Drafting, Levels
@@ -76,16 +75,11 @@ class Note:
 
 
 def measured_drafter(drafter: Drafter, depth: int | None) -> WrappedDrafter:
-    """Returns a drafter of chains of `depth`, or of trees of the default sizes if None, without n-grams in front.
-
-    It learns nothing from the texts: drafts would be timed with their upkeep, and later calls would differ.
-    """
+    """Returns a drafter of chains of `depth`, or of trees of the default sizes if None, without n-grams in front."""
     wrapped = WrappedDrafter(drafter)
     wrapped.least_ngram_length = drafter.least_ngram_length
     options = wrapped.generation_config
     options.ngram_length, options.packed_weights = drafter.least_ngram_length, False
-    if ADAPTATION in drafter.own_options:
-        setattr(options, ADAPTATION.name, ADAPTATION.default)
     if depth is not None:
         options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
         options.tree_size, options.beam_width = options.num_assistant_tokens, 1
