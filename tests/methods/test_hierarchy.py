@@ -183,8 +183,8 @@ def test_notes_become_acceptances_lengths_and_seconds(target):
     assert acceptance_of(noted.drafts).reached == (1.0,) * 4 and all(note.seconds > 0 for note in noted.drafts)
 
 
-def test_measured_drafts_keep_no_texts(target, tmp_path):
-    """Later drafts would differ."""
+def test_measured_drafts_learn_nothing(target, tmp_path):
+    """What is drafted from past texts would be timed as the drafter's, and would change later drafts."""
     drafter = make_drafter(target)
     drafter.generation_config.history = str(tmp_path)
     call = {"do_sample": False, "max_new_tokens": 21, "assistant_model": measured_drafter(drafter, 3)}
