@@ -25,7 +25,7 @@ def push_folder(
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; created if there is none. Default: main.")] = None,
-    message: Annotated[str, typer.Option(help="Commit message.")] = "Upload drafter",
+    message: Annotated[str | None, typer.Option(help="Commit message; default: what is uploaded.")] = None,
 ) -> None:
     """Checks a drafter and uploads its weights, code, card, recipe and figures to the Hub, and nothing else.
 
@@ -35,7 +35,8 @@ def push_folder(
     from ..hub.drafter_files import is_adapter
     from ..hub.pushing import push
 
-    options: dict[str, Any] = {"private": private or None, "revision": revision, "commit_message": message}
+    options: dict[str, Any] = {"private": private or None, "revision": revision}
+    options |= {"commit_message": message} if message else {}
     if is_adapter(folder):
         commit = push(folder, name, **options)
     else:

@@ -15,7 +15,17 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..core.checks import is_code_file, public_name
 from .code_files import former_code
-from .drafter_files import ADAPTER_CONFIG, CARD, CONFIG, DOCUMENTS, check_is_drafter, read_json, type_in
+from .drafter_files import (
+    ADAPTER_CONFIG,
+    CARD,
+    CONFIG,
+    DOCUMENTS,
+    check_is_drafter,
+    checked_numbers,
+    opened,
+    read_json,
+    type_in,
+)
 from .model_card import is_generated, read_recipe, write_card
 from .publication import is_ours
 
@@ -41,6 +51,11 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
         staged = stage_adapter(folder, Path(place)) if adapter else folder
         subfolder = read_recipe(staged).get("adapter_name", "") if adapter else ""
         api, repo_id, there = prepare_repository(repo_id, options)
+        if adapter and not subfolder and CONFIG in there:
+            raise ValueError(
+                f"{repo_id} holds a model, which an adapter without a name would hide from transformers; nothing was "
+                "sent. Push to another repository, or train with --adapter-name"
+            )
         revision = options.pop("revision", None)
         stale = [] if adapter else _stale(api, repo_id, revision, there, staged)
         write_card(staged, repo_id)
@@ -80,8 +95,15 @@ def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:
-    """Copies an adapter and its documents without local paths; returns `staged`. An OSError if weights are missing."""
+    """Copies an adapter and its documents without local paths; returns `staged`.
+
+    Raises an OSError if weights are missing, and a DamagedFile if they cannot be read, or hold NaN or infinity.
+    """
     needed = ADAPTER_CONFIG, "adapter_model.safetensors"
+    if (weights := folder / needed[1]).is_file():
+        with opened(weights) as file:
+            for name in file.keys():  # noqa: SIM118
+                checked_numbers(weights, name, file.get_tensor(name))
     for name in (*needed, *DOCUMENTS):
         if name in needed or (folder / name).is_file():
             shutil.copyfile(folder / name, staged / name)

@@ -150,6 +150,30 @@ def test_what_texts_begin_with_is_kept_once():
     assert history.held[1] <= held[1] + 90 + LONGEST_MATCH + 2 * BLOCK
 
 
+def test_a_text_whose_beginning_has_left_is_entered_again():
+    history, document = History(1000, most_tokens=1000), text_of(0, 400)
+    answers = [text_of(seed, 60) for seed in range(1, 3)]
+    for answer in answers:  # the second record lacks the document's beginning
+        history.enter([(document, answer)])
+    tail = [*document[-40:], *answers[1][:8]]
+    for seed in range(10, 14):
+        history.find(tail, 4)
+        history.enter([(text_of(seed, 100), text_of(seed + 10, 50))])
+    assert history.find(tail, 4) and not history.find(document[50:100], 4)
+    history.enter([(document, answers[1])])
+    assert history.find(document[50:100], 4)[0].tokens == document[100:104]
+
+
+def test_texts_of_folders_used_long_ago_are_read_again(target, tmp_path):
+    drafter, text = CachebackDrafter(), [token % VOCAB for token in text_of(0, 60)]
+    folders = [str(tmp_path / name) for name in "abcdef"]
+    history_of(drafter, target, folders[0]).enter([(text, [1, 2, 3])])
+    for folder in folders[1:]:
+        history_of(drafter, target, folder)
+    assert list(histories._of_drafters[drafter][target]) == folders[-4:]
+    assert history_of(drafter, target, folders[0]).find(text, 2)[0].tokens == [1, 2]
+
+
 def test_short_texts_are_kept_once():
     history = History(1000)
     for _ in range(2):

@@ -473,7 +473,7 @@ answer(tokens(assistant_model=plain))
 
 def test_a_named_adapter_of_a_run_is_pushed_into_its_folder(bench):
     """By `hsdraft hub push RUN/code`, beside others."""
-    told, broken = bench.child(
+    told, refused = bench.child(
         """
 from pathlib import Path
 from peft import LoraConfig, get_peft_model
@@ -488,15 +488,24 @@ for name in ("code", "chat", ""):
         Path("run", name, "training_recipe.json").write_text(json.dumps({"adapter_name": name, "adapts": "drafter"}))
     done = CliRunner().invoke(app, ["hub", "push", str(Path("run", name)), "user/adapters"])
     told.append([done.exit_code, done.output + str(done.exception)])
-Path("run/adapter_model.safetensors").unlink()
-done = CliRunner().invoke(app, ["hub", "push", "run", "user/adapters"])
-answer([told, [done.exit_code, done.output + str(done.exception)]])
+refused = []
+AutoModel.from_pretrained("drafter").push_to_hub("user/a-drafter")
+for repository, damage in ("user/a-drafter", None), ("user/adapters", b"garbage"), ("user/adapters", b""):
+    if damage:
+        Path("run/adapter_model.safetensors").write_bytes(damage)
+    elif damage == b"":
+        Path("run/adapter_model.safetensors").unlink()
+    done = CliRunner().invoke(app, ["hub", "push", "run", repository])
+    refused.append([done.exit_code, done.output + str(done.exception)])
+answer([told, refused])
 """,
         home="named",
         token=TOKEN,
     )
     assert all(status == 0 and "user/adapters is at commit" in output for status, output in told), told
-    assert broken[0] != 0 and "adapter_model.safetensors" in broken[1]
+    reasons = "holds a model", "is damaged", "adapter_model.safetensors"
+    assert all(status != 0 and why in output for (status, output), why in zip(refused, reasons, strict=True)), refused
+    assert "adapter_config.json" not in bench.hub.files("user/a-drafter")
     files, weights = bench.hub.files("user/adapters"), {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     folders = {f"{name}/{file}" for name in ("code", "chat") for file in (*weights, "training_recipe.json")}
     assert set(files) - {".gitattributes"} == weights | folders

@@ -12,10 +12,11 @@ from training_helpers import decodes_as_plain, planned
 
 from hf_hsdraft.training.loop import budget, run_clock
 from hf_hsdraft.training.loop import run as run_module
+from hf_hsdraft.training.loop.budget import TimeBudget
 from hf_hsdraft.training.loop.quick import quick
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_clock import RunClock
-from hf_hsdraft.training.loop.run_folder import clock_of, last_checkpoint, steps_done
+from hf_hsdraft.training.loop.run_folder import callback_of, last_checkpoint, steps_done
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_whole_run_ends_in_its_minutes_and_goes_on_with_more(chatty, tokenizer
     drafter = train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.0}, report=lambda _: None)
     stored = json.loads((tmp_path / "out" / "clock.json").read_text())
     assert 3 < stored["first"] < 300 and stored["seconds"] < 30  # not all could be answered
-    training = clock_of(last_checkpoint(tmp_path / "out"))
+    training = callback_of(last_checkpoint(tmp_path / "out"), TimeBudget)
     assert 30 < stored["seconds"] + training["spent"] < 65 and training["ended"]
     assert decodes_as_plain(chatty, drafter)
     steps, said = steps_done(tmp_path / "out"), []

@@ -14,7 +14,7 @@ from training_helpers import interrupted, kill_at_step_three
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Conversation, Prompt
 from hf_hsdraft.training.data.dataset import RowFolder
-from hf_hsdraft.training.data.stream import ChatStream
+from hf_hsdraft.training.data.stream import ChatStream, StreamPlace
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loop.checks import fingerprint
 from hf_hsdraft.training.loop.progress import Reporter
@@ -41,10 +41,26 @@ def test_a_stream_that_ends_is_learned_again():
 def test_a_resumed_stream_learns_what_was_answered_after_its_checkpoint(drawn):
     groups = [list(range(at, at + 20)) for at in range(200, 300, 20)]
     begun = list(itertools.islice(ChatStream(range(200), groups, passes=3, seed=0), drawn))
-    resumed = ChatStream(range(260), [[1000]], passes=3, seed=0, drawn=min(drawn, 780))
+    place = StreamPlace.after(min(drawn, 780), 3, {})
+    resumed = ChatStream(range(260), [[1000]], passes=3, seed=0, begin=place.begin)
     before = list(itertools.takewhile(lambda chat: chat < 1000, resumed))
     assert set(range(260)) <= {*begun, *before}
     assert len(before) <= 3 * (260 - min(drawn, 780) // 3 + 65)  # most is not learned as new again
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_stream_that_is_killed_again_and_again_learns_all(passes):
+    """With groups larger than what is shuffled together, and answers that come between a checkpoint and a kill."""
+    learned, place, samples, answered = set(), StreamPlace(), 0, 50
+    for number, steps in enumerate([130, 170, 250, 400, 90, 1200]):
+        groups = [range(answered, answered + 300)]
+        stream = ChatStream(range(answered), groups, passes, seed=number, begin=place.begin)
+        learned |= set(itertools.islice(stream, steps))  # up to the checkpoint
+        samples, answered = samples + steps, answered + 300
+        place = StreamPlace.after(samples, passes, place.state()["attributes"])
+    assert set(range(place.begin)) <= learned and place.begin > 0
+    rest = ChatStream(range(answered), [[10_000]], passes, seed=0, begin=place.begin)
+    assert set(range(answered)) <= learned | set(itertools.takewhile(lambda chat: chat < 10_000, rest))
 
 
 @pytest.fixture

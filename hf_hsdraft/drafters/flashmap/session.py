@@ -44,16 +44,16 @@ class FlashMapSession(ParallelSession):
         """
         config, weight, place = self.drafter.config, embedding.weight, (self.drafter.dtype, self.drafter.device)
         plain = type(weight) in (torch.Tensor, nn.Parameter) and not (weight.is_meta or weight.is_inference())
-        form = (id(weight), weight.data_ptr(), weight._version, config.block_size, *place) if plain else None
+        form = (weight.data_ptr(), weight._version, config.block_size, *place) if plain else None
         made = _begun.get(embedding)
-        if form is None or made is None or made[0] != form:
+        if form is None or made is None or made[0]() is not weight or made[1] != form:
             generator = torch.Generator().manual_seed(0)
             noise = torch.randn(config.block_size, config.vocab_size, generator=generator).to(self.drafter.device)
             even = noise.new_full((1, config.vocab_size), 1.0 / config.vocab_size)
             with torch.inference_mode(False), torch.no_grad():
                 sums = embedded(torch.cat([noise, even]), self._embed)[None].split([config.block_size, 1], dim=1)
-            made = _begun[embedding] = form, noise, sums
-        return made[1], made[2]
+            made = _begun[embedding] = weakref.ref(weight), form, noise, sums
+        return made[2], made[3]
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, None]:
         assert self.weights.head is not None
@@ -98,6 +98,6 @@ class FlashMapSession(ParallelSession):
 
 
 # By embedding: what the noise and sums were made of, and these
-_begun: weakref.WeakKeyDictionary[nn.Module, tuple[Any, torch.Tensor, Sequence[torch.Tensor]]] = (
+_begun: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, torch.Tensor, Sequence[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -18,7 +18,7 @@ class StaticSession(HSDraftSession):
 
     Where a draft follows a draft, acceptance, the accepted positions and the next draft are one function behind the
     target's forward, and a round reads back once. Foreseen draws, refinement, reuse and other trees take the states of
-    a compiled roll-out, and go on as in [`HSDraftSession`].
+    a compiled roll-out, then continue as in [`HSDraftSession`].
     """
 
     _roll_out: StaticRollOut

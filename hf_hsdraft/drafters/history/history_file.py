@@ -24,7 +24,7 @@ from .past_texts import START, Record
 
 MAGIC = b"hsdraft-history1"
 SUFFIX = ".history"
-_LOCK, _PATIENCE = ".history.lock", 3.0  # seconds that a writer waits for others
+_LOCK, _PATIENCE = ".history.lock", 20.0  # seconds that a writer waits for others
 _NUMBER, _KEY = 16, 32  # bytes
 _HEADER = len(MAGIC) + _NUMBER + _KEY
 _RECORD = struct.Struct(f"<II{len(START)}s")  # number of tokens; CRC-32 of number, `Record.start` and tokens; `start`
@@ -56,8 +56,7 @@ class HistoryFile:
         folder = self.path.parent
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.locked(), tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise OSError(f'history="{folder}" cannot be used ({error}): name a folder that can be written') from error
 

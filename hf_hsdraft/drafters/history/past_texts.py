@@ -114,13 +114,13 @@ class PastTexts:
         """
         text = np.concatenate([prompt, answer])
         digests = block_digests(text)
-        whole = self._whole.get(text_digest(text, START, digests))
-        if whole is not None:
-            self._use(whole)
-            return None
         known = 0
         while known < len(digests) and digests[known] in self._blocks:
             known += 1
+        whole = self._whole.get(text_digest(text, START, digests))
+        if whole is not None and known == len(digests):  # texts with its beginning may have left
+            self._use(whole)
+            return None
         if known:
             self._use(self._blocks[digests[known - 1]])
         skipped = max(min(known, len(prompt) // BLOCK) - _SHARED_BLOCKS, 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,7 +183,7 @@ class Answering:
         keys, done = {prompt.key for prompt in known}, store.keys()
         rows = (row for row in store.rows() if row["key"] in keys or self._is_document(row))
         group = [Conversation.of(row["messages"]) for row in rows]
-        chats = len(group)
+        chats, own = len(group), functools.cache(self._own_answers)
         yield group
         for part in self._parts(known, little_time, late, documents):
             if documents:
@@ -193,7 +193,7 @@ class Answering:
                 yield group
             pending = [prompt for prompt in part if prompt.key not in done]
             pending = prompts_that_fit(self.tokenizer, pending, self._longest, lambda prompt, why: skipped.append(why))
-            expected = self._own_answers() if pending else None
+            expected = own() if pending else None
             answers = self._batches(pending, expected, lambda prompt, why: skipped.append(why), shuffled=True)
             for batch in _of_some_size(answers):
                 group = self._stored(store, batch)
@@ -241,7 +241,7 @@ class Answering:
         own = self.plan.answer_batch_size
         return own if self.plan.answers_from is None else min(own, _LOCAL_BATCH)
 
-    @cached_property
+    @functools.cached_property
     def _judges(self) -> PromptIndex:
         return _judges_of(self.plan)
 

@@ -38,7 +38,7 @@ class PublishedFamily(TrainableFamily):
         return config
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns a configuration. Until a draft vocabulary is chosen, a quarter of the target's stands for it."""
+        """Returns a configuration. Its draft vocabulary defaults to a quarter of the target's until one is chosen."""
         own = {name: value for name, value in fields.items() if name not in OPTIONS}
         size = target.config.get_text_config().vocab_size
         ids = own.get("draft_vocab_ids")

@@ -33,7 +33,7 @@ from ..data.features import FeatureCache, feature_bytes, keep_likely, read_featu
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
-from ..data.stream import ChatStream
+from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
@@ -45,8 +45,8 @@ from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, what_is_computed
 from .run_clock import RunClock
 from .run_folder import (
+    callback_of,
     claim,
-    clock_of,
     finish,
     had_ended,
     is_finished,
@@ -239,11 +239,14 @@ class _Run:
         dataset: Any = readable(tokenized)
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
+        callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
         train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, counts)) for group in groups)
-            drawn = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
-            train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, drawn)
+            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
+            place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
+            train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
+            callbacks.append(place)
         minutes = args.max_training_minutes if clock is None else clock.training_minutes(begun)
         trainer = DrafterTrainer(
             model,
@@ -253,9 +256,9 @@ class _Run:
             token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
             eval_dataset=Subset(dataset, range(plan.eval_conversations)),
-            budget=None if minutes is None else TimeBudget.resumed(minutes, clock_of(last)),
+            budget=None if minutes is None else TimeBudget.resumed(minutes, callback_of(last, TimeBudget)),
             report=report,
-            callbacks=[] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)],
+            callbacks=callbacks,
         )
         report(what_is_computed(trainer))
         begin = time.perf_counter()

@@ -16,6 +16,7 @@ from ...hub.drafter_files import CONFIG, WEIGHTS, header, read_json
 from ..data.plan import TrainingPlan
 from ..files import write_json
 from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
+from .budget import TimeBudget
 
 _PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
 _VOCABULARY, _IDS = "draft_vocabulary.json", "draft_vocab_ids"
@@ -170,16 +171,15 @@ def had_ended(last: Path, args: DrafterTrainingArguments, minutes: float | None)
     """Whether training, of so many minutes or by steps, had taken its last step before it was interrupted."""
     state = read_state(last)
     if minutes is not None:
-        clock = clock_of(last)  # earlier versions trained until the time was over, and recorded no end
+        clock = callback_of(last, TimeBudget)  # earlier versions trained until the time was over, and recorded no end
         return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= minutes
     if args.max_steps > 0:
         return bool(state["global_step"] >= args.max_steps)
     return bool(state["epoch"] >= args.num_train_epochs)
 
 
-def clock_of(last: Path | None) -> dict[str, Any]:
-    """Returns a checkpoint's time budget; empty for a run by steps, and without a checkpoint."""
-    if last is None:
-        return {}
-    clock: dict[str, Any] = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
-    return clock
+def callback_of(last: Path | None, kind: type) -> dict[str, Any]:
+    """Returns the attributes of a callback in a checkpoint; empty for a run without it, and without a checkpoint."""
+    callbacks = {} if last is None else read_state(last).get("stateful_callbacks", {})
+    attributes: dict[str, Any] = callbacks.get(kind.__name__, {}).get("attributes", {})
+    return attributes
