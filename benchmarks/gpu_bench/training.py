@@ -54,7 +54,8 @@ def _trained(target: Any, chats: Sequence[TokenizedConversation], look: str, set
     torch.manual_seed(settings.seed)
     memory = PeakMemory(device)
     held = memory.start()
-    drafter = family.fresh(target, {}, settings.train_length, lambda size: list(range(size))).to(device)
+    drafted = list(range(target.config.vocab_size // 4))
+    drafter = family.fresh(target, {}, settings.train_length, lambda: drafted).to(device)
     dataset: Sequence[Any] = chats
     if look != _LOOK[0]:
         taps = family.taps(drafter, target)
