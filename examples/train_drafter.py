@@ -6,7 +6,7 @@ python examples/train_drafter.py my-drafter --minutes 120            # a useful 
 python examples/train_drafter.py my-drafter --push user/my-drafter
 
 The target invents the prompts and answers them. The same command resumes an interrupted run. From the command line:
-hsdraft train --out my-drafter --max-minutes 120 --cache-taps --bf16 --dtype bfloat16
+hsdraft train --out my-drafter --max-minutes 120
 """
 
 import argparse
@@ -35,7 +35,6 @@ plan = TrainingPlan(
     max_new_tokens=128,
     eval_conversations=16,
     eval_prompts=4,
-    cache_taps=True,  # on a CPU the target's forward costs more than a training step
     drafter={"target_name": DEFAULT_TARGET, "draft_vocab_size": 16384},
 )
 # Fields of transformers' TrainingArguments, and a few of ours: max_minutes, objective, data_policy, ...

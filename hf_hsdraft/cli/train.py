@@ -82,8 +82,12 @@ def train(
         Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
     ] = None,
     cache_taps: Annotated[
-        bool, typer.Option(help="Keep the target's hidden states on disk; faster from the second epoch on.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Keep the target's hidden states on disk, so that no step computes them; default: where a target on a "
+            "CPU gives all answers."
+        ),
+    ] = None,
     stream: Annotated[
         bool, typer.Option(help="Learn while the target still answers; each conversation --passes times.")
     ] = False,
@@ -138,7 +142,8 @@ def train(
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="Dtype of the target; the drafter is trained in float32. Default: float32, of --quick the fastest."
+            help="Dtype of the target; default: bfloat16 where the device computes in it, else float32. In bfloat16 "
+            "training steps are too (--bf16 false: in float32); weights and updates are in float32."
         ),
     ] = None,
     device: Annotated[
@@ -190,8 +195,8 @@ def train(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.get("max_minutes"):  # before the target is loaded
         told = "it divides the time of one process: give --max-training-minutes, or start without `accelerate launch`"
         raise typer.BadParameter(told, param_hint="--quick" if quick else "--max-minutes")
-    dtype = dtype or (_fastest(place) if quick else Dtype.float32)
-    if quick and dtype is Dtype.bfloat16:
+    dtype = dtype or _fastest(place)
+    if dtype is Dtype.bfloat16:
         arguments.setdefault("bf16", True)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes start together, when they load the target
         prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # reports errors before that
@@ -241,7 +246,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _fastest(device: str) -> Dtype:
-    """The dtype in which a target decodes fastest."""
+    """The dtype in which a target decodes and a drafter learns fastest."""
     import torch
 
     from ..cpu.private_operators import can_pack

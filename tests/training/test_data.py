@@ -319,7 +319,7 @@ def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, m
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(10, 5, 100))
     chat = tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2"))), 100)
-    with pytest.raises(OSError, match="without --cache-taps"):
+    with pytest.raises(OSError, match="--no-cache-taps"):
         features.FeatureCache(chatty, [1, 2], tmp_path).dataset([chat])
     assert not list(tmp_path.iterdir())
 

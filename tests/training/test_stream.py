@@ -102,6 +102,23 @@ def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, small_group
     assert len(keys_of(tmp_path / "out" / "prompts")) < 40
 
 
+@pytest.mark.parametrize("answered", [False, True], ids=["prompts", "conversations"])
+def test_taps_are_kept_where_the_target_computes_them_anyway(chatty, tokenizer, tmp_path, small_groups, answered):
+    given = write_prompts(tmp_path / "given.jsonl", 30)
+    if answered:
+        given.write_text(
+            "".join(
+                json.dumps(
+                    {"messages": [{"role": "user", "content": f"w{n}"}, {"role": "assistant", "content": "w2 w3 w4"}]}
+                )
+                + "\n"
+                for n in range(30)
+            )
+        )
+    run(chatty, tokenizer, plan(tmp_path, prompts=[str(given)], stream=True, answer_batch_size=2), max_steps=2)
+    assert (tmp_path / "out" / "features").exists() is not answered
+
+
 @pytest.mark.parametrize("greedy_only", [False, True])
 def test_documents_written_for_prompts_are_learned_too(chatty, tokenizer, tmp_path, small_groups, greedy_only):
     few = {"num_prompts": 16, "kinds": {"summary": 1.0}, "max_length": 100, "greedy_only": greedy_only}

@@ -160,7 +160,7 @@ class FeatureCache:
             raise OSError(
                 errno.ENOSPC,
                 f"the taps still to be written take {needed / 1e9:,.2f} GB, {self._folder} has {free / 1e9:,.2f} GB "
-                "left; free some space, or train without --cache-taps",
+                "left; free some space, or train with --no-cache-taps",
             )
 
     def _read(self, chats: Sequence[TokenizedConversation]) -> list[Features]:

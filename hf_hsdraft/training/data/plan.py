@@ -39,7 +39,8 @@ class TrainingPlan:
         answer_batch_size: number of prompts that the target answers at once.
         exclude_near: JSONL files of evaluation prompts. Training leaves out their near-duplicates, see `overlap`.
         skip_bad_lines: whether unusable lines of `prompts` are reported and left out.
-        cache_taps: whether the target's hidden states are kept on disk, not computed in every step.
+        cache_taps: whether the target's hidden states are kept on disk, not computed in every step; `None` for where a
+            target on a CPU gives all answers in this run, as it computes them anyway.
         stream: whether the drafter learns while the target still invents and answers prompts, see `ChatStream`.
         passes: how often a stream learns from each conversation, on average.
         eval_conversations: number of held-out conversations.
@@ -71,7 +72,7 @@ class TrainingPlan:
     answer_batch_size: int = 64
     exclude_near: Sequence[str] = ()
     skip_bad_lines: bool = False
-    cache_taps: bool = False
+    cache_taps: bool | None = None
     stream: bool = False
     passes: int = PASSES
     eval_conversations: int = 48

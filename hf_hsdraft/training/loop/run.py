@@ -33,6 +33,7 @@ from ..data.features import FeatureCache, feature_bytes, keep_likely, read_featu
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
+from ..data.recording import can_record
 from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts
 from ..families.family import TrainableFamily
@@ -182,7 +183,8 @@ class _Run:
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
-        plan, clock, minutes, features = self.plan, None, self.args.max_minutes, self._features(start)
+        plan, clock, minutes = self.plan, None, self.args.max_minutes
+        features = self._features(start, bool(finished))
         answering = replace(self.answering, features=features)
         if minutes is not None:
             begun = last_checkpoint(Path(plan.out)) is not None
@@ -343,11 +345,16 @@ class _Run:
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
 
-    def _features(self, start: Any) -> FeatureCache | None:
-        """The features on disk that the drafter to train reads, if the plan keeps them."""
-        if not self.plan.cache_taps:
+    def _features(self, start: Any, answered: bool) -> FeatureCache | None:
+        """The features on disk that the drafter to train reads, if the plan keeps them.
+
+        `answered` says whether some conversations came with their answers.
+        """
+        family, target, keeps = self.family, self.target, self.plan.cache_taps
+        if keeps is None:
+            keeps = can_record(target) and not answered and self.plan.answers_from is None
+        if not keeps:
             return None
-        family, target = self.family, self.target
         with torch.random.fork_rng(devices=[]):  # or sampled answers would change
             taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
         return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
