@@ -49,9 +49,11 @@ def arguments(home: Path, out: str, batch: int = 4, **more: object) -> list[str]
         "eval-steps": EVERY, "logging-steps": 1, "eval-conversations": 4, "eval-prompts": 2, "max-new-tokens": 12,
         "answer-batch-size": 4, "temperature": 0, "num-draft-steps": 3, "tree-size": 6, "draft-vocab-size": 40,
         "eval-new-tokens": 6, "per-device-train-batch-size": batch, "disable-tqdm": True, "device": "cpu",
+        "dtype": "float32",
     }  # fmt: skip
     options |= {name.replace("_", "-"): value for name, value in more.items()}
-    return ["train", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+    given = (str(part) for name, value in options.items() for part in (f"--{name}", value))
+    return ["train", "--no-cache-taps", *given]  # taps on disk are rounded to bfloat16
 
 
 def train(home: Path, out: str, **more: object) -> Path:
