@@ -671,7 +671,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
 def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows, tuned):
-    tuned(sure_length=16)
+    tuned(sure_length=16, doubtful=1.0)  # a doubtful trial, as rounding on some processors makes it, is repeated
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
     target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
     plain, drafted = repeating(target, rows)
@@ -679,8 +679,7 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
     assert len(trials) == 2 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    # Of texts as long as the first one's, everything is known; qwen3_next is tried once more on an AMD EPYC.
-    assert len(trials) == 2 or (model_type == "qwen3_next" and len(trials) == 3)
+    assert len(trials) == 2  # of texts as long as the first one's, everything is known
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -106,15 +106,8 @@ def test_a_stream_invents_what_it_needs(chatty, tokenizer, tmp_path, small_group
 def test_taps_are_kept_where_the_target_computes_them_anyway(chatty, tokenizer, tmp_path, small_groups, answered):
     given = write_prompts(tmp_path / "given.jsonl", 30)
     if answered:
-        given.write_text(
-            "".join(
-                json.dumps(
-                    {"messages": [{"role": "user", "content": f"w{n}"}, {"role": "assistant", "content": "w2 w3 w4"}]}
-                )
-                + "\n"
-                for n in range(30)
-            )
-        )
+        chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3 w4"}]
+        given.write_text((json.dumps({"messages": chat}) + "\n") * 30)
     run(chatty, tokenizer, plan(tmp_path, prompts=[str(given)], stream=True, answer_batch_size=2), max_steps=2)
     assert (tmp_path / "out" / "features").exists() is not answered
 
