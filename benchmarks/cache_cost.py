@@ -2,11 +2,12 @@
 
     python benchmarks/cache_cost.py --context-lengths 256,2048,8192
 
-It times forwards over one token, and over a chain of drafted tokens under an explicit mask, in four ways:
+It times forwards over one token, and over a chain of drafted tokens under an explicit mask, in five ways:
 
 - plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
 - growing: a cache that grows in place (`runtime/cache_slots.py`).
 - grouped: the same cache, and keys are read once for all heads that share them (`grouped_attention.py`).
+- few: the same, with our own operator for few queries, where it runs (`few_queries.py`).
 - packed: the same, with packed copies of the weights (`packed_weights.py`).
 """
 
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from runner import in_turns, keep, loaded_target, numbers, options, print_table
 
@@ -25,15 +27,18 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import DynamicCache
 
-WAYS = ("plain", "growing", "grouped", "packed")
+WAYS = ("plain", "growing", "grouped", "few", "packed")
 _CHUNK = 1024  # number of tokens of the context read at once
 
 
 def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, tuple[float, float]]:
     """Returns for each way the median milliseconds of a forward over one token and over `nodes` tokens."""
-    from hf_hsdraft.cpu.grouped_attention import grouped_attention
+    from hf_hsdraft.cpu import grouped_attention
     from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
+    from hf_hsdraft.cpu.small_weights import KERNEL
     from hf_hsdraft.runtime.cache_slots import make_room
+
+    KERNEL.operators(wait=True)
 
     cache = _filled(target, context)
     growing = copy.deepcopy(cache)
@@ -42,8 +47,10 @@ def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, tu
 
     def forward(way: str, size: int) -> float:
         with ExitStack() as stack:
-            if way in ("grouped", "packed"):
-                stack.enter_context(grouped_attention(target.device))
+            if way in ("grouped", "few", "packed"):
+                stack.enter_context(grouped_attention.grouped_attention(target.device))
+            if way == "grouped":
+                stack.enter_context(patch.object(grouped_attention, "attend_few", lambda *layer: None))
             if way == "packed":
                 stack.enter_context(packed.in_use())
             return _forward(target, cache if way == "plain" else growing, context, size)

@@ -249,6 +249,7 @@ class Tuning:
     # Number of keys of a single text from which on the heads of a tree that share keys are read as one
     # - History: over 200 keys joining cost 0.8 to 1.4 ms of 9 and 13 nodes; over 800 it took 7.0 instead of 8.1 ms.
     many_keys: int = 1024
+    few_queries: int = 192  # number of queries of a text and a key head that our operator takes - by hand
 
     # --- Compiled roll-outs ---
     # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.

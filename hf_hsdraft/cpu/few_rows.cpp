@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -356,9 +358,11 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
   return same ? blocks : blocks.new_empty({0});
 }
 
+#include "few_queries.h"
+
 }  // namespace
 
-// The name of the library, which a compiler is given, has a digest of this file: another version may be loaded too.
+// The name of the library, which a compiler is given, has a digest of these files: another version may be loaded too.
 #define DEFINE(name)                                                                                            \
   TORCH_LIBRARY(name, library) {                                                                                \
     library.def("runs_here() -> bool", [] { return has_wide(); });                                              \
@@ -367,9 +371,11 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
         "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
         " -> Tensor");                                                                                          \
     library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
+    library.def("attend(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor");       \
   }                                                                                                             \
   TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
     library.impl("product", &product);                                                                          \
     library.impl("blocks_of", &blocks_of);                                                                      \
+    library.impl("attend", &attend);                                                                            \
   }
 DEFINE(HSDRAFT_LIBRARY)

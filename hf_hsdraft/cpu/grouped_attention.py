@@ -21,6 +21,7 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.tuning import TUNING
+from .few_queries import attend_few
 
 Attend = Callable[..., torch.Tensor | None]  # query, key, value, mask, scaling; `None` where it does not apply
 _grouped: ContextVar[Attend | None] = ContextVar("hsdraft_grouped", default=None)
@@ -136,6 +137,8 @@ def attend(
     """
     batch, heads, n, size = query.shape
     groups = heads // key.shape[1]
+    if groups * n <= TUNING.few_queries and (found := attend_few(query, key, value, mask, scaling)) is not None:
+        return found
     of_all_heads = mask is None or mask.shape[1] == 1
     worth_it = n == 1 or batch > 1 or key.shape[2] >= TUNING.many_keys
     if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):

@@ -79,11 +79,14 @@ class Kernel:
         of_this_kind = sys.platform == "linux" and platform.machine() == "x86_64"
         if not of_this_kind or torch.backends.cpu.get_cpu_capability() != "AVX512":
             return False
+        if "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
+            return False  # before a compiler works in vain
         return self._file.is_file() or cpp_compiler() is not None
 
     @cached_property
     def _library(self) -> str:
-        parts = torch.__version__, *_FLAGS, self._source.read_text(encoding="utf-8")
+        files = self._source, *sorted(self._source.parent.glob("*.h"))  # it includes these
+        parts = torch.__version__, *_FLAGS, *(file.read_text(encoding="utf-8") for file in files)
         return f"hsdraft_{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
 
     @cached_property
@@ -99,12 +102,13 @@ class Kernel:
             raise OSError("no C++ compiler")
         partial = self._file.with_suffix(f".{os.getpid()}")
         places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-        command = [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, str(self._source)]
+        # A shell renames the result, also after the end of a process that did not wait for it.
+        command = ["sh", "-c", 'made=$1; shift; "$@" && mv -f "$made" "$0"', str(self._file), str(partial)]
+        command += ["nice", compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, str(self._source)]
         command += ["-lc10", "-ltorch_cpu", "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
-        os.replace(partial, self._file)
 
 
 def cpp_compiler() -> str | None:
