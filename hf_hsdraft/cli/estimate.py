@@ -29,7 +29,7 @@ def training(
     epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them.")] = 3.0,
     flops_per_second: Annotated[float | None, typer.Option(min=1.0, help="Of the machine, as reached.")] = None,
     chains_per_token: Annotated[float, typer.Option(min=0.0, max=1.0, help="Chain starts per token.")] = 0.5,
-    rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share followed to depth K.")] = 0.5,
+    rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share followed to depth K.")] = 0.2,
     tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens packed into a step.")] = 1024,
     cache_taps: Annotated[bool, typer.Option(help="With the target's hidden states on disk.")] = False,
     world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,

@@ -12,6 +12,7 @@ from test_pipeline import plan, run
 from test_trainable import KINDS, loss_of
 
 from hf_hsdraft.training.families.trainable import family_of
+from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loss.candidates import Candidates, likely_columns
 from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
@@ -136,6 +137,25 @@ def test_a_run_learns_from_candidates_and_keeps_the_likely_tokens(chatty, tokeni
     kept = list((tmp_path / "out" / "features").glob("likely-*.safetensors"))
     assert bool(kept) == cached
     assert "4 likely" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("large", "drafter", "options", "compared"),
+    [
+        (10**6, {}, {}, 0),
+        (1, {}, {}, 16),
+        (1, {}, {"candidates": 0}, 0),
+        (1, {"injector": "selector"}, {}, 0),  # it computes all logits at once
+        (1, {}, {"data_policy": "mixed"}, 0),
+    ],
+)
+def test_large_draft_vocabularies_are_compared_by_candidates(
+    chatty, tokenizer, tmp_path, monkeypatch, large, drafter, options, compared
+):
+    monkeypatch.setattr(run_module, "_LARGE_VOCABULARY", large)
+    chosen = plan(tmp_path)
+    run(chatty, tokenizer, replace(chosen, drafter={**chosen.drafter, **drafter}), max_steps=1, **options)
+    assert ("16 likely" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")) == bool(compared)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ class HiddenStateFamily(TravellingFamily):
     predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
     plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
+    arguments = {"rolled_fraction": 0.2}  # noqa: RUF012  # most of a step would be rolled chains otherwise
     takes_adapters = True
 
     def by_columns(self, config: Any) -> bool:

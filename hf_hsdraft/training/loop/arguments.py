@@ -63,7 +63,9 @@ class DrafterTrainingArguments(TrainingArguments):
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         candidates: number of the target's most probable tokens at each position that the loss compares, for all
-            predictions that are compared together; 0 to compare the whole draft vocabulary. See `loss.candidates`.
+            predictions that are compared together; 0 to compare the whole draft vocabulary. See `loss.candidates`. The
+            default of a run is 16 where that is large, the drafter can compute some columns alone and all its weights
+            learn from teacher data on a CPU, else 0.
         drawn_candidates: number of further tokens that it compares, drawn by frequency.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
         max_minutes: minutes of the whole run, from its begin to the saved drafter: the target invents and answers
@@ -109,7 +111,7 @@ class DrafterTrainingArguments(TrainingArguments):
     cosine_weight: float = 0.0
     chains_per_conversation: int = 160
     rolled_fraction: float = 0.5
-    candidates: int = 0
+    candidates: int | None = None
     drawn_candidates: int = 1024
     eval_new_tokens: int = 48
     max_minutes: float | None = None
@@ -138,7 +140,7 @@ class DrafterTrainingArguments(TrainingArguments):
         least = dict.fromkeys(("chains_per_conversation", "gradient_accumulation_steps", "drawn_candidates"), 1)
         least |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
         for name, number in {**least, "cosine_weight": 0, "learning_rate": 0, "candidates": 0}.items():
-            if getattr(self, name) < number:
+            if getattr(self, name) is not None and getattr(self, name) < number:
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected {number} or more")
         if self.fp16:
             raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")

@@ -1,7 +1,6 @@
 """A run of five minutes, loading and leaving included: a drafter to look at, not to keep.
 
-Short greedy answers to prompts for which the target writes no texts first, a small draft vocabulary, a loss on
-candidates.
+Short greedy answers to prompts for which the target writes no texts first, and a small draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _ARGUMENTS = {
     "logging_steps": 10,
 }
 _OTHER_LIMITS = ("max_steps", "num_train_epochs", "max_training_minutes")
-_CANDIDATES = 16
 _DRAFT_VOCABULARY = 8192  # few answers would choose more
 
 
@@ -43,5 +41,4 @@ def quick(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Train
         fields["kinds"] = given.get("kinds") or _KINDS
     if own.family == "hidden-state" and own.init_from is None:
         fields["drafter"] = {"draft_vocab_size": _DRAFT_VOCABULARY, **own.drafter}
-        further.setdefault("candidates", _CANDIDATES)
     return TrainingPlan(**fields), further

@@ -60,6 +60,7 @@ from .run_folder import (
 from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
 
+_CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
 _MINUTES_FOR_ALL_KINDS = 20.0  # for answers, from which on a stream invents full batches of each kind of prompt
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
@@ -162,10 +163,17 @@ class _Run:
         plan, args = self.plan, self.args
         start = drafter_to_start_from(self.family, self.target, self.tokenizer, plan)
         config = start.config if start else self.family.config_for(self.target, plan.drafter)
+        if args.candidates is None and not self._may_compare_few(config):
+            args.candidates = 0
         check_learning(self.family, config, self.target, args)
         args.weights_of_depths(config.num_draft_steps)
         args.check_metric(config.num_draft_steps, generates=plan.eval_prompts > 0)
         return start
+
+    def _may_compare_few(self, config: Any) -> bool:
+        """Whether the loss may compare candidates by default: where a gain was measured."""
+        measured = self.target.device.type == "cpu" and self.args.data_policy == "teacher" and self.plan.lora is None
+        return measured and self.family.by_columns(config)
 
     def sources(self) -> tuple[list[Conversation], list[Prompt]]:
         """`read_sources`; a ValueError if there are too few, or the tokenizer's template cannot render them."""
@@ -236,6 +244,8 @@ class _Run:
         tokens = sum(length for length, _ in counts)
         report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
         drafter = self._drafter(start, tokenized[:first])
+        if args.candidates is None:
+            args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
         taps = family.taps(drafter, target)
         readable = self._cached(drafter, taps, features) if features is not None else lambda chats: chats
         dataset: Any = readable(tokenized)
@@ -366,7 +376,8 @@ class _Run:
         likely_of = None
         if candidates := self.args.candidates:
             ids = drafter.draft_vocab_ids()
-            head = self.target.get_output_embeddings().weight.detach()[ids.to(self.target.device)].to(torch.bfloat16)
+            rows = self.target.get_output_embeddings().weight.detach()
+            head = rows[ids.to(rows.device)].to(torch.bfloat16)
             likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates)
 
         def read(chats: Sequence[TokenizedConversation]) -> Any:

@@ -338,15 +338,17 @@ def _loss(
         valid_prefix=args.valid_prefix,
         cosine_weight=args.cosine_weight,
         by_prediction=args.depth_weighting == "by-prediction",
-        candidates=_candidates(args, weights, token_counts) if args.candidates else None,
+        candidates=_candidates(args.candidates, args, weights, token_counts) if args.candidates else None,
         **chunks,
     )
 
 
-def _candidates(args: DrafterTrainingArguments, weights: TargetWeights, counts: torch.Tensor | None) -> Candidates:
+def _candidates(
+    likely: int, args: DrafterTrainingArguments, weights: TargetWeights, counts: torch.Tensor | None
+) -> Candidates:
     ids = weights.vocab_ids
     own = torch.ones(len(ids)) if counts is None else counts[ids.to(counts.device)]
-    return Candidates.of(args.candidates, args.drawn_candidates, own.to(ids.device))
+    return Candidates.of(likely, args.drawn_candidates, own.to(ids.device))
 
 
 def _recompute_layers(drafter: Any) -> None:
