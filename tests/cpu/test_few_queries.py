@@ -71,7 +71,7 @@ def test_masks_are_bool_or_added_and_may_be_shared(dtype):
 def test_large_scores_and_late_highest_ones_are_kept_apart():
     query, key, value, _ = a_layer(n=2, length=200)
     key[:, :, 150] *= 40  # far above all scores of the blocks before
-    check(query, key, value, None if query.shape[2] == 1 else torch.ones(1, 1, 2, 200, dtype=torch.bool), 1.0)
+    check(query, key, value, torch.ones(1, 1, 2, 200, dtype=torch.bool), 1.0)
 
 
 def test_a_query_that_sees_nothing_gets_what_torch_gives_it():

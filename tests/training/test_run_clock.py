@@ -79,6 +79,7 @@ def test_a_quick_run_keeps_what_is_given():
     plan, arguments = quick({"out": "o", "max_length": 512, "drafter": {"num_draft_steps": 3}}, {"max_minutes": 2.0})
     assert plan.max_length == 512 and plan.max_new_tokens < 256 and plan.kinds
     assert plan.drafter == {"num_draft_steps": 3, "draft_vocab_size": 8192}
-    assert arguments["max_minutes"] == 2.0
+    assert arguments["max_minutes"] == 2.0 and "candidates" not in arguments
+    assert plan.drafter["draft_vocab_size"] >= run_module._LARGE_VOCABULARY, "candidates are compared by default"
     plan, arguments = quick({"out": "o", "prompts": ["p.jsonl"], "family": "block"}, {})
-    assert not plan.kinds and plan.drafter == {} and arguments["max_minutes"] < 5
+    assert not plan.kinds and plan.drafter == {} and "candidates" not in arguments and arguments["max_minutes"] < 5
