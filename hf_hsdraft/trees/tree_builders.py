@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from ..core.draft_tree import DraftTree, from_nodes
+from ..core.methods import Registry
 
 
 class Expansion:
@@ -224,3 +225,15 @@ def _best_tree(root: int, tokens: list[list[int]], log_probs: list[list[float]],
         wait((*ranks[:-1], ranks[-1] + 1), parent)
         wait((*ranks, 0), len(nodes) - 1)
     return from_nodes(nodes)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A function that grows trees, with properties of its trees."""
+
+    grow: TreeBuilder
+    draws: bool = False  # whether the nodes are drawn
+    whole: bool = False  # whether choosing a tree's best nodes would undo what it grows
+
+
+TREE_BUILDERS: Registry[Builder] = Registry("tree_builder", {"beam": Builder(beam_trees)})  # by the option's value

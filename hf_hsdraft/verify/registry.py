@@ -1,4 +1,4 @@
-"""Verification rules by the value of the option `verification`; lossy ones are methods."""
+"""Verification rules by the value of the option `verification`; all but the walk are methods."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
-from .rejection import Rejection
 from .verdict import OwnChoice, Verifier
 
-VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice(), "rejection": Rejection()})
+VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice()})
 OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded
 
 

@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
-from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
+from hf_hsdraft.trees.tree_builders import TREE_BUILDERS, Expansion, TreeLimits
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import Nodes, Verifier, draw_token
 

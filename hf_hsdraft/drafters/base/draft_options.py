@@ -15,7 +15,7 @@ from ...core.checks import MOST_NODES, Limit, choice, demand, few, integer, is_n
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.costs_and_habits import Costs
-from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.tree_builders import TREE_BUILDERS
 from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .adapters import check_adapter_name

@@ -16,8 +16,7 @@ import torch
 from ...core.draft_tree import DraftTree
 from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import TUNING
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits, beam_trees, best_children, best_first_trees
+from ...trees.tree_builders import TREE_BUILDERS, Expansion, TreeLimits, beam_trees, best_children, best_first_trees
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session

@@ -31,7 +31,7 @@ from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
-from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.tree_builders import TREE_BUILDERS
 from .cascade_session import CascadeSession, Step
 from .levels import StateFeed, model_of, reader_of, supposes
 

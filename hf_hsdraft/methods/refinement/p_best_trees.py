@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...core.draft_tree import DraftTree, from_nodes
-from ...trees.builder_registry import TREE_BUILDERS, Builder
-from ...trees.tree_builders import Expansion, FoundNodes, TreeLimits, searched
+from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, FoundNodes, TreeLimits, searched
 
 
 def p_best_trees(

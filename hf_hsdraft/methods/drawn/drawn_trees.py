@@ -13,8 +13,8 @@ from operator import mul
 
 import torch
 
-from ..core.draft_tree import DraftTree
-from .tree_builders import Expansion, TreeLimits, states_of
+from ...core.draft_tree import DraftTree
+from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, TreeLimits, states_of
 
 
 def gumbel_trees(
@@ -144,3 +144,7 @@ class _Growth:
             above = indices
         tokens, parents, depths, scores = zip(*nodes, strict=True)
         return DraftTree(tokens, parents, depths, scores, tuple(log_probs), self._vocab_ids)
+
+
+TREE_BUILDERS["gumbel"] = Builder(gumbel_trees, draws=True)
+TREE_BUILDERS["stochastic_beam"] = Builder(stochastic_beam_trees, draws=True)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from ..core.draft_tree import DraftTree
-from .verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
+from ...core.draft_tree import DraftTree
+from ...verify.registry import VERIFIERS
+from ...verify.verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
 
 
 class Rejection(Verifier):
@@ -59,3 +60,6 @@ def _draw(
             q[token] = 0.0
             q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
     return draw_token(p)
+
+
+VERIFIERS["rejection"] = Rejection()

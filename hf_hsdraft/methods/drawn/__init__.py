@@ -1,0 +1,1 @@
+"""Trees of drawn nodes, and their verification by rejection without replacement (RSD)."""
