@@ -122,8 +122,8 @@ def _serve_by_vllm(
     from ..hub.checkpoint import Checkpoint
     from ..hub.drafter_files import weight_files
     from ..runtime.target_loading import DEFAULT_TARGET, target_folder
-    from ..serve.vllm_engine import check_environment, check_parallel, check_target, server_command
     from ..vllm_plugin.speculation import NGRAMS, is_hidden_state, speculation_of
+    from ..vllm_plugin.vllm_server import check_environment, check_parallel, check_target, server_command
 
     if plain and (drafter is not None or num_speculative_tokens is not None):
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")

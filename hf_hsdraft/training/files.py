@@ -43,6 +43,13 @@ def check_place(path: Path) -> None:
         raise OSError(f"{path.parent} cannot be written ({error}): name another folder") from error
 
 
+def check_empty(folder: Path) -> None:
+    """Raises a FileExistsError if a folder that is to be written holds something already."""
+    unfinished = ".saving-"  # `complete_folder` in a process that was killed
+    if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(unfinished) for p in folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     text = json.dumps(document, indent=2) + "\n"
     write_complete(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -48,7 +48,7 @@ from hf_hsdraft.methods.cascade.hierarchy_estimate import (
     needed_acceptance,
 )
 from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
-from hf_hsdraft.training.evaluate.decoding_estimate import Device
+from hf_hsdraft.methods.estimate.decoding_estimate import Device
 
 
 def made(

@@ -13,8 +13,8 @@ from conftest import VOCAB, make_drafter, make_target
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.hub.drafter_files import read_json
 from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, load_refiner, save_refiner
+from hf_hsdraft.methods.souping.average import average, average_folders
 from hf_hsdraft.training.families.hidden_state import record_target
-from hf_hsdraft.training.loop.average import average, average_folders
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_kill_leaves_nothing_behind_and_nothing_is_overwritten(target, tokeniz
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_hsdraft.training.loop.average.write_json", killed)
+    monkeypatch.setattr("hf_hsdraft.methods.souping.average.write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
     with pytest.raises(FileExistsError, match="not empty"):

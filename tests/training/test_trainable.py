@@ -24,6 +24,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.block import context as block_context
 from hf_hsdraft.drafters.block.configuration import Sight
 from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
+from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data import features
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
@@ -31,7 +32,6 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.loop.pruning import prune
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.loss import (
     ChainLoss,

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_hsdraft import AttachmentStatistics, attach
 from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.methods.co_training.co_training import CoTraining
-from hf_hsdraft.training.evaluate.drafting_log import DraftingLog, log_drafting
+from hf_hsdraft.methods.co_training.drafting_log import DraftingLog, log_drafting
 
 STEPS = 3
 NEW = 8

@@ -12,8 +12,8 @@ from conftest import make_drafter, make_target
 from typer.testing import CliRunner
 
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.serve.vllm_engine import check_environment, server_command
 from hf_hsdraft.vllm_plugin.speculation import NGRAMS, speculation_of
+from hf_hsdraft.vllm_plugin.vllm_server import check_environment, server_command
 
 
 def written(folder, **fields):

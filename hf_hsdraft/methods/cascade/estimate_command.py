@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...cli._shared import numbers, say
-from ...cli.estimate import (
+from ..estimate.estimate_commands import (
     H100_BYTES,
     H100_FLOPS,
     BandwidthOption,
@@ -34,7 +34,7 @@ def hierarchy(
 ) -> None:
     """Says whether n-grams, a middle model and the target would be faster than a drafter alone; runs nothing."""
     from ...runtime.target_loading import load_config
-    from ...training.evaluate.decoding_estimate import Device
+    from ..estimate.decoding_estimate import Device
     from .hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
 
     config, other = load_config(target), load_config(middle)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...training.evaluate.decoding_estimate import Device
-from ...training.evaluate.estimate import target_parts
+from ..estimate.decoding_estimate import Device
+from ..estimate.training_estimate import target_parts
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
 
 NGRAMS, MIDDLE, TARGET = "n-grams", "middle", "target"

@@ -48,7 +48,7 @@ def plan(
     from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import load_target
-    from ...training.loop.pruning import check_empty
+    from ...training.files import check_empty
     from .hierarchy_costs import Measuring
     from .hierarchy_run import Plans, compare
 

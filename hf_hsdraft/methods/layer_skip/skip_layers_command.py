@@ -42,8 +42,8 @@ def skip_layers(
     from ...runtime.target_loading import DEFAULT_TARGET, load_target
     from ...training.data.conversations import read_prompts
     from ...training.evaluate.parity import PROMPTS
+    from ...training.files import check_empty
     from ...training.loop.progress import Reporter
-    from ...training.loop.pruning import check_empty
     from .layer_search import as_drafter, check_target, search, written_texts
 
     check_empty(out)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import Injector, say
+from ...cli._shared import Injector, say
 
 app = typer.Typer()
 _TARGET = "Hub name or folder of the target, a .gguf file or a config.json."
@@ -41,8 +41,8 @@ def training(
     injector: InjectorOption = None,
 ) -> None:
     """Says what training a hidden-state drafter for a target would take, with the arithmetic; runs nothing."""
-    from ..runtime.target_loading import load_config
-    from ..training.evaluate.estimate import estimate
+    from ...runtime.target_loading import load_config
+    from .training_estimate import estimate
 
     config = load_config(target)
     sizes = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, num_draft_steps=num_draft_steps)
@@ -86,8 +86,8 @@ def decoding(
 
     By default the device is an H100, and the drafter a fresh hidden-state drafter.
     """
-    from ..runtime.target_loading import load_config
-    from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
+    from ...runtime.target_loading import load_config
+    from .decoding_estimate import Device, Drafting, estimate_decoding
 
     fields = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, draft_layers=draft_layers)
     if drafter is not None and fields:
@@ -127,9 +127,9 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..generate.by_name import load_drafter
-    from ..training.data.vocabulary import RANK_POWER, column_cost_of, typical_size
-    from ..training.families.trainable import trainable
+    from ...generate.by_name import load_drafter
+    from ...training.data.vocabulary import RANK_POWER, column_cost_of, typical_size
+    from ...training.families.trainable import trainable
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)

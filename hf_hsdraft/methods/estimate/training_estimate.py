@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..loss.loss import CHUNK_LOGITS
+from ...training.loss.loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "

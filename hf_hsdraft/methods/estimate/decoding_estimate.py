@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...drafters.base.protocol import Drafter
-from .estimate import Arithmetic, Estimate, target_parts
+from .training_estimate import Arithmetic, Estimate, target_parts
 
 _NOT_COUNTED = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "

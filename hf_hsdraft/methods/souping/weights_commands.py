@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ._shared import (
+from ...cli._shared import (
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -33,8 +33,8 @@ def average(
     device: DeviceOption = "cpu",
 ) -> None:
     """Averages the weights of drafters that share a starting point. Everything else is copied from the first."""
-    from ..runtime.target_loading import load_target
-    from ..training.loop.average import average_folders, check_shares
+    from ...runtime.target_loading import load_target
+    from .average import average_folders, check_shares
 
     parts = numbers(shares, "--shares", "0.35,0.65", float) if shares else [1.0] * len(drafters)
     check_shares(len(drafters), parts)
@@ -58,10 +58,10 @@ def prune(
 
     The target's name is written into the recipe beside it and published with it; of a path, only the last part.
     """
-    from ..drafters.language_model.layer_subset import checked_layers, evenly, layers_of
-    from ..runtime.target_loading import DEFAULT_TARGET, load_target
-    from ..training.loop.pruning import check_empty
-    from ..training.loop.pruning import prune as save_pruned
+    from ...drafters.language_model.layer_subset import checked_layers, evenly, layers_of
+    from ...runtime.target_loading import DEFAULT_TARGET, load_target
+    from ...training.files import check_empty
+    from .pruning import prune as save_pruned
 
     if (layers is None) == (num_layers is None):
         raise typer.BadParameter("name the layers to keep, or their number: one of --layers and --num-layers")

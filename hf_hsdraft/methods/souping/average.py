@@ -20,9 +20,8 @@ from ...drafters.hidden_state.target_match import explain_mismatch, tokenizer_ha
 from ...hub.drafter_files import RECIPE
 from ...hub.model_card import read_recipe, write_card
 from ...hub.publication import complete_folder
-from ..families.hidden_state import record_target
-from ..files import write_json
-from .pruning import check_empty
+from ...training.families.hidden_state import record_target
+from ...training.files import check_empty, write_json
 
 logger = logging.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from ...drafters.language_model.layer_subset import checked_layers, layers_of, w
 from ...hub.publication import complete_folder
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import text_config
-from ..files import write_json
+from ...training.files import check_empty, write_json
 
 RECIPE = "pruning_recipe.json"
 _TRIED = 12  # tokens that the saved model reads in its check
@@ -55,13 +55,6 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
             tokenizer.save_pretrained(partial)
         write_json(partial / RECIPE, recipe)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
-
-
-def check_empty(folder: Path) -> None:
-    """Raises a FileExistsError if a folder that is to be written holds something already."""
-    unfinished = ".saving-"  # `complete_folder` in a process that was killed
-    if folder.exists() and (not folder.is_dir() or any(not p.name.startswith(unfinished) for p in folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..core.checks import printable
 from ..runtime.target_limits import decoder_layers
-from ..vllm_plugin.speculation import CPU_MEMORY, is_hidden_state
+from .speculation import CPU_MEMORY, is_hidden_state
 
 _MOST_BATCHED = "--max-num-batched-tokens"
 _MEMORY = "--gpu-memory-utilization"  # vLLM's name on a CPU too

@@ -1,0 +1,1 @@
+"""Says what training and decoding would take, by arithmetic."""
