@@ -21,6 +21,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
+from hf_hsdraft.methods.cascade.supposing import supposes
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 
 NEW = 16
@@ -189,7 +190,7 @@ def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
     ngrams, other = NgramCache(3), NgramCache(3)
     for cache in (ngrams, other):
         cache.extend([1, 2, 3, 4, 1, 2])
-    assert ngrams.draft(2, 2, 1, after=[3]).tokens == (3, 4, 1)
+    assert ngrams.followed_by([3]).draft(2, 2, 1).tokens == (3, 4, 1)
     assert ngrams.draft(4, 4).tokens == other.draft(4, 4).tokens and ngrams.last == 2
 
 
@@ -364,4 +365,4 @@ def test_sessions_know_what_their_time_depends_on(target):
     kinds = [each.session(Call(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
     assert kinds[0] == kinds[1] != kinds[2] and hash(kinds[0]) == hash(kinds[1])
     assert isinstance(one.session(Call(target, 1, DraftOptions.of(one))), CascadeSession)
-    assert make_drafter(target).supposes and not make_drafter(target, sliding_window=128).supposes
+    assert supposes(make_drafter(target)) and not supposes(make_drafter(target, sliding_window=128))

@@ -88,7 +88,6 @@ class _Row:
     """Drafting state of one row."""
 
     pending: list[Pairs] = field(default_factory=list)  # pairs not yet read by the trunk
-    supposed: list[Pairs] = field(default_factory=list)  # pairs after these that may be taken back
     root: int = -1  # the last accepted token
     drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
     leftover: Leftover | None = None  # their rest after the accepted ones
@@ -135,9 +134,8 @@ class HSDraftSession(TreeSession):
         self._guessed = {}
 
     def _take_tokens(self, news: Accepted) -> None:
-        """Compares accepted tokens with the last draft, and ends what was supposed."""
+        """Compares accepted tokens with the last draft."""
         self._count_guess(self._guessed.get(news.row), news.tokens[0])
-        self._rows[news.row].supposed.clear()
         self.settle(news.tokens[:-1], news.row)
         if self._refiner is not None:
             self._refiner.observe(news.row, [*news.earlier, *news.tokens])
@@ -150,17 +148,6 @@ class HSDraftSession(TreeSession):
 
     def end(self) -> None:
         warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
-
-    def suppose(self, news: Sequence[Accepted]) -> None:
-        """Takes tokens that hold only until the next news, as in a cascade."""
-        device, dtype = self.drafter.device, self.drafter.dtype
-        for each in news:
-            state = self._rows[each.row]
-            state.leftover = state.drafted = None
-            state.supposed.clear()
-            if len(each.positions):
-                embeds = self.weights.embed(each.following)
-                state.supposed.append((each.taps.to(device, dtype), embeds, each.positions.to(device)))
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self._rows))).difference(rows):
@@ -208,33 +195,11 @@ class HSDraftSession(TreeSession):
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
         """Reads pending pairs and rolls from the last of each row: `[B, depth, D]`."""
-        unsure = [row for row in rows if self._rows[row].supposed]
-        if unsure:
-            hidden = self._supposed(unsure, depth)
-            sure = [row for row in rows if row not in unsure]
-            hidden.update(zip(sure, self._rolled(sure, depth) if sure else (), strict=True))
-            return torch.stack([hidden[row] for row in rows])
         states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         for row, drafted in zip(rows, states, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = drafted
         return states
-
-    def _supposed(self, rows: Sequence[int], depth: int) -> dict[int, torch.Tensor]:
-        """As `_rolled`, for rows with supposed pairs, which are read last and then taken back."""
-        waiting = [row for row in rows if self._rows[row].pending]
-        if waiting:
-            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
-            for row in waiting:
-                self._rows[row].pending.clear()
-        mark = self._roll_out.mark()
-        for row in rows:
-            self._rows[row].pending = self._rows[row].supposed
-        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
-        self._roll_out.reset(mark)
-        for row in rows:
-            self._rows[row].pending = []
-        return dict(zip(rows, states, strict=True))
 
     def _pairs(self, rows: Sequence[int]) -> Pairs:
         return _joined([part for row in rows for part in self._rows[row].pending])

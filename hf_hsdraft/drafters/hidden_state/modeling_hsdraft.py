@@ -26,8 +26,6 @@ from .static_session import StaticSession
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import Layer, read, roll
 
-_LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
-
 
 class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
@@ -59,7 +57,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
-    settled_options = tuple(option.name for option in own_options)  # not in a cascade, which takes tokens back
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"
@@ -108,11 +105,6 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
-
-    @property
-    def supposes(self) -> bool:
-        """Whether its sessions can take tokens back."""
-        return self.config.sliding_window is None or self.config.sliding_window > _LEAST_WINDOW
 
     def default_generation_config(self) -> GenerationConfig:
         config = self.config

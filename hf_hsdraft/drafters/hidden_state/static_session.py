@@ -33,7 +33,7 @@ class StaticSession(HSDraftSession):
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
         [ask], state = asks, self._rows[0]
-        if not self._beams or self.on_expansion is not None or state.supposed:
+        if not self._beams or self.on_expansion is not None:
             return super().trees(asks, depth, options)
         sizes = options.tree_size, options.beam_width
         if self._found is None:

@@ -55,7 +55,6 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
-    supposes = True  # sessions can take tokens back
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
@@ -170,8 +169,3 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     def session(self, call: Call) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
-
-    @property
-    def verifying_model(self) -> Any:
-        """The language model with which it can verify another drafter's drafts."""
-        return self.model

@@ -59,13 +59,7 @@ class _Text:
 
     tokens: list[int] = field(default_factory=list)  # all known tokens, including the root
     lost: bool = False  # holds a token that the model does not know; nothing more is drafted for it
-    # Further tokens that may be taken back; the last one is the root then
-    supposed: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)  # tokens in the model's cache
-
-    @property
-    def known(self) -> list[int]:
-        return self.tokens + self.supposed if self.supposed else self.tokens
 
 
 class CausalLMSession(TreeSession):
@@ -108,18 +102,12 @@ class CausalLMSession(TreeSession):
             text = self._texts[each.row]
             new = [*each.earlier, *each.tokens]
             text.tokens += new
-            text.supposed = []
             text.lost |= not all(0 <= token < self._vocab_size for token in new)
         memory, self._resumed = self._resumed, None
         if memory is not None and tuple(self._texts[0].tokens[: len(memory.tokens)]) == memory.tokens:
             assert memory.texts is not None
             self._groups = [memory.texts.copied()]
             self._texts[0].read = list(memory.tokens)
-
-    def suppose(self, news: Sequence[Accepted]) -> None:
-        """Takes tokens that hold only until the next news, as in a cascade."""
-        for each in news:
-            self._texts[each.row].supposed = list(each.tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
         for texts in self._groups:
@@ -141,16 +129,14 @@ class CausalLMSession(TreeSession):
 
     def _knows(self, ask: Ask) -> bool:
         text = self._texts[ask.row]
-        if text.lost or not text.tokens or text.known[-1] != ask.root:
-            return False
-        return all(0 <= token < self._vocab_size for token in text.supposed)
+        return not text.lost and bool(text.tokens) and text.tokens[-1] == ask.root
 
     def _take_back(self, texts: LMTexts) -> None:
-        """Drops supposed tokens that did not come. The root is always read again."""
+        """Drops tokens from the model's cache that did not come. The root is always read again."""
         lengths = []
         for row in texts.rows:
             text = self._texts[row]
-            lengths.append(max(min(shared_length(text.read, text.known), len(text.known) - 1), 0))
+            lengths.append(max(min(shared_length(text.read, text.tokens), len(text.tokens) - 1), 0))
             del text.read[lengths[-1] :]
         if lengths != texts.kept:
             texts.cut(lengths)
@@ -160,7 +146,7 @@ class CausalLMSession(TreeSession):
         depths = {}
         for place, row in enumerate(texts.rows):
             if row in wanted:
-                unread = len(self._texts[row].known) - texts.kept[place]
+                unread = len(self._texts[row].tokens) - texts.kept[place]
                 depth = min(wanted[row].depth, texts.room(place) - unread + 1)
                 if depth > 0:
                     depths[row] = depth
@@ -170,14 +156,14 @@ class CausalLMSession(TreeSession):
         """The trees of some rows of a group; the others are in each forward too, without new tokens or a tree."""
         options = self.options_for(ask, trees=bool(self._kinds))
         tokens = [
-            self._texts[row].known[kept:] if row in depths else []
+            self._texts[row].tokens[kept:] if row in depths else []
             for row, kept in zip(texts.rows, texts.kept, strict=True)
         ]
         depth = max(depths.values())
-        all_asks = [Ask(row, self._texts[row].known[-1], depths.get(row, depth), 0) for row in texts.rows]
+        all_asks = [Ask(row, self._texts[row].tokens[-1], depths.get(row, depth), 0) for row in texts.rows]
         first = texts.read(tokens)
         for row in depths:
-            self._texts[row].read = list(self._texts[row].known)
+            self._texts[row].read = list(self._texts[row].tokens)
         try:
             self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
             race, size = self.race(texts.rows, depth), self._vocab_size

@@ -56,7 +56,6 @@ class CachebackDrafter(WeightlessDrafter):
     config_class = CachebackConfig
     num_draft_steps = TUNING.ngram_depth
     least_ngram_length = 1
-    supposes = True  # sessions can take tokens back
     why_not_exported = "it has no weights: other programs look n-grams up by methods of their own"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:

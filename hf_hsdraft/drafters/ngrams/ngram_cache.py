@@ -7,6 +7,7 @@ looked up, as a draft would, before it is entered. These probabilities are compa
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,12 @@ class NgramCache:
         """The last token, from which a draft continues."""
         return self._tail[-1] if self._tail else None
 
+    def followed_by(self, tokens: Sequence[int]) -> NgramCache:
+        """Returns the same tables behind further tokens, which are in no n-gram. It must not be extended."""
+        other = copy.copy(self)
+        other._tail = [*self._tail, *tokens][-self._tables[0].length :]
+        return other
+
     def extend(self, tokens: Iterable[int]) -> None:
         self._counted = None
         for token in tokens:
@@ -101,10 +108,9 @@ class NgramCache:
         depth: int,
         width: int | None = None,  # most children of a node; 1 gives a chain, None is no limit
         threshold: float = 0.0,  # least probability of a path, 0 to 1
-        after: Sequence[int] = (),  # supposed next tokens, in no n-gram
     ) -> DraftTree:
         """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root."""
-        tail = [*self._tail, *after][-self._tables[0].length :]
+        tail = self._tail
 
         def following(path: Path) -> list[tuple[int, float]]:
             return self._next([*tail, *path], drafted=bool(path))

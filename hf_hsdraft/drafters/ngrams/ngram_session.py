@@ -21,7 +21,6 @@ class NgramSession(Session):
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
         self._options, self._foresight = call.options, call.foresight
-        self._supposed: dict[int, list[int]] = {}  # supposed tokens, which may be taken back
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: self._tree(ask) for ask in asks}
@@ -31,11 +30,9 @@ class NgramSession(Session):
 
     def _tree(self, ask: Ask) -> DraftTree:
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
-        supposed = self._supposed.get(ask.row) or []
-        last = supposed[-1] if supposed else ngrams.last
-        if last != ask.root:  # the root was not observed, or is outside the vocabulary
+        if ngrams.last != ask.root:  # the root was not observed, or is outside the vocabulary
             return DraftTree.root(ask.root)
-        return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold, supposed)
+        return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold)
 
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
         """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
@@ -58,12 +55,7 @@ class NgramSession(Session):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            self._supposed.pop(each.row, None)
             self._caches[each.row].extend([*each.earlier, *each.tokens])
-
-    def suppose(self, news: Sequence[Accepted]) -> None:
-        """Takes tokens that hold only until the next news, as in a cascade."""
-        self._supposed.update({each.row: each.tokens for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = {row: self._caches[row] for row in rows}

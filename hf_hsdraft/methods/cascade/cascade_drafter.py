@@ -24,6 +24,7 @@ from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.travelling_config import ANY
+from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
 from ...hub.fetching import find_folder, taken_for_hub
 from ...hub.pretrained_drafter import write_options
@@ -33,7 +34,8 @@ from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.tree_builders import TREE_BUILDERS
 from .cascade_session import CascadeSession, Step
-from .levels import StateFeed, model_of, reader_of, supposes
+from .levels import StateFeed, model_of, reader_of
+from .supposing import supposes, supposing_session
 
 _MOST = 64  # tokens that a level may pass up
 _HERE = "./"  # prefix of levels inside the cascade's folder
@@ -212,7 +214,9 @@ class CascadeDrafter(nn.Module, Drafter):
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
         temperature, pending = call.options.temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
-        session: Any = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
+        session: Any = supposing_session(
+            first, replace(call, target=models[0], options=options, texts=None, runtime=None)
+        )
         taps = first.taps_of(models[0])
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))
@@ -226,13 +230,12 @@ class CascadeDrafter(nn.Module, Drafter):
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
         """The options of the first level, set to chains of its number of tokens.
 
-        Its `settled_options` only work on text that stays. They keep their defaults, since up to `pending` of the
-        tokens that it drafts from can be taken back.
+        Reuse and refinement only work on text that stays, so an `HSDrafter` keeps their defaults: up to `pending` of
+        the tokens that it drafts from can be taken back.
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
-        settled = getattr(first, "settled_options", ())
-        plain = {option.name: option.default for option in first.own_options if option.name in settled}
+        plain = {option.name: option.default for option in first.own_options} if isinstance(first, HSDrafter) else {}
         return replace(
             own,
             own={**own.own, **plain},

@@ -18,7 +18,8 @@ from ...drafters.base.protocol import Accepted, Ask, Session
 from ...verify.foresight import Foresight, Race
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Nodes, draw_token
-from .levels import LMReader, StateFeed, SupposingSession
+from .levels import LMReader, StateFeed
+from .supposing import SupposingSession
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...engine.loop import Observer, Round
 from .hierarchy import Acceptance, Curve, Drafting, Levels
-from .levels import model_of, reader_of, supposes
+from .levels import model_of, reader_of
+from .supposing import supposes
 
 DEEPEST = 10  # longest chain measured
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from ...drafters.base.protocol import Accepted, Drafter, Session
+from ...drafters.base.protocol import Accepted, Drafter
 from ...drafters.language_model.lm_ability import ability_of
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 from ...runtime.target_limits import furthest_position, text_config
 from ...runtime.tree_reading import AttentionKind
+from .supposing import SupposingSession
 
 
 class LMReader:
@@ -81,25 +83,9 @@ class LMReader:
         self._groups = [group for group in self._groups if group.rows]
 
 
-class SupposingSession(Session):
-    """What a cascade asks of the sessions below its models; they need not inherit from it."""
-
-    def suppose(self, news: Sequence[Accepted]) -> None:
-        """Continues from tokens that may be taken back: another model has chosen them, the target has not seen them.
-
-        They follow what was observed, and hold until the next news of the same text, supposed or observed. A
-        session that reads hidden states gets those of the supposed tokens too, and must get them before each draft.
-        """
-
-
-def supposes(drafter: Drafter) -> bool:
-    """Whether a drafter's sessions are `SupposingSession`s; an [`HSDrafter`] needs a wide window for that."""
-    return bool(getattr(drafter, "supposes", False))
-
-
 def model_of(drafter: Drafter) -> Any:
     """Returns the language model that a drafter verifies with, or None."""
-    return getattr(drafter, "verifying_model", None)
+    return drafter.model if isinstance(drafter, CausalLMDrafter) else None
 
 
 def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int] = ()) -> LMReader:
