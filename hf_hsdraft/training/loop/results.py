@@ -21,7 +21,7 @@ from ..data.plan import TrainingPlan
 from ..evaluate.pictures import draw_pictures
 from ..families.family import TrainableFamily
 from ..files import write_json
-from ..loss.objectives import CE_SHARES
+from ..loss.objectives import OBJECTIVES
 from .arguments import DrafterTrainingArguments
 from .progress import Reporter
 from .trainer import DrafterTrainer
@@ -160,8 +160,9 @@ def _compared(trainer: DrafterTrainer) -> str:
 
 
 def _terms(args: DrafterTrainingArguments) -> str:
-    share = CE_SHARES.get(args.objective) if args.ce_share is None else args.ce_share
-    terms = [args.objective if share is None else f"{args.objective} (ce_share {share:g})"]
+    objective = OBJECTIVES.get(args.objective)
+    share = args.ce_share if args.ce_share is not None or objective is None else objective.ce_share
+    terms = [f"{args.objective} (ce_share {share:g})" if share else args.objective]
     if args.cosine_weight > 0:
         terms.append(f"{args.cosine_weight:g} x cosine distance of states")
     if args.regression_weight > 0:

@@ -1,0 +1,1 @@
+"""Divergences that gained nothing here over those of the core."""
