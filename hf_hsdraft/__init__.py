@@ -9,12 +9,12 @@ The names of `__all__` are loaded on first use; `__init__.pyi` tells type checke
 
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 from ._version import __version__ as __version__
+from .core.command import is_command
 from .core.methods import load, offered
 
 _MODULES = {
@@ -58,7 +58,8 @@ _OF_METHODS = {
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 
 
-def _install() -> None:
+@functools.cache
+def install() -> None:
     """Makes `generate()` draft, where transformers is new enough for it."""
     from .transformers_version import needs_newer, warn_if_untested
 
@@ -67,11 +68,11 @@ def _install() -> None:
     from .drafters.hidden_state import modeling_hsdraft  # noqa: F401  # `AutoModel` knows it from here on
     from .generate.attachment import allow_attachments
     from .generate.by_name import allow_names
-    from .generate.generate_hook import install
+    from .generate.generate_hook import install as hook_generate
 
     warn_if_untested()
     allow_names()
-    install()
+    hook_generate()
     allow_attachments()
 
 
@@ -82,6 +83,7 @@ def __getattr__(name: str) -> Any:
 
     if (why := needs_newer()) is not None:
         raise ImportError(f"hf_hsdraft.{name} is not here: {why}")
+    install()
     if name in _MODULES:
         module = importlib.import_module(f".{_MODULES[name]}", __name__)
     elif name in offered("name"):
@@ -98,14 +100,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _is_help() -> bool:
-    """Whether this process is `hsdraft --help`, which lists the commands at once, without PyTorch."""
-    name = Path(*sys.argv[:1]).name
-    if name == "-m":  # while Python looks for the module that it will run
-        name = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
-    is_command = name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli")
-    return is_command and "--help" in sys.argv and "--" not in sys.argv  # what follows -- is for another command
-
-
-if not _is_help():
-    _install()
+if not is_command():  # a command installs it once it has parsed its options
+    install()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 console = Console()
 if not console.is_terminal:
     console = Console(width=140)  # tables in a log file keep their columns
+errors = Console(stderr=True)
+EVERY = 5.0  # seconds between lines about work that goes on
 _Number = TypeVar("_Number", int, float)
 QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
 
@@ -26,6 +31,43 @@ QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. 
 def say(line: str) -> None:
     """Prints a line as it is, without markup, colours and line breaks."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def working(doing: str, unless: bool = False) -> Iterator[None]:
+    """Says on standard error what takes a while: in a terminal for as long as it does, else at once and in intervals.
+
+    `unless` says nothing.
+    """
+    if unless:
+        yield
+    elif errors.is_terminal:
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        # Libraries may keep the streams that they find while they are imported, so rich must not replace them.
+        with Live(Spinner("dots", doing), console=errors, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield
+    else:
+        ended, began = threading.Event(), time.monotonic()
+
+        def beat() -> None:
+            while not ended.wait(EVERY):
+                tell(f"{doing}: {time.monotonic() - began:.0f} s")
+
+        tell(doing)
+        beating = threading.Thread(target=beat, daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beating.join()
+
+
+def tell(line: str) -> None:
+    """Prints a line about progress on standard error, as it is."""
+    errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Dtype(StrEnum):
@@ -92,6 +134,8 @@ VerificationOption = Annotated[
 
 def checked_device(device: str) -> str:
     """Returns a device; raises a BadParameter if this PyTorch does not know or find it."""
+    if device == "cpu":  # which needs no PyTorch, so that wrong options are reported before it is loaded
+        return device
     import torch
 
     try:

@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ._shared import (
     DeviceOption,
@@ -103,11 +104,18 @@ def _end(verdict: str, why: str) -> None:
         sys.exit(1)
 
 
-def _moved(context: typer.Context) -> None:
-    name = context.info_name
-    raise ValueError(f"`hsdraft {name}` is `python benchmarks/{name}.py` now, in a checkout of the repository")
+class _Moved(TyperCommand):
+    """A command that left the package, whatever its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        raise ValueError(
+            f"`hsdraft {ctx.info_name}` is `python benchmarks/{ctx.info_name}.py` now, in a checkout of the repository"
+        )
+
+
+def _moved() -> None:
+    raise AssertionError
 
 
 for _name in ("exactness", "support"):
-    _any = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(_name, hidden=True, add_help_option=False, context_settings=_any)(_moved)
+    app.command(_name, cls=_Moved, hidden=True)(_moved)
