@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ..core.progress import working
 from ._shared import (
     DeviceOption,
     DrafterArgument,
@@ -16,6 +17,7 @@ from ._shared import (
     PromptFileOption,
     TargetArgument,
     check_fit,
+    loaded_target,
     prompt_texts,
     say,
 )
@@ -45,12 +47,11 @@ def check(
     """
     from ..generate.by_name import found_for_targets
     from ..runtime.prompt_inputs import encode_prompts
-    from ..runtime.target_loading import load_target
     from ..training.families.trainable import as_trained
 
     texts = prompt_texts(prompts)
     named = found_for_targets(drafter, dtype.torch, device)
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     loaded = named(model)
     check_fit(loaded, model, tokenizer)
     inputs = encode_prompts(model, tokenizer, texts[:limit])
@@ -64,7 +65,8 @@ def check(
 def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int, tolerance: float) -> None:
     from ..training.evaluate.parity import parity
 
-    report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
+    with working("comparing what training and decoding predict"):
+        report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
     for line in report.lines():
         say(line)
     if report.passed:

@@ -6,6 +6,7 @@ own name is a hidden alias.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import pkgutil
@@ -23,7 +24,8 @@ from .. import cli as commands
 from .._version import __version__
 from ..core import command as process
 from ..core.methods import load, offered
-from ._shared import errors, say, working
+from ..core.progress import errors, tell, working
+from ._shared import say
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -113,7 +115,7 @@ def _running(body: Callable[..., Any]) -> Callable[..., Any]:
             _load_packages()
             return body(*args, **kwargs)
         except KeyboardInterrupt:
-            errors.print(process.SAID)
+            tell(process.SAID)
             raise typer.Exit(process.STATUS) from None
 
     return run
@@ -121,7 +123,7 @@ def _running(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_packages() -> None:
     """Loads PyTorch and transformers. Raises an ImportError if transformers is too old."""
-    with working("loading PyTorch and transformers", unless="torch" in sys.modules):
+    with contextlib.nullcontext() if "torch" in sys.modules else working("loading PyTorch and transformers"):
         if (why := needs_newer()) is not None:
             raise ImportError(why)
         from transformers.utils.logging import disable_progress_bar
