@@ -9,7 +9,6 @@ The names of `__all__` are loaded on first use; `__init__.pyi` tells type checke
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -58,24 +57,6 @@ _OF_METHODS = {
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 
 
-@functools.cache
-def install() -> None:
-    """Makes `generate()` draft, where transformers is new enough for it."""
-    from .transformers_version import needs_newer, warn_if_untested
-
-    if needs_newer() is not None:
-        return
-    from .drafters.hidden_state import modeling_hsdraft  # noqa: F401  # `AutoModel` knows it from here on
-    from .generate.attachment import allow_attachments
-    from .generate.by_name import allow_names
-    from .generate.generate_hook import install as hook_generate
-
-    warn_if_untested()
-    allow_names()
-    hook_generate()
-    allow_attachments()
-
-
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _OF_METHODS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -83,7 +64,8 @@ def __getattr__(name: str) -> Any:
 
     if (why := needs_newer()) is not None:
         raise ImportError(f"hf_hsdraft.{name} is not here: {why}")
-    install()
+    if is_command():  # or a script of the same name
+        _install()
     if name in _MODULES:
         module = importlib.import_module(f".{_MODULES[name]}", __name__)
     elif name in offered("name"):
@@ -100,5 +82,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not is_command():  # a command installs it once it has parsed its options
+def _install() -> None:
+    from .installation import install
+
     install()
+
+
+if not is_command():  # which does it once it has parsed its options
+    _install()

@@ -128,7 +128,7 @@ def _load_packages() -> None:
             raise ImportError(why)
         from transformers.utils.logging import disable_progress_bar
 
-        from .. import install
+        from ..installation import install
 
         disable_progress_bar()  # of loading; commands show their progress
         install()
