@@ -17,12 +17,13 @@ SAID = "stopped"
 def is_command() -> bool:
     """Whether this process is `hsdraft`, which parses its options before it loads PyTorch.
 
-    The command line is read as it was given: `sys.argv` begins with -m while Python looks for a module, and processes
-    that multiprocessing starts copy it from their parent.
+    Processes that multiprocessing starts copy `sys.argv` from their parent; only their command line tells.
     """
-    given = sys.orig_argv[-len(sys.argv) :] if sys.argv else []
-    name = os.path.basename(given[0]).removeprefix("-m") if given else ""
-    return name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli")
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    if name == "-m":  # while Python looks for the module that it will run
+        name = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+    is_child = any("multiprocessing" in each for each in sys.orig_argv[1:4])
+    return name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli") and not is_child
 
 
 def end_at_once() -> None:
