@@ -150,9 +150,8 @@ def throughput(
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
     from ..bench.calls import Settings
     from ..bench.prompts import read_questions
-    from ..bench.report import define, sweep_table
-    from ..bench.run import BATCH, MEANING, SweepPoint, check_points, sweep
-    from ..bench.summary import DEFINITIONS
+    from ..bench.report import define, sweep_glossary, sweep_table
+    from ..bench.run import BATCH, SweepPoint, check_points, sweep
     from ..bench.systems import System
 
     sizes = numbers(batch_sizes, "--batch-sizes", "1,2,4")
@@ -168,7 +167,7 @@ def throughput(
         for size in sizes:
             points += sweep(model, tokenizer, systems, texts[: size * calls], BATCH, [size], Settings(max_new_tokens))
     console.print(sweep_table(BATCH, points))
-    define(console, {**{name: DEFINITIONS[name] for name in ("tau", "speed_up")}, "batch": MEANING[BATCH]})
+    define(console, sweep_glossary(BATCH))
 
 
 @app.command("first-calls", short_help="Time the first call of a process.")
