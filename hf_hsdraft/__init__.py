@@ -10,11 +10,10 @@ The names of `__all__` are loaded on first use; `__init__.pyi` tells type checke
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 from ._version import __version__ as __version__
+from .core.command import is_command
 from .core.methods import load, offered
 
 _MODULES = {
@@ -58,23 +57,6 @@ _OF_METHODS = {
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 
 
-def _install() -> None:
-    """Makes `generate()` draft, where transformers is new enough for it."""
-    from .transformers_version import needs_newer, warn_if_untested
-
-    if needs_newer() is not None:
-        return
-    from .drafters.hidden_state import modeling_hsdraft  # noqa: F401  # `AutoModel` knows it from here on
-    from .generate.attachment import allow_attachments
-    from .generate.by_name import allow_names
-    from .generate.generate_hook import install
-
-    warn_if_untested()
-    allow_names()
-    install()
-    allow_attachments()
-
-
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _OF_METHODS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -82,6 +64,8 @@ def __getattr__(name: str) -> Any:
 
     if (why := needs_newer()) is not None:
         raise ImportError(f"hf_hsdraft.{name} is not here: {why}")
+    if is_command():  # or a script of the same name
+        _install()
     if name in _MODULES:
         module = importlib.import_module(f".{_MODULES[name]}", __name__)
     elif name in offered("name"):
@@ -98,14 +82,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _is_help() -> bool:
-    """Whether this process is `hsdraft --help`, which lists the commands at once, without PyTorch."""
-    name = Path(*sys.argv[:1]).name
-    if name == "-m":  # while Python looks for the module that it will run
-        name = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
-    is_command = name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli")
-    return is_command and "--help" in sys.argv and "--" not in sys.argv  # what follows -- is for another command
+def _install() -> None:
+    from .installation import install
+
+    install()
 
 
-if not _is_help():
+if not is_command():  # which does it once it has parsed its options
     _install()

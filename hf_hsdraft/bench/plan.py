@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 
 from ..core.checks import public_name
+from ..core.progress import EVERY
 from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt
 from ..training.files import write_json
+from ..training.loop.progress import Reporter
 from .calls import Settings
 from .machine import processor
 from .profile import profile
@@ -119,13 +121,19 @@ def _option(axis: str) -> str:
     return f"--{axis.replace('_', '-')}"
 
 
+def reporter(console: Console) -> Reporter:
+    """Returns what reports progress on a console: bars in a terminal, lines elsewhere."""
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    return Reporter(say, EVERY, console if console.is_terminal else None)
+
+
 def run_plan(
     plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, Drafter], console: Console
 ) -> BenchResult:
     """Measures everything in a plan. The report is written after each prompt, so an interrupted run keeps it.
 
-    `drafters` are by label; empty if no variant takes one. Raises a ValueError before measuring if a variant does
-    not fit its drafter, or a sweep its target.
+    `drafters` are by label; empty if no variant takes one. Progress goes to `console`. Raises a ValueError before
+    measuring if a variant does not fit its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
     plan, too_long = plan.fitting(target, tokenizer)
@@ -139,29 +147,30 @@ def run_plan(
             write_json(plan.json_out, as_document(result))
 
     inputs = encode_prompts(target, tokenizer, plan.texts)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("bench", total=len(inputs) * plan.repeats)
+    report = reporter(console)
+    with report.stage("bench", "prompts", len(inputs) * plan.repeats) as stage:
 
-        def tell(measured: Measured) -> None:
+        def keep(measured: Measured) -> None:
             result.measured = measured
-            progress.advance(task)
+            stage.advance(stage.done + 1)
             save()
 
-        result.measured = measure(target, systems, inputs, plan.settings, plan.repeats, tell)
-        able = [system for system in systems if system.name in result.measured.runs]
-        if plan.profile:
-            summaries = result.summaries()
-            for system in progress.track([each for each in able if each.ours], description="profile"):
+        result.measured = measure(target, systems, inputs, plan.settings, plan.repeats, keep)
+    able = [system for system in systems if system.name in result.measured.runs]
+    if plan.profile:
+        summaries, ours = result.summaries(), [system for system in able if system.ours]
+        with report.stage("profile", "variants", len(ours)) as stage:
+            for system in ours:
                 speed_up = summaries[system.name].decode_speed_up
                 found = profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
                 if found is not None:
                     result.profiles[system.name] = found
-        if plan.points:
-            task = progress.add_task("sweeps", total=sum(map(len, plan.points.values())))
+                stage.advance(stage.done + 1)
+    with report.stage("sweeps", "points", sum(map(len, plan.points.values()))) as stage:
         for axis, values in plan.points.items():
             for point in sweep(target, tokenizer, able, plan.texts, axis, values, plan.settings, plan.repeats):
                 result.sweeps.setdefault(axis, []).append(point)
-                progress.advance(task)
+                stage.advance(stage.done + 1)
                 save()
     save()
     return result

@@ -6,6 +6,7 @@ Every process loads target and drafter by name, measures once, and ends. No earl
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import statistics
 import threading
 from collections.abc import Callable, Sequence
@@ -25,13 +26,13 @@ from .report import figures_table, note
 Found = TypeVar("Found")
 _MB = 10**6
 FIRST_CALLS = (
-    "seconds: of the first generate() of a process, without loading target and drafter; plain and drafted calls take "
-    "turns, each in a process of its own, and every text has exactly so many new tokens; median, with least and "
-    "greatest in brackets. time: the drafted median over the plain one; below 1 is quicker."
+    "plain s, drafted s: seconds of the first generate() of a process, without loading target and drafter; plain and "
+    "drafted calls take turns, each in a fresh process, and every text has exactly so many new tokens; median, with "
+    "least and greatest in brackets. time: the drafted median over the plain one; below 1 is quicker."
 )
 CONCURRENT = (
-    "added MB: peak of resident memory while the calls run, less the memory held after loading and one plain call. "
-    "packed: number of calls that used packed weights, at least in their later rounds."
+    "packed: number of calls that used packed weights, at least in their later rounds. added MB: peak of resident "
+    "memory while the calls run, less MB before, the memory held after loading and one plain call."
 )
 
 
@@ -48,7 +49,17 @@ class Pair:
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(self._load_and, measure, list(prompts), *given).result()
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the new process inherits it: Ctrl-C is for this one
+            try:
+                found = pool.submit(self._load_and, measure, list(prompts), *given)
+            finally:
+                signal.signal(signal.SIGINT, before)
+            try:
+                return found.result()
+            except KeyboardInterrupt:
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
 
     def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         from transformers.utils.logging import disable_progress_bar

@@ -20,10 +20,20 @@ from .systems import PLAIN
 
 _SHOWN_DEPTHS = 8
 ROUND_PARTS = ("draft", "verify", "commit", "other")
+_PARTS = [f"{part} ms" for part in ROUND_PARTS]
 _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
 LOSSY = "lossy"  # marks a system whose verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
+# Columns of the main table, by the names of their figures in `DEFINITIONS`
+_COLUMNS = {
+    "tau": "tau", "tokens_per_second": "tokens/s", "speed_up": "speed-up", "spread": "spread",
+    "decode_speed_up": "after 1st token", "first_token_ms": "1st token ms", "peak_memory_mb": "peak MB",
+    "identical": "identical", "ties": "ties", "divergent": "divergent",
+}  # fmt: skip
+_PERCENTILES = (
+    "10th and 90th percentile of the prompts' own speed-ups, each from its median seconds per token over repeats"
+)
 
 
 @dataclass
@@ -128,8 +138,30 @@ def print_report(result: BenchResult, console: Console) -> None:
             if run.divergence is not None and run.repeat == 0:
                 category = result.categories[run.question]
                 console.print(f"{name}, question {run.question} ({category}): {run.divergence}", markup=False)
-    shown = {**DEFINITIONS, **{axis: MEANING[axis] for axis in result.sweeps}}
-    define(console, shown | (profiling.DEFINITIONS if result.profiles else {}))
+    define(console, _glossary(result))
+
+
+def _glossary(result: BenchResult) -> dict[str, str]:
+    """What the tables show, by the titles of their columns."""
+    several = int(result.settings.get("repeats", 1)) > 1
+    texts = {
+        **DEFINITIONS,
+        "spread": DEFINITIONS["speed_up_repeats"] if several else _PERCENTILES,
+        "peak_memory_mb": f"{DEFINITIONS['peak_memory_mb']}; in brackets {DEFINITIONS['peak_growth_mb']}",
+    }
+    found = {title: texts[name] for name, title in _COLUMNS.items()}
+    if result.measured.first:
+        found["first calls"] = DEFINITIONS["first_calls"]
+    if result.drafted():
+        found[", ".join(_PARTS)] = DEFINITIONS["round"]
+        found["acceptance length"] = DEFINITIONS["acceptance_length"]
+        found["accept N"] = DEFINITIONS["depth_N"]
+    for axis in result.sweeps:
+        found |= sweep_glossary(axis)
+    if result.profiles:
+        found["ms a round"] = profiling.DEFINITIONS["profile"]
+        found |= {name: profiling.DEFINITIONS[name] for name in ("limit", "reached")}
+    return found
 
 
 def note(console: Console, *lines: str) -> None:
@@ -149,10 +181,7 @@ def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Tabl
 
 
 def _main_table(result: BenchResult) -> Table:
-    table = Table(
-        "variant", "tau", "tokens/s", "speed-up", "spread", "after 1st token", "1st token ms", "peak MB", "identical",
-        "ties", "divergent",
-    )  # fmt: skip
+    table = Table("variant", *_COLUMNS.values())
     several, lossy = int(result.settings.get("repeats", 1)) > 1, result.settings.get("lossy", ())
     for name, row in result.summaries().items():
         spread = row.speed_up_repeats if several else (row.speed_up_prompts[0], row.speed_up_prompts[2])
@@ -168,13 +197,8 @@ def _main_table(result: BenchResult) -> Table:
             memory,
             *(_EMPTY if count is None else str(count) for count in (row.identical, row.ties, row.divergent)),
         )
-    table.caption = "spread: " + (
-        "speed_up_repeats, least and greatest repeat"
-        if several
-        else "speed_up_prompts, 10th and 90th percentile of the prompts"
-    )
     if lossy:
-        table.caption += f"; {LOSSY}: its rule of verification may change the text"
+        table.caption = f"{LOSSY}: its rule of verification may change the text"
     return table
 
 
@@ -182,8 +206,7 @@ def _cost_table(result: BenchResult) -> Table:
     rows, summaries = result.drafted(), result.summaries()
     deepest = max(sum(key.startswith("depth_") for key in row) for row in rows.values())
     depths = range(1, min(deepest, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
-    parts = (f"{part} ms" for part in ROUND_PARTS)
-    table = Table("per round", *parts, "acceptance length", *(f"accept {depth}" for depth in depths))
+    table = Table("per round", *_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths))
     for name, row in rows.items():
         cells = [*(_number(row.get(part), 1) for part in ROUND_PARTS), _number(summaries[name].acceptance_length)]
         table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths))
@@ -236,7 +259,14 @@ def _limit_line(name: str, found: Profile) -> str:
     )
     if found.reached is None:
         return line
-    return f"{line}; measured {found.decode_speed_up:.2f}, {found.reached:.0%} of it"
+    return f"{line}; measured {found.decode_speed_up:.2f}, reached {found.reached:.0%}"
+
+
+def sweep_glossary(axis: str) -> dict[str, str]:
+    """What a table of `sweep_table` shows, by its titles."""
+    time = {"time": DEFINITIONS["time_ratio"]} if axis == NEW else {}
+    figures = {"speed-up": DEFINITIONS["speed_up"], "tau": DEFINITIONS["tau"]}
+    return {_TITLES[axis]: MEANING[axis], **time, **figures, "same": "texts that are plain decoding's, of all texts"}
 
 
 def sweep_table(axis: str, points: Sequence[SweepPoint]) -> Table:

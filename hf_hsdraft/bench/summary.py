@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
+import torch
 
+from ..engine.divergence import tie_margin
 from .calls import Run
 
-TIE_MARGIN = 1e-3  # a divergence where the top-1/top-2 margin is smaller is a tie: rounding decides
+_TIES = ", ".join(
+    f"{tie_margin(dtype):.2g} in {str(dtype).removeprefix('torch.')}"
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+)
 
 DEFINITIONS = {
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
@@ -36,10 +41,10 @@ DEFINITIONS = {
     "peak_growth_mb": "the same less the memory held when the call began, which may include memory kept for reuse; "
     "median",
     "identical": "prompts whose text is plain decoding's in every repeat (sampled: with the same seed)",
-    "ties": f"prompts that parted where the target's top-1/top-2 margin is below {TIE_MARGIN}; greedy texts only",
+    "ties": f"prompts that parted where the target's top-1/top-2 margin is at most {_TIES}; greedy texts only",
     "divergent": "prompts that parted elsewhere",
-    "round": "milliseconds of a round of our own decoding: draft, verify, commit, and other (Python between them); "
-    "depth_N: share of rounds that accepted at least N drafted tokens",
+    "round": "milliseconds of a round of our own decoding: draft, verify, commit, and other (Python between them)",
+    "depth_N": "share of rounds that accepted at least N drafted tokens",
 }
 
 
@@ -142,8 +147,8 @@ def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:
     identical = ties = divergent = 0
     for repeats in _grouped(runs, lambda run: run.question).values():
         same = min(run.same_rows or 0 for run in repeats)
-        margins = [run.divergence.margin for run in repeats if run.divergence is not None]
-        tied = bool(margins) and all(margin is not None and margin < TIE_MARGIN for margin in margins)
+        parted = [run.divergence for run in repeats if run.divergence is not None]
+        tied = bool(parted) and all(each.is_tie for each in parted)
         identical += same
         ties += tied
         divergent += repeats[0].rows - same - tied

@@ -14,7 +14,7 @@ from ..drafters.base.formats import recognise
 from ..drafters.base.registry import FAMILIES, load_families
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.cached import cached_models
-from ..hub.card_figures import GAP, is_chain, read_figures, shown_figure
+from ..hub.card_figures import GAP, chain_length, is_chain, read_figures, shown_figure
 from ..hub.checkpoint import Checkpoint
 from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
 from ..hub.fetching import fetch, find_folder, loading
@@ -130,7 +130,7 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         settings = benchmark["settings"]
         drawn = f"seed {settings.get('seed')}" if settings.get("do_sample") else "greedy"
         prompts = f"{settings['questions']} prompts of {settings.get('prompts') or 'a file that is not named'}"
-        for variant in benchmark["ours"]:
+        for variant in sorted(benchmark["ours"], key=chain_length):  # trees first, as they are
             row = benchmark["summary"][variant]
             title = printable(", ".join([variant, *circumstances(settings), drawn, prompts]), 400)
             number = next(n for n in range(1, len(found) + 2) if (title if n == 1 else f"{title} ({n})") not in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ..core.methods import offered
+from ..core.progress import tell, working
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +52,10 @@ _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
 TargetOption = Annotated[str | None, typer.Option("--target", help=_TARGET)]
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
 _DRAFTER = "Hub name or folder of a drafter"
-_OR_MTP = f"{_DRAFTER}, or mtp for the target's layers"
-DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_OR_MTP}; default: the target's.")]
-DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{_OR_MTP}; repeat to compare several.")]
-DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MTP}.")]
+_OR_MADE = f"{_DRAFTER}, mtp for the target's layers, or ngrams for n-grams of the text"
+DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_OR_MADE}; default: the target's, or ngrams.")]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{_OR_MADE}; repeat to compare several.")]
+DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MADE}.")]
 # Of commands that write beside a drafter's weights, or load no target
 SavedDrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_DRAFTER}; default: the target's.")]
 SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.")]
@@ -92,6 +94,8 @@ VerificationOption = Annotated[
 
 def checked_device(device: str) -> str:
     """Returns a device; raises a BadParameter if this PyTorch does not know or find it."""
+    if device == "cpu":  # which needs no PyTorch, so that wrong options are reported before it is loaded
+        return device
     import torch
 
     try:
@@ -110,19 +114,25 @@ def checked_device(device: str) -> str:
 DeviceOption = Annotated[str, typer.Option(help="Device to run on.", callback=checked_device)]
 
 
-def drafter_of(target: str | None, drafter: str | None) -> str:
-    """The drafter that was named, or the target's default."""
-    from ..runtime.target_loading import check_target, default_drafter
+def drafter_of(target: str | None, drafter: str | None, trained: bool = False) -> str:
+    """Returns the drafter that was named, or the target's default, or n-grams, which it says.
+
+    Raises a BadParameter if the name is empty, or, with `trained`, if no drafter comes with the target.
+    """
+    from ..generate.by_name import NGRAMS
+    from ..runtime.target_loading import DEFAULT_TARGET, check_target, default_drafter
 
     if drafter is not None and not drafter.strip():
         raise typer.BadParameter("the name is empty: expected a Hub name or a folder", param_hint="--drafter")
     name = drafter or default_drafter(target)
     if name is None:
         check_target(target)
-        raise typer.BadParameter(
-            "no drafter comes with this target; train one with `hsdraft train`", param_hint="--drafter"
-        )
-    return name
+        given = shlex.quote(target or DEFAULT_TARGET)
+        advice = f"`hsdraft find {given}` looks for drafters, and `hsdraft train --target {given}` trains one"
+        if trained:
+            raise typer.BadParameter(f"no drafter comes with this target; {advice}", param_hint="--drafter")
+        tell(f"no drafter comes with this target: drafting with n-grams of the text; {advice}")
+    return name or NGRAMS
 
 
 def numbers(text: str, option: str, like: str, kind: Callable[[str], _Number] = int) -> list[_Number]:
@@ -168,14 +178,20 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return taken
 
 
+def loaded_target(target: str | None, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:
+    """Target and tokenizer by `load_target`, which may take long; says so."""
+    from ..runtime.target_loading import DEFAULT_TARGET, load_target
+
+    with working(f"loading {target or DEFAULT_TARGET}"):
+        return load_target(target, dtype, device)
+
+
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked up first."""
     from ..generate.by_name import found_for_targets
-    from ..runtime.target_loading import load_target
 
-    name = drafter_of(target, drafter)
-    named = found_for_targets(name, dtype.torch, device)
-    model, tokenizer = load_target(target, dtype.torch, device)
+    named = found_for_targets(drafter_of(target, drafter), dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     loaded = named(model)
     check_fit(loaded, model, tokenizer)
     return model, tokenizer, loaded
@@ -224,8 +240,6 @@ def load_plain_or_pair(
 
     `verification` is a rule that the user confirms by naming it; `None` for the drafter's own, which is exact.
     """
-    from ..runtime.target_loading import load_target
-
     if plain:
         if verification is not None:
             raise typer.BadParameter(
@@ -235,7 +249,7 @@ def load_plain_or_pair(
             raise typer.BadParameter(
                 "--plain decodes without a drafter: leave one of the two out", param_hint="--drafter"
             )
-        return *load_target(target, dtype.torch, device), None
+        return *loaded_target(target, dtype.torch, device), None
     if verification is not None:
         verification_options(verification)  # reports a misspelt one before anything is loaded
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)

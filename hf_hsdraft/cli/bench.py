@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core.progress import errors, working
 from ._shared import (
     QUESTION,
     DeviceOption,
@@ -29,6 +30,7 @@ from ._shared import (
     drafter_of,
     load_pair,
     load_plain_or_pair,
+    loaded_target,
     numbers,
     prompt_texts,
     say,
@@ -99,7 +101,6 @@ def bench(
     from ..bench.report import print_report
     from ..bench.run import BATCH, CONTEXT, NEW
     from ..generate.by_name import found_for_targets
-    from ..runtime.target_loading import load_target
 
     names = (
         variants if economize is None else f"{variants},economize-eagle3={economize},economize-eagle3={economize}:6:0.4"
@@ -123,8 +124,8 @@ def bench(
             loaded[name] = found_for_targets(name, dtype.torch, device)(model)
             check_fit(loaded[name], model, tokenizer)
     else:
-        model, tokenizer = load_target(target, dtype.torch, device)
-    result = run_plan(plan, model, tokenizer, loaded, console)
+        model, tokenizer = loaded_target(target, dtype.torch, device)
+    result = run_plan(plan, model, tokenizer, loaded, errors)
     print_report(result, console)
     draw(plan, result, console)
 
@@ -149,9 +150,8 @@ def throughput(
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
     from ..bench.calls import Settings
     from ..bench.prompts import read_questions
-    from ..bench.report import define, sweep_table
-    from ..bench.run import BATCH, MEANING, SweepPoint, check_points, sweep
-    from ..bench.summary import DEFINITIONS
+    from ..bench.report import define, sweep_glossary, sweep_table
+    from ..bench.run import BATCH, SweepPoint, check_points, sweep
     from ..bench.systems import System
 
     sizes = numbers(batch_sizes, "--batch-sizes", "1,2,4")
@@ -163,10 +163,11 @@ def throughput(
     check_points(model, tokenizer, texts, {BATCH: sizes}, max_new_tokens)
     systems = [System("drafted", {"assistant_model": loaded}, loaded, ours=True)]
     points: list[SweepPoint] = []
-    for size in sizes:
-        points += sweep(model, tokenizer, systems, texts[: size * calls], BATCH, [size], Settings(max_new_tokens))
+    with working("timing batches"):
+        for size in sizes:
+            points += sweep(model, tokenizer, systems, texts[: size * calls], BATCH, [size], Settings(max_new_tokens))
     console.print(sweep_table(BATCH, points))
-    define(console, {**{name: DEFINITIONS[name] for name in ("tau", "speed_up")}, "batch": MEANING[BATCH]})
+    define(console, sweep_glossary(BATCH))
 
 
 @app.command("first-calls", short_help="Time the first call of a process.")
@@ -184,7 +185,9 @@ def first_calls(
 
     counts = numbers(lengths, "--lengths", "1,2,4")
     pair = Pair(target, drafter_of(target, drafter), dtype.torch, device)
-    print_first_calls(run_first_calls(pair, prompt, counts, repeats), console)
+    with working("timing first calls"):
+        found = run_first_calls(pair, prompt, counts, repeats)
+    print_first_calls(found, console)
 
 
 @app.command(short_help="Measure the memory of several calls at once.")
@@ -204,7 +207,9 @@ def concurrent(
 
     counts = numbers(calls, "--calls", "1,2,4")
     pair = Pair(target, drafter_of(target, drafter), dtype.torch, packed_weights=packed_weights)
-    print_concurrent(run_concurrent(pair, prompt_texts(prompts), counts, max_new_tokens), console)
+    with working("measuring memory"):
+        found = run_concurrent(pair, prompt_texts(prompts), counts, max_new_tokens)
+    print_concurrent(found, console)
 
 
 @app.command("lm-eval", short_help="Evaluate a target on lm_eval's tasks.")

@@ -6,7 +6,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from ..core.progress import working
 from ._shared import (
     DeviceOption,
     DrafterArgument,
@@ -15,6 +17,7 @@ from ._shared import (
     PromptFileOption,
     TargetArgument,
     check_fit,
+    loaded_target,
     prompt_texts,
     say,
 )
@@ -44,12 +47,11 @@ def check(
     """
     from ..generate.by_name import found_for_targets
     from ..runtime.prompt_inputs import encode_prompts
-    from ..runtime.target_loading import load_target
     from ..training.families.trainable import as_trained
 
     texts = prompt_texts(prompts)
     named = found_for_targets(drafter, dtype.torch, device)
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     loaded = named(model)
     check_fit(loaded, model, tokenizer)
     inputs = encode_prompts(model, tokenizer, texts[:limit])
@@ -63,7 +65,8 @@ def check(
 def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int, tolerance: float) -> None:
     from ..training.evaluate.parity import parity
 
-    report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
+    with working("comparing what training and decoding predict"):
+        report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
     for line in report.lines():
         say(line)
     if report.passed:
@@ -103,11 +106,18 @@ def _end(verdict: str, why: str) -> None:
         sys.exit(1)
 
 
-def _moved(context: typer.Context) -> None:
-    name = context.info_name
-    raise ValueError(f"`hsdraft {name}` is `python benchmarks/{name}.py` now, in a checkout of the repository")
+class _Moved(TyperCommand):
+    """A command that left the package, whatever its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        raise ValueError(
+            f"`hsdraft {ctx.info_name}` is `python benchmarks/{ctx.info_name}.py` now, in a checkout of the repository"
+        )
+
+
+def _moved() -> None:
+    raise AssertionError
 
 
 for _name in ("exactness", "support"):
-    _any = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(_name, hidden=True, add_help_option=False, context_settings=_any)(_moved)
+    app.command(_name, cls=_Moved, hidden=True)(_moved)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ._shared import DrafterFolderArgument, SavedDrafterArgument, check_empty, console, say
+from ._shared import DrafterFolderArgument, SavedDrafterArgument, check_empty, console, loaded_target, say
 
 app = typer.Typer()
 
@@ -106,13 +106,12 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     from ..drafters.eagle.feedback_trial import try_on
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
-    from ..runtime.target_loading import load_target
 
     drafter = load_drafter(name, torch.float32, **hub)
     is_eagle = isinstance(drafter, EagleDrafter)
     if not is_eagle:
         _check_hidden_state(drafter, name, "`hsdraft info --target`")
-    model, tokenizer = load_target(target, torch.float32)
+    model, tokenizer = loaded_target(target, torch.float32)
     drafter.check(model)
     if is_eagle:
         say(f"state fed back: {try_on(drafter, model, tokenizer)}")
@@ -180,10 +179,9 @@ def card(
     if target is not None:
         import torch
 
-        from ..runtime.target_loading import load_target
         from ..training.families.hidden_state import record_target
 
-        record_target(drafter, *load_target(target, torch.float32), name=target)
+        record_target(drafter, *loaded_target(target, torch.float32), name=target)
         drafter.save_pretrained(folder)
     if bench:
         enter_benchmarks(folder, bench, keep)

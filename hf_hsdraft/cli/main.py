@@ -6,21 +6,26 @@ own name is a hidden alias.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import pkgutil
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 from typer.models import CommandInfo
 
 from .. import cli as commands
 from .._version import __version__
+from ..core import command as process
 from ..core.methods import load, offered
+from ..core.progress import errors, tell, working
+from ._shared import say
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -28,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Each group: what it is for, and its commands by their names there and their own.
 GROUPS: dict[str, tuple[str, dict[str, str]]] = {
@@ -96,7 +102,37 @@ def _arrange() -> None:
 
 
 def _named(command: CommandInfo, name: str, hidden: bool) -> CommandInfo:
-    return CommandInfo(**{**vars(command), "name": name, "hidden": hidden})
+    assert command.callback is not None
+    return CommandInfo(**{**vars(command), "name": name, "hidden": hidden, "callback": _running(command.callback)})
+
+
+def _running(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that loads what all commands need once its options are parsed, and ends at Ctrl-C with a line."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            _load_packages()
+            return body(*args, **kwargs)
+        except KeyboardInterrupt:
+            tell(process.SAID)
+            raise typer.Exit(process.STATUS) from None
+
+    return run
+
+
+def _load_packages() -> None:
+    """Loads PyTorch and transformers. Raises an ImportError if transformers is too old."""
+    with contextlib.nullcontext() if "torch" in sys.modules else working("loading PyTorch and transformers"):
+        if (why := needs_newer()) is not None:
+            raise ImportError(why)
+        from transformers.utils.logging import disable_progress_bar
+
+        from ..installation import install
+
+        disable_progress_bar()  # of loading; commands show their progress
+        install()
+    process.raise_again()
 
 
 _arrange()
@@ -109,27 +145,30 @@ def needs_newer() -> str | None:
     return found()
 
 
-@app.callback(invoke_without_command=True)
-def common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Hidden-state speculative decoding for transformers."""
-    if version:
-        Console().print(__version__, highlight=False)
-    if version or "--help" in sys.argv:  # nothing is loaded
-        return
-    from transformers.utils.logging import disable_progress_bar
+def _print_version(asked: bool) -> None:
+    if asked:
+        say(__version__)
+        raise typer.Exit
 
-    disable_progress_bar()  # of loading; commands show their progress
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Hidden-state speculative decoding for transformers."""
 
 
 def main() -> None:
     """Runs the command; errors of the user are printed in a line, without a traceback."""
     try:
-        if "--help" not in sys.argv and (why := needs_newer()) is not None:
-            raise ImportError(why)
         app()
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
+    finally:
+        process.end_at_once()  # while threads end
 
 
 if __name__ == "__main__":

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, HostOption, PortOption, TargetOption, bound_socket, console, say
+from ._shared import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    HostOption,
+    PortOption,
+    TargetOption,
+    bound_socket,
+    console,
+    loaded_target,
+    say,
+)
 
 app = typer.Typer()
 _TOKEN = "HSDRAFT_TOKEN"
@@ -56,7 +67,7 @@ def verify_server(
     from ..remote.sessions import ServerLimits
     from ..remote.verify_server import VerifyServer, server_tls
     from ..remote.workers import without_workers
-    from ..runtime.target_loading import DEFAULT_TARGET, load_target
+    from ..runtime.target_loading import DEFAULT_TARGET
 
     if (certificate is None) != (key is None):
         raise typer.BadParameter("a certificate and its key go together", param_hint="--certificate")
@@ -76,7 +87,7 @@ def verify_server(
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
     with without_workers():  # the target runs on a separate thread
-        model, tokenizer = load_target(target, dtype.torch, device)
+        model, tokenizer = loaded_target(target, dtype.torch, device)
         server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ..core.progress import working
 from ._shared import (
     QUESTION,
     DeviceOption,
@@ -36,6 +37,7 @@ from ._shared import (
 )
 
 app = typer.Typer()
+_TRYING = "trying what decoding costs on this machine"
 
 
 class Engine(StrEnum):
@@ -70,8 +72,7 @@ def serve(
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
 
-    With --engine vllm, options after -- go to vLLM, --drafter ngrams drafts by n-grams of the text, and --device is cpu
-    or cuda.
+    With --engine vllm, options after -- go to vLLM, and --device is cpu or cuda.
     """
     if engine is Engine.vllm:
         if verification is not None:
@@ -180,7 +181,7 @@ def chat(
     model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
-    with console.status("trying what decoding costs on this machine"):
+    with working(_TRYING):
         warm_up(model, tokenizer, loaded)
     if seed is not None:
         torch.manual_seed(seed)
@@ -210,12 +211,13 @@ def ui(
     from ..serve.talk import ReplySettings, Talks
 
     listener = bound_socket(host, port)
+    drafter = drafter_of(target, drafter)
     with without_workers():  # a thread of the page decodes
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
     talks = Talks(model, tokenizer, loaded, system)
-    with console.status("trying what decoding costs on this machine"):
+    with working(_TRYING):
         talks.warm_up()
-    names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
+    names = f"{target or DEFAULT_TARGET} with {Path(drafter).name}"
     page = ChatPage(talks, f"{names}, {dtype.value} on {device}", ReplySettings(max_new_tokens=max_new_tokens))
     say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
     serve_page(page, talks, listener)

@@ -1,4 +1,5 @@
-"""Drafters given by name, as in `generate(assistant_model="user/drafter")`; `"mtp"` names the target's own layers.
+"""Drafters given by name, as in `generate(assistant_model="user/drafter")`; `"mtp"` names the target's own layers,
+`"ngrams"` a [`CachebackDrafter`].
 
 A drafter named in a call is loaded once for a target, and kept for as long as the target lives. The methods of
 `generate()` that first see an assistant are wrapped, and replace the name by the drafter. A pipeline loads its
@@ -20,11 +21,12 @@ from torch import nn
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.mtp.drafter import MtpDrafter
+from ..drafters.ngrams.cacheback import CachebackDrafter
 from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
-_MTP = "mtp"  # a drafter made of its target; a folder of this name is "./mtp", or a `Path`
+_MTP, NGRAMS = "mtp", "ngrams"  # no files; a folder of such a name is "./mtp", or a `Path`
 
 
 def load_drafter(
@@ -39,6 +41,8 @@ def load_drafter(
             f"{name!r} names a drafter made of a loaded target, and here none is loaded: name a folder (./{name}) or a "
             "drafter of the Hub"
         )
+    if name == NGRAMS:
+        return CachebackDrafter(**loading)
     loading = loading if dtype is None else {"dtype": dtype, **loading}
     drafter = AutoDrafter.from_pretrained(name, **loading)
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
@@ -64,6 +68,8 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
         if others := sorted(loading.keys() - {"cache_dir", "revision"}):
             raise TypeError(f"{name!r} names the target's own layers, which take no {', '.join(others)}")
         return MtpDrafter.for_target(target, **loading)
+    if name == NGRAMS:
+        return CachebackDrafter(**loading)
     return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
 
 

@@ -26,10 +26,11 @@ _CHAINS = (
 
 def is_chain(variant: str) -> bool:
     """Whether a variant of `hsdraft bench` drafts only chains of a fixed length."""
-    return _chain_length(variant) > 0
+    return chain_length(variant) > 0
 
 
-def _chain_length(variant: str) -> int:
+def chain_length(variant: str) -> int:
+    """The length of the chains that a variant drafts; 0 if it drafts anything else."""
     match = re.fullmatch(r"(?:.*: )?chain(\d{1,2})", variant)
     return int(match[1]) if match else 0
 
@@ -104,7 +105,7 @@ def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
         f"{threads}, device {settings['device']}; torch {settings['torch']}, transformers {settings['transformers']}."
     )
     trees = [variant for variant in ours if not is_chain(variant)]
-    chains = sorted((variant for variant in ours if is_chain(variant)), key=_chain_length)
+    chains = sorted((variant for variant in ours if is_chain(variant)), key=chain_length)
     blocks = [how, *(_speed(benchmark, trees) if trees else []), *(_acceptance(benchmark, chains) if chains else [])]
     return "\n\n".join([*blocks, f"```bash\n{cell(settings['command'])} --drafter {drafter}\n```"])
 
@@ -138,7 +139,7 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
         rows += [(each or "none", [groups.get(name, {}).get(each, {}) for name in chains]) for each in categories]
     lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
     shares = benchmark["round"].get(chains[-1], {})
-    depths = range(1, _chain_length(chains[-1]) + 1)
+    depths = range(1, chain_length(chains[-1]) + 1)
     reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # never accepted: absent
     after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
     by_depth = [
@@ -147,7 +148,7 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
     ]
     return [
         _CHAINS,
-        table(["acceptance length", *(f"k = {_chain_length(name)}" for name in chains)], lengths),
+        table(["acceptance length", *(f"k = {chain_length(name)}" for name in chains)], lengths),
         f"Of {code(chains[-1])}, by depth:",
         table(["drafted token", *map(str, depths)], by_depth),
     ]

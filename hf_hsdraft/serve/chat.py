@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from ..core.progress import working
 from ..drafters.base.protocol import Drafter
 from ..engine.divergence import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
@@ -22,8 +23,9 @@ HELP = """/clear   forget the conversation
 /exit    leave (also Ctrl-D); Ctrl-C ends an answer"""
 _WARM_UP = 24  # tokens
 DEFINITIONS = (
-    "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "
-    "speed-up: tokens/s over plain generate(), same settings and process, alternating."
+    "tau: tokens emitted per target forward, bonus included (plain: 1). plain: generate() without a drafter, same "
+    "settings and process. tokens/s: new tokens over the seconds of one call, made after the text above. same text: "
+    "whether the text above is plain generate()'s."
 )
 
 
@@ -123,28 +125,25 @@ def _why_more(statistics: Any) -> str:
 
 
 def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new_tokens: int, console: Console) -> None:
-    """Answers a prompt with the drafter and without it, and prints the speed-up."""
+    """Answers a prompt with the drafter; then times calls with and without it, and prints what drafting changed."""
     [inputs] = encode_prompts(target, tokenizer, [prompt])
     room = room_left(target, inputs["input_ids"].shape[1])
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": min(max_new_tokens, room)}
     settings["return_dict_in_generate"] = True
-    # The first calls also initialise libraries, and measure what forwards and drafts cost here.
-    with console.status("measuring what drafting costs on this machine"):
-        for assistant in (None, drafter):
-            short = {**settings, "max_new_tokens": min(_WARM_UP, room)}
-            target.generate(**inputs, **short, assistant_model=assistant)
     console.print(Text(prompt, style="bold"), soft_wrap=True)
     console.print(f"[{DRAFTED}]drafted and accepted[/], the target's own\n" if console.color_system else "")
     streamer = DraftColourStreamer(tokenizer, console)
     output = target.generate(**inputs, **settings, assistant_model=drafter, streamer=streamer)
-    statistics = output.statistics
     timed, speeds = {}, {}
-    for name, assistant in (("plain", None), ("with drafter", drafter)):  # without a streamer, which takes time
-        begin = time.perf_counter()
-        timed[name] = target.generate(**inputs, **settings, assistant_model=assistant)
-        seconds = time.perf_counter() - begin
-        speeds[name] = (timed[name].sequences.shape[1] - inputs["input_ids"].shape[1]) / seconds
+    with working("timing plain generate() and the drafter"):
+        target.generate(**inputs, **{**settings, "max_new_tokens": min(_WARM_UP, room)})  # first calls take longer
+        for name, assistant in (("plain", None), ("with drafter", drafter)):  # without a streamer, which takes time
+            begin = time.perf_counter()
+            timed[name] = target.generate(**inputs, **settings, assistant_model=assistant)
+            seconds = time.perf_counter() - begin
+            speeds[name] = (timed[name].sequences.shape[1] - inputs["input_ids"].shape[1]) / seconds
     console.print()
+    statistics = timed["with drafter"].statistics
     forwards = statistics.target_forwards
     console.print(
         f"tau            {statistics.tau:.2f}  ({statistics.new_tokens} tokens in {forwards} target forwards)"
@@ -153,7 +152,7 @@ def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new
     gain = speeds["with drafter"] / speeds["plain"]
     console.print(f"with drafter   {speeds['with drafter']:.1f} tokens/s, {gain:.2f} times plain (timed once)")
     if gain > statistics.tau:
-        console.print(f"               more than tau: {_why_more(timed['with drafter'].statistics)}")
+        console.print(f"               more than tau: {_why_more(statistics)}")
     divergence = first_divergence(target, inputs["input_ids"].shape[1], timed["plain"].sequences, output.sequences)
     console.print(f"same text      {'yes' if divergence is None else divergence}")
     console.print(Text(DEFINITIONS, style="dim"))

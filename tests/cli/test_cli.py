@@ -168,6 +168,7 @@ def test_two_runs_in_one_folder_are_refused_before_a_target_is_loaded(tmp_path):
 
 def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
     monkeypatch.setattr(cli, "needs_newer", lambda: "transformers 5.1 is installed")
+    monkeypatch.setattr("sys.argv", ["hsdraft", "find", "./missing"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1 and "transformers 5.1 is installed" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, PromptsOption, TargetOption, console, say
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, PromptsOption, TargetOption, console, loaded_target, say
 
 if TYPE_CHECKING:
     from .hierarchy import Plan
@@ -47,7 +47,6 @@ def plan(
     from ...bench.prompts import NOTE, read_questions
     from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
-    from ...runtime.target_loading import load_target
     from ...training.files import check_empty
     from .hierarchy_costs import Measuring
     from .hierarchy_run import Plans, compare
@@ -63,7 +62,7 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from None
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])
     measuring = Measuring(
         model, drafters, inputs, max_new_tokens, lambda words: say(f"measuring: {words}"), tokenizer=tokenizer

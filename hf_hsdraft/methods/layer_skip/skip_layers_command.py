@@ -14,6 +14,7 @@ from ...cli._shared import (
     PromptFileOption,
     TargetOption,
     console,
+    loaded_target,
     say,
 )
 
@@ -39,7 +40,7 @@ def skip_layers(
     """
     from ...bench.prompts import spread
     from ...runtime.prompt_inputs import encode_prompts
-    from ...runtime.target_loading import DEFAULT_TARGET, load_target
+    from ...runtime.target_loading import DEFAULT_TARGET
     from ...training.data.conversations import read_prompts
     from ...training.evaluate.parity import PROMPTS
     from ...training.files import check_empty
@@ -51,7 +52,7 @@ def skip_layers(
     texts = list(PROMPTS[:limit]) if found is None else [prompt.turns[0] for prompt in found]
     if not texts:
         raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     check_target(model)
     report = Reporter(say, console=console if console.is_terminal else None)
     inputs = encode_prompts(model, tokenizer, texts)

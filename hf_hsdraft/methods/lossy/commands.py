@@ -25,6 +25,7 @@ from ...cli._shared import (
     numbers,
     say,
 )
+from ...core.progress import errors
 
 if TYPE_CHECKING:
     from .checked_tasks import Item
@@ -124,6 +125,7 @@ def quality(
         check_files(answers, json_out, picture=picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    drafter = drafter_of(target, drafter)
     pair = load_pair(target, drafter, dtype, device)
     asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(pair[2], wanted))
     settings = {
@@ -136,7 +138,7 @@ def quality(
         "temperature": temperature,
         "seed": seed,
     }
-    named = public_name(drafter_of(target, drafter))
+    named = public_name(drafter)
     found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
     with going_on_from(answers):
         _answer(found, pair, asked, greedy, answers, json_out)
@@ -155,9 +157,8 @@ def _answer(
 
     `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
     """
-    from rich.progress import Progress
-
     from ...bench.calls import Settings
+    from ...bench.plan import reporter
     from ...training.files import write_json
     from .kept_answers import AnswerLog, answers_run
     from .quality import GREEDY, SAMPLED, measure_quality, systems_of
@@ -169,13 +170,12 @@ def _answer(
     log = AnswerLog(answers, run)
     heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
     modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("questions", total=len(asked) * len(modes))
+    with reporter(errors).stage("answers", "questions", len(asked) * len(modes)) as stage:
         for mode, temperature in modes.items():
 
             def tell(place: int, each: dict[str, Answer], mode: str = mode) -> None:
                 log.add(mode, place, each)
-                progress.advance(task)
+                stage.advance(stage.done + 1)
 
             how, known = Settings(new, temperature, seed), log.of_mode(mode)
             found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
@@ -237,20 +237,21 @@ def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: L
 
     `pair` is target, tokenizer and drafter.
     """
-    from rich.progress import Progress
-
+    from ...bench.plan import reporter
     from . import pivot_training
 
     model, tokenizer, drafter = pair
-    with Progress(console=console, transient=True) as progress:
-        places: list[Place] = []
-        for item in progress.track(asked, description="decoding"):
+    report, places, found = reporter(errors), list[Place](), list[tuple[Place, int]]()
+    with report.stage("decoding", "questions", len(asked)) as stage:
+        for item in asked:
             places += pivot_training.collect(model, tokenizer, drafter, item, plan)
-        found: list[tuple[Place, int]] = []
-        for place in progress.track(places, description="rolling out"):
+            stage.advance(stage.done + 1)
+    with report.stage("rolling out", "places", len(places)) as stage:
+        for place in places:
             label = kept.of(place)
             if label is None:
                 label = pivot_training.label(model, tokenizer, place, plan)
                 kept.add(place, label)
             found.append((place, label))
+            stage.advance(stage.done + 1)
     return found

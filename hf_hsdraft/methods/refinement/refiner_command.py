@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...cli._shared import DeviceOption, SavedDrafterOption, TargetOption, check_fit, drafter_of, say
+from ...cli._shared import DeviceOption, SavedDrafterOption, TargetOption, check_fit, drafter_of, loaded_target, say
 
 app = typer.Typer()
 
@@ -36,14 +36,13 @@ def train_refiner(
     """
     from ...drafters.base.refiners import why_not_refined
     from ...generate.by_name import load_drafter
-    from ...runtime.target_loading import load_target
     from ...training.data.conversations import read_answered, tokenize_conversation
     from ...training.files import check_place
     from .path_lm import CONFIG, PathLMSizes, save_refiner
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run
 
-    name = drafter_of(target, drafter)
+    name = drafter_of(target, drafter, trained=True)
     if out is None and not Path(name).is_dir():
         raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
     loaded = load_drafter(name, None, device)
@@ -55,7 +54,7 @@ def train_refiner(
     chats = [chat for path in train for chat in read_answered(path)]
     if len(chats) < held_out:
         raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")
-    model, tokenizer = load_target(target, loaded.dtype, device)
+    model, tokenizer = loaded_target(target, loaded.dtype, device)
     check_fit(loaded, model, tokenizer)
     weights = loaded.borrow(model.get_input_embeddings(), model.get_output_embeddings())
     tokenized = [tokenize_conversation(tokenizer, chat, max_length) for chat in chats]

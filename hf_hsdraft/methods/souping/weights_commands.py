@@ -13,6 +13,7 @@ from ...cli._shared import (
     OutOption,
     TargetArgument,
     TargetOption,
+    loaded_target,
     numbers,
     say,
 )
@@ -33,12 +34,11 @@ def average(
     device: DeviceOption = "cpu",
 ) -> None:
     """Averages the weights of drafters that share a starting point. Everything else is copied from the first."""
-    from ...runtime.target_loading import load_target
     from .average import average_folders, check_shares
 
     parts = numbers(shares, "--shares", "0.35,0.65", float) if shares else [1.0] * len(drafters)
     check_shares(len(drafters), parts)
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = loaded_target(target, dtype.torch, device)
     average_folders(drafters, parts, out, model, tokenizer, target_name)
     say(f"drafter saved in {out}")
 
@@ -59,7 +59,7 @@ def prune(
     The target's name is written into the recipe beside it and published with it; of a path, only the last part.
     """
     from ...drafters.language_model.layer_subset import checked_layers, evenly, layers_of
-    from ...runtime.target_loading import DEFAULT_TARGET, load_target
+    from ...runtime.target_loading import DEFAULT_TARGET
     from ...training.files import check_empty
     from .pruning import prune as save_pruned
 
@@ -67,7 +67,7 @@ def prune(
         raise typer.BadParameter("name the layers to keep, or their number: one of --layers and --num-layers")
     named = None if layers is None else numbers(layers, "--layers", "0,1,15")
     check_empty(out)
-    model, tokenizer = load_target(target, dtype.torch)
+    model, tokenizer = loaded_target(target, dtype.torch)
     count = len(layers_of(model)[1])
     kept = checked_layers(model, evenly(count, num_layers or count) if named is None else named)
     small = save_pruned(model, tokenizer, kept, out, target or DEFAULT_TARGET)
