@@ -86,8 +86,8 @@ VerificationOption = Annotated[
     str | None,
     typer.Option(
         "--verification",
-        help=f"Rule of verification. Lossy rules ({', '.join(offered('verification'))}) take options, for example "
-        "fly+fly_window=2+ngram_continuation=8. Default: exact.",
+        help=f"Rule of verification: walk, {', '.join(offered('verification'))}. Lossy rules take options, for example "
+        "fly+fly_window=2+ngram_continuation=8. Default: walk, which is exact.",
     ),
 ]
 

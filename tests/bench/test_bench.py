@@ -21,7 +21,6 @@ from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
-from hf_hsdraft.bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
 from hf_hsdraft.bench.prompts import padded_batches, padded_prompt
 from hf_hsdraft.bench.report import as_document
@@ -34,6 +33,7 @@ from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.engine.divergence import Divergence
+from hf_hsdraft.methods.process_bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.data.conversations import read_jsonl
 

@@ -15,8 +15,8 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from hf_hsdraft import attached
-from hf_hsdraft.bench.lm_eval_model import Evaluation, compare, run_tasks
 from hf_hsdraft.cli import main as cli
+from hf_hsdraft.methods.lm_eval.model import Evaluation, compare, run_tasks
 
 DOCUMENTS = 8
 NEW_TOKENS = 20

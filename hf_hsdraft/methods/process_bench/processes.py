@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from ..core.checks import demand
-from ..runtime.prompt_inputs import encode_prompt
-from .machine import PeakMemory, processor, timed
-from .prompts import Inputs
-from .report import figures_table, note
+from ...bench.machine import PeakMemory, processor, timed
+from ...bench.prompts import Inputs
+from ...bench.report import figures_table, note
+from ...core.checks import demand
+from ...runtime.prompt_inputs import encode_prompt
 
 Found = TypeVar("Found")
 _MB = 10**6
@@ -64,8 +64,8 @@ class Pair:
     def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         from transformers.utils.logging import disable_progress_bar
 
-        from ..generate.by_name import found_for_targets
-        from ..runtime.target_loading import load_target
+        from ...generate.by_name import found_for_targets
+        from ...runtime.target_loading import load_target
 
         disable_progress_bar()
         named = found_for_targets(self.drafter, self.dtype, self.device)

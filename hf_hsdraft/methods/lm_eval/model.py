@@ -1,9 +1,9 @@
 """The lm-evaluation-harness model `hsdraft`, which decodes with a drafter, and comparisons of runs with and without.
 
-`import hf_hsdraft.bench.lm_eval_model` registers it. lm_eval finds models of other packages only once they are
+`import hf_hsdraft.methods.lm_eval.model` registers it. lm_eval finds models of other packages only once they are
 imported, so this file run as a program is lm_eval's command with the model known:
 
-    python -m hf_hsdraft.bench.lm_eval_model --model hsdraft --model_args pretrained=NAME,drafter=NAME --tasks gsm8k
+    python -m hf_hsdraft.methods.lm_eval.model --model hsdraft --model_args pretrained=NAME,drafter=NAME --tasks gsm8k
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
 
-from ..core.checks import few
-from ..drafters.base.protocol import Drafter
-from ..generate.attachment import Attachment, AttachmentStatistics, attach
+from ...core.checks import few
+from ...drafters.base.protocol import Drafter
+from ...generate.attachment import Attachment, AttachmentStatistics, attach
 
 logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 

@@ -1,0 +1,1 @@
+"""Drafted decoding as a model of lm-evaluation-harness."""
