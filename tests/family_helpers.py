@@ -13,9 +13,9 @@ from hf_hsdraft import BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.configuration import Sight
-from hf_hsdraft.drafters.flashmap.configuration import FlashMapConfig
-from hf_hsdraft.drafters.flashmap.drafter import FlashMapDrafter
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
+from hf_hsdraft.methods.flashmap.configuration import FlashMapConfig
+from hf_hsdraft.methods.flashmap.drafter import FlashMapDrafter
 
 STEPS = 4
 BLOCKS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .checks import few, is_integer, is_number, printable, short
+from .checks import Limit, few, is_integer, is_number, printable, short
 
 REQUIRED: Any = object()  # default of a required field
 _SINGLE = (str, int, float, bool)
@@ -20,6 +20,9 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
+
+    def checked(self, name: str, limit: Limit, default: Any = REQUIRED) -> Any:
+        return self._checked(name, default, limit.valid, limit.wanted)
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = 2**31) -> Any:
         wanted = f"an integer from {least:,} to {most:,}"

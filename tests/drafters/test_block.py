@@ -16,9 +16,8 @@ from session_helpers import news
 from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
-from hf_hsdraft.drafters.block.drafter import BlockDrafter
+from hf_hsdraft.drafters.block.drafter import BlockConvolution, BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, MarkovHead
-from hf_hsdraft.drafters.block.network import BlockConvolution
 from hf_hsdraft.drafters.block.session import BlockBias
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees, best_first_trees
 

@@ -58,7 +58,7 @@ def files(tmp_path):
 
 
 def other_theta(drafter, monkeypatch):
-    drafter.rotary = rotary_of({"rope_theta": 9000.0}, drafter.config.layer)
+    drafter.rotary = rotary_of({"rope_theta": 9000.0}, drafter.config.sizes)
 
 
 def other_residual(drafter, monkeypatch):
@@ -371,9 +371,9 @@ def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
     assert "hidden_size=-1" in describe(str(tmp_path))["drafter"]["cannot be loaded"]
 
 
-def test_eagle4_is_refused_by_its_configuration_alone(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle4"], "hidden_size": 32}))
-    with pytest.raises(ValueError, match=r"is an EAGLE-4 drafter: the licence .* expected an EAGLE-3 drafter"):
+def test_eagle4_is_not_taken_for_eagle3(tmp_path):
+    write(tmp_path, authors_config(architectures=["LlamaForCausalLMEagle4"]), midlayer_state())
+    with pytest.raises(ValueError, match=r"no drafter of a known format \(architectures=.*Eagle4.*expected one of"):
         AutoDrafter.from_pretrained(tmp_path)
 
 

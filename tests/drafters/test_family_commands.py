@@ -55,8 +55,8 @@ def refused(*arguments: str) -> str:
 
 def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
     for kind, told in {
-        "block": ("speculators (dflash, dflash2, dspark)", "block_size: 4", "MB", "aux_hidden_state_layer_ids: ["),
-        "eagle": ("speculators eagle3 and peagle", "target_hidden_size: 32"),
+        "block": ("speculators dspark", "block_size: 4", "MB", "aux_hidden_state_layer_ids: ["),
+        "eagle": ("speculators eagle3", "target_hidden_size: 32"),
         "language model": ("causal language model", "reads: the text alone", "vocab_size: 97", "assistant_tokens: 5"),
     }.items():
         said = run("info", folders[kind])
@@ -183,8 +183,8 @@ def test_the_cache_lists_drafters_of_every_format(folders, tmp_path):
         shutil.copytree(folders[name], place / "snapshots" / ("c" * 40))
     found = cached_drafters(str(tmp_path / "cache"))
     assert {each.name: (each.format, each.target) for each in found} == {
-        "user/block": ("speculators (dflash, dflash2, dspark)", "org/big"),
-        "user/eagle": ("speculators eagle3 and peagle", ""),
+        "user/block": ("speculators dspark", "org/big"),
+        "user/eagle": ("speculators eagle3", ""),
         "user/language": ("causal language model", ""),
         "user/hidden": ("2", ""),
     }

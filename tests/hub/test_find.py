@@ -169,7 +169,7 @@ def test_what_drafts_for_six_targets_the_best_first(world):
     found = uses(published)
     assert found[-1] == NGRAMS and sorted(found[:2]) == [called("user/blocks"), called("user/eagle")]
     assert found[2:-1] == [called("user/old-eagle")] and "wrong-size" not in published
-    assert "EagleDrafter (speculators eagle3 and peagle)" in row(published, "user/eagle")
+    assert "EagleDrafter (speculators eagle3)" in row(published, "user/eagle")
     assert "its card names this target as base model" in row(published, "user/blocks")
     assert "pickled" in row(published, "user/old-eagle") and "unknown" in row(published, "user/old-eagle")
     assert uses(mtp) == ['model.generate(**inputs, assistant_model="mtp")', NGRAMS]

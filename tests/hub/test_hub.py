@@ -591,7 +591,7 @@ answer([refused, said, before, load("user/block"), load("user/nested", subfolder
     assert all(kind == "ValueError" and "is no drafter of a known format" in told for kind, told in refused), refused
     assert "new.weight" in refused[1][1] and "some.weight" in refused[2][1]
     assert not [path for _, path in bench.hub.requests if "user/other" in path and "safetensors" in path]
-    assert "format: speculators (dflash, dflash2, dspark)" in said and "M numbers" in said
+    assert "format: speculators dspark" in said and "M numbers" in said
     assert not before and loaded == [["ok", 3], ["ok", 3]] and len(after) == 2
     offline = bench.child(look + 'answer([load("user/block"), info("user/block")])', home="lean", HF_HUB_OFFLINE="1")
     assert offline[0] == ["ok", 3] and "format: speculators" in offline[1]

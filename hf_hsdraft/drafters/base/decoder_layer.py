@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...core.checks import check_fields, demand, integer, setting
+from ...core.checks import Limit, check_fields, choice, demand, integer, is_number, setting
 from ...core.tensors import RMSNorm
 from .plain_config import described
 from .travelling_config import heads_of, own_integer
@@ -27,6 +27,9 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, he
 # Attention. Takes queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` of the same
 # positions; with `rows`, queries of these rows only. Returns `[..., n, heads * head_dim]`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+_EPSILON = Limit(lambda value: is_number(value) and 0.0 < value <= 1.0, "a number above 0, at most 1")
+_ACTIVATION = choice("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 @described
@@ -39,11 +42,11 @@ class LayerSizes:
     num_attention_heads: int = setting("number of query heads", limit=integer(2**12))
     num_key_value_heads: int = setting("number of heads of keys and values", limit=integer(2**12))
     head_dim: int = setting("width of a head", limit=integer(2**13))
-    rms_norm_eps: float = setting("epsilon of the norms", 1e-6)
+    rms_norm_eps: float = setting("epsilon of the norms", 1e-6, _EPSILON)
     attention_bias: bool = setting("whether the products for queries, keys and values have a bias", False)
     output_bias: bool = setting("whether the product after attention has one", False)
     qk_norm: bool = setting("whether each head's queries and keys are normed, as in Qwen3", False)
-    hidden_act: str = setting("activation of the feed-forward block, by transformers' name", "silu")
+    hidden_act: str = setting("activation of the feed-forward block, by transformers' name", "silu", _ACTIVATION)
     gemma: bool = setting(
         "whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the "
         "outputs of their parts too",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from ...core.checks import printable, public_name
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import Shape
 from ...hub.speculators_format import speculators_fields
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes
-from .protocol import Drafter
+from .draft_options import DraftOptions, default_options
+from .loading_arguments import Placement, take_options
+from .published_format import PublishedFormat, drafted_ids
+from .refiners import check_refiners
+from .saved_drafter import PublishedDrafter
 from .target_info import misfit
 
 AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
@@ -25,12 +32,12 @@ _LAYER_FIELDS = (
 )  # fmt: skip
 
 
-class PublishedNetwork(nn.Module, Drafter):
-    """A network that fuses hidden states of the target by `fc`.
+class PublishedNetwork(nn.Module, PublishedDrafter):
+    """A drafter whose network fuses hidden states of the target by `fc`.
 
-    Its configuration has `num_draft_steps`, `taps_of(num_hidden_layers)`, and fields about its target:
-    `vocab_size`, `target_hidden_size`, `target_num_hidden_layers` (each None for any), `target_name`, and
-    `last_tap_is_normed`.
+    Its configuration is a `PublishedConfig`, or has its fields about the target. Weights, configuration and, in
+    `generation_config`, drafting options are all that it holds, but no state of a call, so several threads may share
+    it.
 
     For training, its `forward` reads packed sequences and drafts from many positions at once. All networks take:
 
@@ -43,9 +50,53 @@ class PublishedNetwork(nn.Module, Drafter):
     - labels: for `loss_function(drafter, hidden_states, labels)`; None for no loss.
     """
 
+    config_class: Any
     config: Any
     fc: nn.Linear
     loss_function: Any = None
+    takes_tree_builders = True
+    name_or_path = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def of_format(cls, form: PublishedFormat, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+        """Loads a drafter, as `from_pretrained`: checks file headers before it reads weights, without a second copy."""
+        placement = Placement.taken_from(kwargs)
+        config = form.read(checkpoint, **{name: kwargs.pop(name) for name in form.given.keys() & kwargs.keys()})
+        with torch.device("meta"):
+            drafter = cls(config)
+        take_options(drafter, checkpoint.folder, kwargs)
+        apart = drafter.not_among_weights(checkpoint)
+        shapes = {name: tuple(each.shape) for name, each in drafter.state_dict().items() if name not in apart}
+        ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}
+        checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, drafter.may_hold())
+        maps = {}
+        if "d2t" in shapes:
+            ids = drafted_ids(checkpoint, config.vocab_size)
+            maps["d2t"] = ids - torch.arange(len(ids))
+        state = {ours[theirs]: each for theirs, each in checkpoint.tensors(ours.keys())} | maps
+        drafter.load_state_dict({**state, **{name: make(state) for name, make in apart.items()}}, assign=True)
+        drafter.to(placement.dtype or drafter.dtype).eval()
+        drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
+        return placement.place(drafter)
+
+    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+        """Returns what makes tensors that are not among the weights of the files; it takes those that are."""
+        return {}
+
+    def may_hold(self) -> dict[str, Shape]:
+        """Returns the shapes of further tensors, which files may have and this drafter does not read."""
+        size, drafted = self.config.vocab_size, self.config.draft_vocab_size
+        return {} if size is None else {"t2d": (size,), "d2t": (drafted,)}
+
+    @classmethod
+    def described(cls, config: Any) -> dict[str, str]:
+        """Returns lines by title that `hsdraft info` shows of a configuration."""
+        return {}
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +110,13 @@ class PublishedNetwork(nn.Module, Drafter):
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return int(self.config.num_draft_steps)
 
+    def default_generation_config(self) -> GenerationConfig:
+        steps = self.num_draft_steps
+        return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        check_refiners(self, options)
+
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
         """Initialises products and embeddings normally distributed, norms as 1."""
@@ -69,6 +127,13 @@ class PublishedNetwork(nn.Module, Drafter):
                 nn.init.normal_(module.weight, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        """The hidden states that it reads; raises a ValueError if only `taps_of` a target can tell."""
+        if self.config.target_tap_layers is None:
+            raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
+        return tuple(self.config.target_tap_layers)
 
     def taps_of(self, target: Any) -> Sequence[int]:
         layers = decoder_layers(text_config(target))
@@ -88,14 +153,23 @@ class PublishedNetwork(nn.Module, Drafter):
             f"{wrong}: this drafter was made for {made_for}. Use a drafter of this target, or train one."
         )
 
+    def add_vocabulary(self) -> None:
+        """Adds `d2t` `[V']`, int64, for a reduced vocabulary: the token id of each row of the head minus its number."""
+        if self.config.is_reduced:
+            self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
 
-def fresh_rope(target_config: Any) -> dict[str, Any]:
-    """Returns the rotary embedding of a fresh drafter as `rotary_of` takes it: plain, with the target's base."""
-    rope = getattr(target_config, "rope_parameters", None) or {}
-    return {
-        "rope_parameters": {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"},
-        "max_position_embeddings": getattr(target_config, "max_position_embeddings", None) or 2048,
-    }
+    def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
+        """Returns `[V']`, int64, the token id of each row of the head; drafters of any vocabulary need `vocab_size`."""
+        ids = torch.arange(self.config.draft_vocab_size or vocab_size or 0, device=self.device)
+        return ids + cast(torch.Tensor, self.d2t) if self.config.is_reduced else ids
+
+    def weights_in_files(self) -> dict[str, torch.Tensor]:
+        """Returns the weights by name, and the maps of a reduced vocabulary: `d2t`, and `t2d` `[V]`, bool."""
+        state = self.state_dict()
+        if self.config.is_reduced:
+            state["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+            state["t2d"][self.draft_vocab_ids().cpu()] = True
+        return state
 
 
 def speculators_document(
@@ -104,7 +178,6 @@ def speculators_document(
     architecture: str,  # class name that engines use
     dtype: torch.dtype,
     model_type: str,  # transformers' type of the layers
-    sizes: LayerSizes,
     windows: Sequence[int | None],  # sliding window of each layer; empty if the files need not tell
     **fields: Any,  # of the type
 ) -> dict[str, Any]:
@@ -114,6 +187,7 @@ def speculators_document(
         "sliding_window": next((window for window in windows if window is not None), None),
         "use_sliding_window": any(windows),
     }
+    sizes: LayerSizes = config.sizes
     layers = {
         "model_type": model_type,
         "vocab_size": config.vocab_size,

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.checks import (
-    POSITIVE,
-    are_ascending,
-    check_fields,
-    choice,
-    demand,
-    integer,
-    is_integer,
-    public_name,
-    setting,
-)
+from ...core.checks import POSITIVE, choice, demand, integer, is_integer, setting
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
-from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig, described, most_of, number
-from ..base.published import fresh_rope
+from ..base.plain_config import FLAG, described, number
+from ..base.published_config import PublishedConfig, fields_of_target
 from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-
-MOST_TAPS, MOST_RANK = 64, 2**16
+_MOST_RANK = 2**16
 
 
 @dataclass(frozen=True)
@@ -41,8 +29,8 @@ class Sight:
 
 
 @described
-@dataclass(frozen=True)
-class BlockConfig(PlainConfig):
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(PublishedConfig):
     """Configuration of a [`BlockDrafter`]. Fields are checked on construction.
 
     A block has `block_size` slots: the anchor, which is the last accepted token, and masks. In the *anchor-first*
@@ -50,29 +38,12 @@ class BlockConfig(PlainConfig):
     its place, and the anchor's slot drafts nothing.
     """
 
-    vocab_size: int | None = setting(
-        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
-    )
-    target_hidden_size: int = setting("width of the target's hidden states and embeddings", limit=integer(2**17))
-    target_tap_layers: tuple[int, ...] = setting(
-        "hidden states of the target that are read, ascending. 0 are the embeddings, k the output of layer k. The "
-        "order is that of the columns of `fc`"
-    )
-    sizes: LayerSizes = setting("of the layers")
-    num_hidden_layers: int = setting("number of layers", limit=integer(MOST_LAYERS))
     block_size: int = setting("number of slots", limit=integer(256))
-    sample_from_anchor: bool = setting("True for the anchor-first layout, False for fill-in")
-    mask_token_id: int = setting("the token whose embedding stands for a mask")
-    draft_vocab_size: int | None = setting(
-        "number of tokens that can be drafted; `None` for those of any target", limit=integer(2**22), optional=True
-    )
-    rope: Mapping[str, Any] = setting(
-        "`rope_parameters` and `max_position_embeddings`, see `rotary_of`", default_factory=dict
-    )
+    sample_from_anchor: bool = setting("True for the anchor-first layout, False for fill-in", limit=FLAG)
     sights: tuple[Sight, ...] = setting("how far slots see, by layer", ())
     markov_rank: int = setting(
         "rank of the head that tells slots the tokens before them (DSpark); 0 for none",
-        0, limit=integer(MOST_RANK, least=0)
+        0, limit=integer(_MOST_RANK, least=0)
     )  # fmt: skip
     markov_head_type: str = setting("type of that head", "vanilla", choice(*MARKOV_HEADS))
     confidence_head: str = setting(
@@ -84,16 +55,16 @@ class BlockConfig(PlainConfig):
     )
     conv_group_size: int = setting("number of channels of a group of these", 16, limit=integer(2**17))
     selector_rank: int = setting(
-        "rank of the choice among candidates (DFlash2); 0 for none", 0, limit=integer(MOST_RANK, least=0)
+        "rank of the choice among candidates (DFlash2); 0 for none", 0, limit=integer(_MOST_RANK, least=0)
     )
     selector_top_k: int = setting("number of candidates", 16, limit=integer(2**12))
     domino_rank: int = setting(
         "rank of the bias by a recurrent network over the path (Domino); 0 for none",
-        0, limit=integer(MOST_RANK, least=0)
+        0, limit=integer(_MOST_RANK, least=0)
     )  # fmt: skip
     gru_size: int = setting("width of that network's state", 1024, limit=integer(2**17))
     free_depths: int = setting("number of depths, from the first on, without that bias", 0, limit=integer(256, least=0))
-    learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False)
+    learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False, FLAG)
     embedding_scale: float | None = setting(
         "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
         "a norm that it puts on them",
@@ -101,19 +72,12 @@ class BlockConfig(PlainConfig):
     )  # fmt: skip
     output_multiplier: float = setting("factor of the logits", 1.0, POSITIVE)
     final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
-    last_tap_is_normed: bool = setting(
-        "whether the target's last hidden state is read after its final norm, as transformers gives it", True
-    )
-    target_num_hidden_layers: int | None = setting("of the target, where it is known", None)
-    target_name: str = setting("of the target, where it is known", "")
-    target_architectures: tuple[str, ...] = setting("class names of the target, where they are known", ())
 
     def __post_init__(self) -> None:
         if not self.sights:
             object.__setattr__(self, "sights", (Sight(),) * self.num_hidden_layers)
-        check_fields(self)
+        super().__post_init__()
         self._check_layout()
-        self._check_target()
         self._check_heads()
 
     @property
@@ -125,13 +89,10 @@ class BlockConfig(PlainConfig):
         """The slot that drafts the first token after the anchor."""
         return 0 if self.sample_from_anchor else 1
 
-    def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
-        return self.target_tap_layers
-
     @property
     def has_own_head(self) -> bool:
         """Whether the drafter stores output rows: it does for a reduced vocabulary."""
-        return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
+        return self.is_reduced
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Returns this configuration in a form that transformers finds equal to the target's."""
@@ -162,9 +123,7 @@ class BlockConfig(PlainConfig):
         layers, size, pad = decoder_layers(config), config.vocab_size, own_integer(config, "pad_token_id")
         sizes: dict[str, Any] = {"rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5, "qk_norm": True}
         sizes |= {name: overrides.pop(name) for name in list(overrides) if name in LayerSizes.__dataclass_fields__}
-        fields: dict[str, Any] = {
-            "vocab_size": size,
-            "target_hidden_size": config.hidden_size,
+        fields = fields_of_target(target) | {
             "target_tap_layers": tuple(target_tap_layers or default_tap_layers(layers, num_hidden_layers)),
             "sizes": LayerSizes.like(config, **sizes),
             "num_hidden_layers": num_hidden_layers,
@@ -172,12 +131,8 @@ class BlockConfig(PlainConfig):
             "sample_from_anchor": True,
             "mask_token_id": size - 1 if pad is None or not 0 <= pad < size else pad,
             "draft_vocab_size": size if draft_vocab_size is None else draft_vocab_size,
-            "rope": fresh_rope(config),
             "markov_rank": markov_rank,
-            "last_tap_is_normed": False,  # other engines take it without the norm
             "target_num_hidden_layers": layers,
-            "target_name": public_name(getattr(target, "name_or_path", "")),
-            "target_architectures": tuple(getattr(target.config, "architectures", None) or ()),
         }
         if unknown := sorted(overrides.keys() - cls.__dataclass_fields__.keys()):
             raise ValueError(f"a block drafter's configuration has no {', '.join(unknown)}")
@@ -192,18 +147,7 @@ class BlockConfig(PlainConfig):
         for sight in self.sights:
             valid = sight.reach is None or (is_integer(sight.reach) and sight.reach >= 1)
             _demand(valid, "sliding window", sight.reach, "a distance of 1 or more")
-
-    def _check_target(self) -> None:
-        taps, layers = self.target_tap_layers, self.target_num_hidden_layers
-        most = 4096 if layers is None else layers
-        valid = 1 <= len(taps) <= MOST_TAPS and are_ascending(taps, 0, most)
-        wanted = f"ascending indices of hidden states from 0 (embeddings) to {most}, each once"
-        _demand(valid, "target_tap_layers", list(taps), wanted)
-        size, mask, drafted = self.vocab_size, self.mask_token_id, self.draft_vocab_size
-        valid = is_integer(mask) and 0 <= mask < (most_of(BlockConfig, "vocab_size") if size is None else size)
-        _demand(valid, "mask_token_id", mask, f"a token id below vocab_size={size}")
-        valid = drafted is None if size is None else drafted is not None and drafted <= size
-        _demand(valid, "draft_vocab_size", drafted, f"at most vocab_size={size}")
+        _demand(self.mask_token_id is not None, "mask_token_id", None, "a token id")
         width = self.sizes.hidden_size
         wanted = f"target_hidden_size={self.target_hidden_size}: the target's embeddings and output rows are used"
         _demand(width == self.target_hidden_size, "hidden_size", width, wanted)
@@ -223,7 +167,7 @@ class BlockConfig(PlainConfig):
             _demand(self.conv_kernel_size <= self.block_size, "conv_kernel_size", self.conv_kernel_size, wanted)
         if self.selector_rank:
             wanted = f"vocab_size={self.vocab_size}, as candidates are chosen among all tokens"
-            _demand(not self.has_own_head, "draft_vocab_size", self.draft_vocab_size, wanted)
+            _demand(not self.is_reduced, "draft_vocab_size", self.draft_vocab_size, wanted)
             wanted = f"at most draft_vocab_size={self.draft_vocab_size}"
             _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
 

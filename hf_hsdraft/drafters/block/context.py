@@ -36,7 +36,7 @@ def training_attention(
     starts: torch.Tensor,  # `[S]`, index of the last context position that each block sees
     positions: torch.Tensor,  # `[S, slots]`, of the slots
 ) -> Callable[..., torch.Tensor]:
-    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`."""
+    """Returns the attention of many blocks to one packed context, see `BlockDrafter.forward`."""
     blocks, slots = positions.shape
     indices = torch.arange(len(position_ids), device=positions.device)
     before = indices[None] <= starts[:, None]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.options import Option
 from ...core.tensors import Transform, batched_attention
 from ..base.protocol import Ask, Call
 from ..base.reading_session import ParallelSession
@@ -17,8 +18,14 @@ from ..base.tree_session import Confidence, TokenBias
 from .configuration import Sight
 from .context import farthest, own_mask
 from .heads import TokenHead
-from .network import BlockNetwork
-from .options import CONFIDENCE
+
+CONFIDENCE = Option(
+    "use_confidence_head",
+    True,
+    lambda value: isinstance(value, bool),
+    "true or false",
+    "Whether a confidence head decides with the drafter's probabilities which nodes are drafted.",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class BlockBias(TokenBias):
 class BlockSession(ParallelSession):
     """Drafts trees (or chains) for a batch, a block of each row in one forward."""
 
-    def __init__(self, drafter: BlockNetwork, weights: TargetWeights, call: Call) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
         super().__init__(drafter, weights, call, layers)

@@ -1,77 +1,128 @@
-"""The EAGLE-3 drafter: loading, saving, and use in `generate()`."""
+"""The EAGLE-3 drafter, with the parameter names of published files.
+
+At position i, with embedding e and the target's hidden state h_i: the row of an accepted position reads e(x_{i+1}) and
+the fused h_i, and gives y_i, which predicts x_{i+2}. The row of a drafted token reads its embedding and the y of the
+row that drafted it, one position later ("EAGLE-3", section 3.1).
+
+Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size, V' draft vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
-from ...core.checks import few
+from ...core.tensors import Attend as PackedAttend
+from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
-from ..base.draft_options import default_options
-from ..base.loading_arguments import Placement, take_options
+from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import speculators_document
-from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
-from ..base.target_weights import TargetWeights, borrow
+from ..base.published import AttendByLayer, PublishedNetwork, speculators_document
+from ..base.saved_drafter import SpeculatorsFiles
+from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
-from .formats import read
-from .network import EagleNetwork
 from .session import EagleSession
 
 _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
-class EagleDrafter(EagleNetwork, PublishedDrafter):
+class EagleLayer(DecoderLayer):
+    """A decoder layer. The first one also reads an embedding, which `input_layernorm` norms."""
+
+    def __init__(self, config: EagleConfig, first: bool) -> None:
+        size, eps = config.sizes.hidden_size, config.sizes.rms_norm_eps
+        super().__init__(config.sizes, 2 * size if first else size)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = RMSNorm(size, eps) if first else None
+
+    def forward(
+        self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None, embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As in `DecoderLayer`, with embeddings `[..., n, D]` of the tokens."""
+        if self.hidden_norm is None:
+            return super().forward(x, rope, attend, rows)
+        normed = self.hidden_norm(x)
+        inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.joined(normed if self.norm_before_residual else x, inputs, rope, attend, rows)
+
+
+class EagleDrafter(PublishedNetwork):
     """An EAGLE-3 drafter, or a parallel one (P-EAGLE), in any published format.
 
-    Holds weights, configuration and, in `generation_config`, the drafting options common to all drafters, but no state
-    of a call, so several threads may share it. The constructor makes an untrained drafter; an unknown rope type raises
-    a ValueError.
+    The constructor makes an untrained drafter; an unknown rope type raises a ValueError.
 
         drafter = AutoDrafter.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
         out = model.generate(**inputs, assistant_model=drafter)
     """
 
-    takes_tree_builders = True
+    config_class = EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
+        size, eps = config.sizes.hidden_size, config.sizes.rms_norm_eps
+        inputs = config.num_taps * config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size or 0, size) if config.own_embedding else None
+        self.input_norm = RMSNorm(inputs, eps) if config.norm_before_fc else None
+        tap_norms = (RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_taps))
+        self.fc_norm = nn.ModuleList(tap_norms) if config.fc_norm else None
+        self.fc = nn.Linear(inputs, size, bias=False)
+        self.layers = nn.ModuleList(EagleLayer(config, index == 0) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
+        self.rotary = rotary_of(dict(config.rope), config.sizes)
+        self.add_vocabulary()
+        # `FeedbackTrial`'s counts: right tokens by each reading of `norm_output`, and number of pairs.
+        self.feedback_counts: dict[bool, int] = {}
+        self.feedback_tried = 0
         if self.device.type != "meta":
             self.reset_parameters()
-        self.generation_config = self.default_generation_config()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        super().reset_parameters(std)
+        if self.mask_hidden is not None:
+            nn.init.normal_(self.mask_hidden)
+        if self.config.is_reduced and self.config.draft_vocab_ids is not None:
+            ids = torch.tensor(self.config.draft_vocab_ids)
+            cast(torch.Tensor, self.d2t).copy_(ids - torch.arange(len(ids)))
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, mask_token_id: int | None = None, **options: Any) -> Any:
-        """As `from_pretrained`; `mask_token_id` is for a parallel drafter whose files lack it."""
-        placement, reading = Placement.taken_from(options), read(checkpoint, mask_token_id)
-        with torch.device("meta"):
-            drafter = cls(reading.config)
-        take_options(drafter, checkpoint.folder, options)
-        reading.check(drafter)
-        drafter.config = reading.complete_config()
-        drafter.load_state_dict(reading.state(drafter, placement.dtype), assign=True)
-        drafter.loaded_from = checkpoint.folder
-        return placement.place(drafter.eval())
+    def of_format(cls, *args: Any, **kwargs: Any) -> Any:
+        drafter = super().of_format(*args, **kwargs)
+        if drafter.config.is_reduced:
+            drafter.config = replace(drafter.config, draft_vocab_ids=tuple(drafter.draft_vocab_ids().tolist()))
+        return drafter
+
+    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+        """See `PublishedNetwork`. The head may be the drafter's embedding, as SGLang reads files without a head."""
+        told = checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding
+        if not told or "lm_head.weight" in checkpoint.shapes or self.config.is_reduced:
+            return {}
+        return {"lm_head.weight": lambda state: state["embed_tokens.weight"].clone()}
+
+    @classmethod
+    def described(cls, config: EagleConfig) -> dict[str, str]:
+        if not config.norm_output_told:
+            told = (
+                "not told by norm_output=true: the first calls try both readings; `hsdraft info --target` tells which "
+                "is taken"
+            )
+        elif config.mask_token_id is None:
+            told = "after the norm (EAGLE-3.1)" if config.norm_output else "before the norm (EAGLE-3)"
+        else:
+            return {}
+        return {"state fed back": told}
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         config = replace(self.config, target_name=target_name or self.config.target_name)
-        tensors = {**dict(self.named_parameters()), **_vocabulary_maps(config)}
-        return SpeculatorsFiles(_document(config, self.dtype), tensors)
-
-    @property
-    def taps(self) -> Sequence[int]:  # type: ignore[override]
-        """The hidden states that it reads; raises a ValueError if only `taps_of` a target can tell."""
-        if self.config.target_tap_layers is None:
-            raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
-        return tuple(self.config.target_tap_layers)
-
-    def default_generation_config(self) -> GenerationConfig:
-        return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
+        return SpeculatorsFiles(_document(config, self.dtype), self.weights_in_files())
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
         """Borrows the target's embedding, unscaled as in training, unless the drafter has one."""
@@ -79,7 +130,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         if self.embed_tokens is None:
             return borrow(embedding, None, ids, self.device, self.dtype, scaled=False)
         table = self.embed_tokens
-        return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
+        return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids)
 
     def session(self, call: Call) -> EagleSession:
         return EagleSession(self, self.borrow(call.target.get_input_embeddings()), call)
@@ -91,33 +142,93 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
             return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth)
         return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width)
 
-    @torch.no_grad()
-    def limit_vocabulary(self, ids: Sequence[int]) -> None:
-        """Limits the head to the distinct token ids `ids`, for faster drafts of these tokens only.
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(taps)
 
-        Raises a ValueError if the drafter cannot propose some of them.
+    def through(
+        self,
+        states: torch.Tensor,  # `[..., n, D]`, fused hidden states of the target, or from `fed_back`
+        embeds: torch.Tensor,  # `[..., n, D]`, embeddings of the tokens
+        positions: torch.Tensor,  # `[..., n]`, int64
+        attend: AttendByLayer,  # stores keys and values, and computes attention
+        rows: Any = None,  # rows to return; None for all
+    ) -> torch.Tensor:
+        """Returns y of rows `[..., n, D]`."""
+        rope = self.rotary(positions, states.dtype)
+        last, x = len(self.layers) - 1, states
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rope, partial(attend, index), rows if index == last else None, embeds)
+        return x
+
+    def fed_back(self, y: torch.Tensor) -> torch.Tensor:
+        """Maps y `[..., D]` to the input state of the token that it drafted."""
+        return self.norm(y) if self.config.norm_output else y
+
+    def logits(self, hidden: torch.Tensor, weights: TargetWeights | None = None) -> torch.Tensor:
+        """Returns draft logits `[..., V']` of states y `[..., D]`; `weights` is not used."""
+        return self.lm_head(self.norm(hidden))
+
+    def mask_states(self) -> torch.Tensor:
+        """Returns the input state `[D]` of the deeper rows of a parallel drafter."""
+        return self.fuse(cast(torch.Tensor, self.mask_hidden)).flatten()
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+        path_embeds: torch.Tensor | None = None,
+        labels: Any = None,
+    ) -> DrafterOutput:
+        """Reads sequences, then unrolls drafts from some positions (EAGLE-3's training-time test).
+
+        The row of step s at start i sees the target's states up to i, and the s steps of its chain as drafted states.
+
+        Args:
+            num_draft_steps: K, the configuration's by default.
+            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth, or of the mask
+                token for a parallel drafter. The first depth is not read here but from `embeds`. The other arguments
+                are those of `PublishedNetwork`.
+
+        Raises:
+            ValueError: `path_embeds` is missing, or the layers have different windows.
         """
-        places = {token: place for place, token in enumerate(self.draft_vocab_ids().tolist())}
-        wanted = [int(token) for token in ids]
-        if missing := [str(token) for token in wanted if token not in places]:
-            raise ValueError(f"ids holds {few(missing)}: expected tokens of the drafter's vocabulary")
-        config = replace(self.config, draft_vocab_size=len(wanted), draft_vocab_ids=tuple(wanted))
-        rows = torch.tensor([places[token] for token in wanted], device=self.device)
-        head = self.lm_head.weight
-        self.lm_head = nn.Linear(head.shape[1], len(wanted), bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(head[rows], requires_grad=head.requires_grad)
-        self.config = config
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
+        if steps > 1 and path_embeds is None:
+            raise ValueError(f"path_embeds=None is invalid with {steps} draft steps: expected the chains' embeddings")
+        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.window, steps)
+        y = self.through(self.fuse(taps), embeds, position_ids, _of_packed(texts.reading()), texts.starts)
+        states, at = [y], position_ids[texts.starts][:num_rolled]
+        y = y[:num_rolled]
+        mask = None if self.mask_hidden is None else self.mask_states().expand_as(y)
+        for step in range(1, steps):
+            inputs = self.fed_back(y) if mask is None else mask
+            path = cast(torch.Tensor, path_embeds)[: len(y), step]
+            y = self.through(inputs, path, at + step, _of_packed(texts.rolling(step, len(y))))
+            states.append(y)
+        loss = None if labels is None else self.loss_function(self, states, labels)
+        return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
 
-def _vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:
-    """Returns `d2t` `[V']`, int64, from row to token, and `t2d` `[V]`, bool; nothing for a whole vocabulary."""
-    if config.draft_vocab_size == config.vocab_size:
-        return {}
-    size = config.draft_vocab_size
-    ids = torch.arange(size) if config.draft_vocab_ids is None else torch.tensor(config.draft_vocab_ids)
-    rows = torch.zeros(config.vocab_size, dtype=torch.bool)
-    rows[ids] = True
-    return {"d2t": ids - torch.arange(size), "t2d": rows}
+def _of_packed(attend: PackedAttend) -> AttendByLayer:
+    """Packed attention, with keys and values row by row."""
+
+    def attend_rows(
+        layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        return attend(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
+
+    return attend_rows
 
 
 def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -133,8 +244,7 @@ def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         kind,
         _CLASSES[kind],
         dtype,
-        "qwen3" if config.layer.qk_norm else "llama",
-        config.layer,
+        "qwen3" if config.sizes.qk_norm else "llama",
         config.windows if any(config.windows) else (),
         eagle_aux_hidden_state_layer_ids=None if taps is None else list(taps),
         embed_requires_grad=config.own_embedding,

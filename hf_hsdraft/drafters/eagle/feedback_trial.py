@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..base.target_weights import TargetWeights
 from .configuration import EagleConfig
-from .network import EagleNetwork
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +44,7 @@ class FeedbackTrial:
     to the first wrong one. Counts are stored on the drafter, so that the next call continues a short trial.
     """
 
-    def __init__(self, network: EagleNetwork, weights: TargetWeights) -> None:
+    def __init__(self, network: Any, weights: TargetWeights) -> None:
         self._network, self._ids = network, weights.vocab_ids
         self._pairs: list[Pairs] = []
         self._done = self._waiting = 0  # pairs compared, and pairs since the last comparison
@@ -97,7 +96,7 @@ class FeedbackTrial:
             logger.info(f"norm_output=true does not say which state is fed back. {told(network)}")
 
 
-def told(network: EagleNetwork) -> str:
+def told(network: Any) -> str:
     """Says which reading a drafter uses, and why."""
     counts, config = network.feedback_counts, network.config
     taken = "the normed state (EAGLE-3.1)" if config.norm_output else "the state before the norm (EAGLE-3)"

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
@@ -15,38 +14,33 @@ from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.published import AttendByLayer
-from ..base.reading_session import Columns, LevelSession, RowContext, Slots
+from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import LevelExpansion, Levels, ParallelExpansion
+from ..base.tree_session import LevelExpansion, ParallelExpansion
 from .feedback_trial import FeedbackTrial, can_be_tried
-from .network import EagleNetwork
 
 
-class DraftedRows(Levels):
-    """Rows drafted in one round: keys and values by node, and ancestor masks.
-
-    Row 0 is the last accepted pair; drafted rows follow in the order of `extend`.
+class DraftedRows(DraftedNodes):
+    """Rows drafted in one round. Row 0 is the last accepted pair; drafted rows follow in the order of `extend`.
 
     Args:
-        context: accepted positions. Drafted ones are written after them, and overwritten when more are read.
         weights: what the drafter borrows from its target.
-        rows: rows of the batch to draft for; each has been read.
-        states: `[B, D]`, y of their last pairs.
+        states: `[B, D]`, y of the last accepted pairs.
         last: `[B, 1]`, int64, positions of these pairs.
     """
 
     def __init__(
         self,
-        network: EagleNetwork,
+        network: Any,
         weights: TargetWeights,
         context: RowContext,
         rows: Sequence[int],
         states: torch.Tensor,
         last: torch.Tensor,
     ) -> None:
-        self._network, self._weights, self._context, self._rows = network, weights, context, list(rows)
-        self.states, self._last = states[:, None], last  # y of all rows by number, `[B, 1 + m, D]`
-        self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
+        super().__init__(context, rows, states.device)
+        self._network, self._weights, self._last = network, weights, last
+        self.states = states[:, None]  # y of all rows by number, `[B, 1 + m, D]`
 
     def extend(
         self,
@@ -57,31 +51,20 @@ class DraftedRows(Levels):
         causal: bool = False,  # whether each row also sees the earlier rows of this call
     ) -> torch.Tensor:
         """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`."""
-        (batch, count), before = parents.shape, self._above.shape[2]
-        ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
-        own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
-        own = own.tril() if causal else own.tril().triu()
-        ancestors = torch.cat([ancestors, own.expand(batch, -1, -1)], dim=2)
-        self._above = torch.cat([F.pad(self._above, (0, count)), ancestors], dim=1)
-        context, rows, drafted = self._context, self._rows, before + count
-        slots = context.drafted(rows, before, count)
-        places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
+        nodes = self.added(parents, causal)
 
         @cache  # layers with the same window share a mask
         def seen(window: int | None) -> torch.Tensor:
-            near = None if window is None else (window - depths).expand(batch, -1)
-            accepted = context.seen(rows, self._last.expand(-1, count), near, drafted)
-            assert accepted is not None
-            return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
+            near = None if window is None else (window - depths).expand(len(parents), -1)
+            return nodes.seen(self._last.expand_as(parents), near)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
-            context.write(layer, slots, keys.flatten(0, 1), values.flatten(0, 1))
-            mask = seen(self._network.config.windows[layer])
-            return batched_attention(queries, *context.view(layer, rows, drafted), mask)
+            view = nodes.written(layer, keys, values)
+            return batched_attention(queries, *view, seen(self._network.config.windows[layer]))
 
         y = self._network.through(states, embeds, self._last + depths, attend)
         self.states = torch.cat([self.states, y], dim=1)
-        return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
+        return nodes.numbers
 
     def of_roots(self) -> torch.Tensor:
         return self._network.logits(self.states[:, :1])
@@ -96,11 +79,11 @@ class DraftedRows(Levels):
 class EagleSession(LevelSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward."""
 
-    def __init__(self, network: EagleNetwork, weights: TargetWeights, call: Call) -> None:
+    def __init__(self, network: Any, weights: TargetWeights, call: Call) -> None:
         config = network.config
         super().__init__(network, weights, call, config.num_hidden_layers)
         parallel = config.mask_token_id is not None
-        sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
+        sizes = config.sizes, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
         self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of each row's last pair read
         self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.tensors import on_device
@@ -15,22 +14,19 @@ from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import Columns, LevelSession, RowContext, Slots
+from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import DraftMemory, LevelExpansion, Levels
+from ..base.tree_session import DraftMemory, LevelExpansion
 from .layers import MtpLayers
 
 
-class DraftedColumns(Levels):
+class DraftedColumns(DraftedNodes):
     """Columns of nodes drafted in one round, and of the roots, which have number 0.
 
     The target has not read the tokens before a node of depth m, so its column begins with layer m, which predicts its
     children. Deeper than there are layers, they are used again in turn, one for each depth.
 
     Args:
-        context: accepted columns, the roots' included. Drafted ones are written after them, and overwritten when more
-            are read.
-        rows: rows of the batch to draft for.
         outputs: `[B, L, D]`, outputs of the roots' columns.
         roots: `[B, 1]`, int64, their positions.
         begins: `[B, 1]`, int64, the first position read of each text.
@@ -47,11 +43,10 @@ class DraftedColumns(Levels):
         begins: torch.Tensor,
         depth: int,
     ) -> None:
-        self._layers, self._context, self._rows, self._depth = layers, context, list(rows), depth
-        self._roots, self._begins = roots, begins
+        super().__init__(context, rows, outputs.device)
+        self._layers, self._depth, self._roots, self._begins = layers, depth, roots, begins
         self._used = outputs.shape[1]
         self._outputs = list(outputs.split(1, dim=1))  # by layer, `[B, 1 + m, D]`; zeros where a column lacks it
-        self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=outputs.device)  # `[B, 1 + m, m]`
         self._held: list[tuple[range, int]] = []  # layers in the columns of each depth, and number of these columns
 
     def _held_at(self, depth: int) -> range:
@@ -64,38 +59,27 @@ class DraftedColumns(Levels):
         return self._layers.logits(self._outputs[0][:, :1])
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, count), before, depth = tokens.shape, self._above.shape[2], level - 1
+        (batch, count), depth, nodes = tokens.shape, level - 1, self.added(parents)
         held = self._held_at(depth)
-        ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        ancestors = torch.cat([ancestors, own], dim=2)
-        self._above = torch.cat([F.pad(self._above, (0, count)), ancestors], dim=1)
         self._held.append((held, count))
-        context, rows, drafted = self._context, self._rows, before + count
-        slots = context.drafted(rows, before, count)
-        places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
         embeds, positions = self._layers.embed(tokens), (self._roots + depth).expand(-1, count)
 
         def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            context.write(layer, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (keys, values)))
-            return context.view(layer, rows, drafted)
+            return nodes.written(layer, keys.transpose(1, 2), values.transpose(1, 2))
 
         below = self._outputs[(depth - 1) % self._used]
         made = []
         for layer in held:
             states = below.gather(1, parents[..., None].expand(-1, -1, below.shape[-1]))
             near = _near(self._layers.windows[layer], self._roots - 1, self._begins + layer, depth)
-            seen = context.seen(rows, self._roots - 1, near, drafted)
-            assert seen is not None
-            there = torch.cat([seen.new_full((size,), layer in layers) for layers, size in self._held])
-            mask = seen.expand(-1, count, -1).scatter(2, places, ancestors & there)
+            there = torch.cat([tokens.new_full((size,), layer in layers) for layers, size in self._held]).bool()
+            mask = nodes.seen(self._roots - 1, near, there)
             made.append(self._layers.run(layer, embeds, states, positions, mask, write))
             below = self._outputs[layer]
         for layer, outputs in enumerate(self._outputs):
             added = made[layer - held.start] if layer in held else outputs.new_zeros(batch, count, outputs.shape[-1])
             self._outputs[layer] = torch.cat([outputs, added], dim=1)
-        numbers = torch.arange(before + 1, before + 1 + count, device=tokens.device).expand(batch, -1)
-        return self._layers.logits(made[0]), numbers
+        return self._layers.logits(made[0]), nodes.numbers
 
 
 class MtpSession(LevelSession):

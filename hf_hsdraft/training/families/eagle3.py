@@ -57,7 +57,7 @@ class EagleFamily(PublishedFamily):
         return True
 
     def width(self, config: EagleConfig) -> int:
-        return config.layer.hidden_size
+        return config.sizes.hidden_size
 
     def describe(self, drafter: EagleDrafter) -> str:
         config = drafter.config

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import batched_attention, on_device
-from ..base.protocol import Ask, Call
-from ..base.reading_session import ParallelSession
-from ..base.target_weights import TargetWeights
+from ...drafters.base.protocol import Ask, Call
+from ...drafters.base.reading_session import ParallelSession
+from ...drafters.base.target_weights import TargetWeights
 from .network import FlashMapNetwork, Look, embedded
 from .options import FLOW_STEPS
 

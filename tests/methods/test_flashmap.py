@@ -17,9 +17,9 @@ from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.flashmap import session
-from hf_hsdraft.drafters.flashmap.drafter import FlashMapDrafter
-from hf_hsdraft.drafters.flashmap.network import PairedAttention, embedded
+from hf_hsdraft.methods.flashmap import session
+from hf_hsdraft.methods.flashmap.drafter import FlashMapDrafter
+from hf_hsdraft.methods.flashmap.network import PairedAttention, embedded
 
 CLOSE, TEXT = 1e-4, list(range(5, 15))
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import RMSNorm, batched_attention
-from ..base.decoder_layer import Attention, Rope, rotary_of, rotate
-from ..base.published import PublishedNetwork
-from ..base.target_weights import TargetWeights, borrow
+from ...drafters.base.decoder_layer import Attention, Rope, rotary_of, rotate
+from ...drafters.base.published import PublishedNetwork
+from ...drafters.base.target_weights import TargetWeights, borrow
 from .configuration import FlashMapConfig
 
 Modulation = tuple[torch.Tensor, ...]  # scale, shift and gate, `[1, 1, D]` each
@@ -102,8 +102,8 @@ class FlowLayer(nn.Module):
 
 class FlashMapNetwork(PublishedNetwork):
     def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        self.config, width, target = config, config.hidden_size, config.target_hidden_size
+        super().__init__(config)
+        width, target = config.hidden_size, config.target_hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * target, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.anchor_proj, self.anchor_norm = nn.Linear(target, width), RMSNorm(width, config.rms_norm_eps)
@@ -148,10 +148,6 @@ class FlashMapNetwork(PublishedNetwork):
         for index, layer in enumerate(self.layers):
             x = layer(x, jump[3 * index : 3 * index + 3], rope, lambda queries, index=index: look(index, queries))
         return self.head(self.final_adaln(x, jump[-1]))
-
-    def draft_vocab_ids(self) -> torch.Tensor:
-        """Returns `[V]`, int64, the token id of each row of the head."""
-        return torch.arange(self.config.vocab_size)
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module | None, scaled: bool = True) -> TargetWeights:
         """Collects the target's embedding and output rows; arguments as those of `target_weights.borrow`."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...core.checks import POSITIVE, are_ascending, check_fields, choice, demand, integer, is_number, setting, settings
-from ...core.fields import REQUIRED, Fields
-from ...hub.drafter_files import CONFIG
-from ..base.decoder_layer import LayerSizes
-from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig, described
+from ...drafters.base.decoder_layer import LayerSizes
+from ...drafters.base.plain_config import PlainConfig, described
+from ...drafters.base.published_config import MOST_LAYERS
+from ...drafters.base.published_format import OURS, Files, told
 
-# Fields of transformers that do not affect what a drafter computes.
-_MEANINGLESS = ("return_dict", "tie_word_embeddings", "use_cache")
 _MOST_STEPS = 64
 
 
@@ -48,6 +45,7 @@ class FlashMapConfig(PlainConfig):
 
     last_tap_is_normed = False  # a layer's output is read, before the final norm
     target_num_hidden_layers = None
+    is_reduced = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -79,6 +77,10 @@ class FlashMapConfig(PlainConfig):
         return self.block_size
 
     @property
+    def draft_vocab_size(self) -> int:
+        return self.vocab_size
+
+    @property
     def target_name(self) -> str:
         return self.target_model
 
@@ -108,23 +110,15 @@ class FlashMapConfig(PlainConfig):
         return {**head, **asdict(self)}
 
 
-def read_config(values: Mapping[str, Any]) -> FlashMapConfig:
-    """Reads a config.json; raises a ValueError for an invalid or missing field, or an unknown switch."""
-    config = Fields(values, CONFIG)
-    config.ignore(*_MEANINGLESS)
-    grids = config.table("jump_grids").values
+def _grids(files: Files, _: Any) -> Any:
+    grids = files.top.table("jump_grids").values
     demand(all(isinstance(each, list) for each in grids.values()), "jump_grids", grids, "expected lists of times")
-    fields = {
-        "target_layer_ids": tuple(config.integers("target_layer_ids", most=4096)),
-        "jump_grids": grids,
-        "noise_gate": config.choice("noise_gate", ("jump", "constant"), "jump"),
-        "target_model": str(config.values.get("target_model") or ""),
-    }
-    for each in settings(FlashMapConfig):
-        limit, default = each.metadata["limit"], REQUIRED if each.default is MISSING else each.default
-        if limit is POSITIVE:
-            fields[each.name] = config.number(each.name, default)
-        elif limit is not None and limit.most:
-            fields[each.name] = config.integer(each.name, default, most=limit.most)
-    config.refuse_unread()
-    return FlashMapConfig(**fields)
+    return grids
+
+
+ROWS = {
+    **{each.name: told(each.name, default=OURS) for each in settings(FlashMapConfig) if each.metadata["limit"]},
+    "target_layer_ids": lambda files, _: tuple(files.top.integers("target_layer_ids", most=4096)),
+    "jump_grids": _grids,
+    "target_model": lambda files, _: str(files.top.values.get("target_model") or ""),
+}

@@ -1,0 +1,368 @@
+"""Reads configurations of other projects: a format is a table of rows, one for each of our fields.
+
+Formats number the target's layers differently. Here tap k is `hidden_states[k]` of transformers: 0 is the embeddings, k
+the output of layer k. In a list of layers from 0, layer i is tap i + 1, which is an offset of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+
+from ...core.checks import are_ascending, printable, settings, short
+from ...core.fields import REQUIRED, Fields
+from ...hub.checkpoint import Checkpoint, Shape
+from ...hub.drafter_files import CONFIG
+from ...hub.speculators_format import check_proposals, speculators_type, target_of
+from .decoder_layer import LayerSizes
+from .formats import Format, fields_told, register_format, with_fields
+from .target_info import fit_of
+
+OURS: Any = object()  # a default: that of our field; without one it is required
+
+# Fields of transformers, and of training, that do not affect what a drafter computes. Tensors show biases.
+_HARMLESS = (
+    "is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window", "attention_bias", "qkv_bias",
+    "num_target_layers",
+)  # fmt: skip
+# Sizes that only some formats have; checked here so that a negative one is always refused.
+_SOMETIMES_READ = (
+    "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
+    "target_hidden_size",
+)  # fmt: skip
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_KINDS = ("full_attention", "sliding_attention")
+
+
+class Files:
+    """A checkpoint while it is read: tables of its config.json, shapes of its tensors, and arguments of the caller."""
+
+    def __init__(self, form: PublishedFormat, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:
+        self.form, self.checkpoint, self.given = form, checkpoint, given
+        self.top = Fields(checkpoint.config, CONFIG)
+        self._tables = {"": self.top}
+        if form.speculators:
+            check_proposals(self.top)
+        if form.with_defaults:
+            table = self.top.table(form.layers) if form.layers else self.top
+            self._tables[form.layers] = _with_defaults(table, form.with_defaults)
+
+    def table(self, name: str) -> Fields:
+        """Returns a table of config.json, which is empty if it is not there."""
+        if name not in self._tables:
+            self._tables[name] = self.top.table(name, None) or Fields({}, f"{CONFIG}, {name}")
+        return self._tables[name]
+
+    @property
+    def layers(self) -> Fields:
+        return self.table(self.form.layers)
+
+    def placed(self, name: str) -> tuple[Fields, str]:
+        """Returns the table of a field, and its name there; `layers.` is the table about layers."""
+        table, _, own = name.rpartition(".")
+        return (self.layers if table == "layers" else self.table(table)), own
+
+    def shape(self, name: str) -> Shape | None:
+        """Returns the shape of a tensor by our name; None if it is not there."""
+        return self.checkpoint.shapes.get(self.form.stored_name(name, self.checkpoint.shapes))
+
+    def finish(self) -> None:
+        """Raises a ValueError for switches that were not read, or fields whose values are not supported."""
+        for name, allowed in self.form.expected.items():
+            table, own = self.placed(name)
+            table.expect(own, *allowed)
+        for each in {id(each): each for each in (self.top, self.layers, *map(self.table, self.form.checked))}.values():
+            each.ignore(*_HARMLESS, *self.form.ignored)
+            each.refuse_unread()
+
+
+Row = Callable[[Files, "Field[Any]"], Any]
+
+
+def told(*names: str, default: Any = REQUIRED) -> Row:
+    """Returns a row: the first of `names` that the files have, within the limit of our field."""
+
+    def row(files: Files, each: Field[Any]) -> Any:
+        places, limit = [files.placed(name) for name in names], each.metadata["limit"]
+        found = [value for table, own in places if (value := table.checked(own, limit, None)) is not None]
+        usual = (REQUIRED if each.default is MISSING else each.default) if default is OURS else default
+        table, own = places[0]
+        return found[0] if found else table.checked(own, limit, usual)
+
+    return row
+
+
+def shown(name: str) -> Row:
+    """Returns a row that a tensor decides by being there."""
+    return lambda files, _: files.shape(name) is not None
+
+
+def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0) -> Row:
+    """Returns the row of `target_tap_layers`: names of lists of numbers, from `least` on, by what we add to these.
+
+    An empty list counts as missing: all projects that write it mean that.
+    """
+
+    def row(files: Files, _: Any) -> Any:
+        found = {}
+        for name, offset in offsets.items():
+            table, own = files.placed(name)
+            ids = None if table.values.get(own) == [] else table.integers(own, None, least=least, most=4096)
+            if ids is not None and not are_ascending(ids, least, 4096):
+                raise ValueError(
+                    f"{own}={ids} in {table.place} is invalid: expected ascending numbers, each once; other readers "
+                    "sort them, and then the hidden states would stand in another order than the columns of fc"
+                )
+            if ids is not None:
+                found[tuple(number + offset for number in ids)] = name
+        if len(found) > 1:
+            raise ValueError(
+                f"{CONFIG} names different hidden states ({' and '.join(map(str, sorted(found)))}): expected one of "
+                f"{', '.join(offsets)}"
+            )
+        table, own = files.placed(next(iter(offsets)))
+        return next(iter(found)) if found else table.integers(own, default)
+
+    return row
+
+
+def sizes(files: Files, _: Any = None, layer: Fields | None = None, **special: Any) -> LayerSizes:
+    """Reads sizes of layers; tensors of the first one show biases, and norms of queries and keys."""
+    layer, limits = layer or files.layers, {each.name: each.metadata["limit"] for each in settings(LayerSizes)}
+    layer.expect("mlp_bias", False)
+    for name in _SOMETIMES_READ:
+        layer.integer(name, None, least=0)
+    found: dict[str, Any] = {}
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        found[name] = layer.checked(name, limits[name])
+    usual = {
+        "num_key_value_heads": found["num_attention_heads"],
+        "head_dim": found["hidden_size"] // found["num_attention_heads"],
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+    }
+    found |= {name: layer.checked(name, limits[name], default) for name, default in usual.items()}
+    parts = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
+    found |= {name: files.shape(f"layers.0.self_attn.{part}") is not None for name, part in parts.items()}
+    return LayerSizes(**{**found, **special})
+
+
+def rope(kind: str = "", whole_heads: bool = False) -> Row:
+    """Returns the row of `rope`, see `read_rope`."""
+    return lambda files, _: read_rope(files.layers, kind, whole_heads)
+
+
+def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
+    """Reads the rotary embedding in the form that `rotary_of` takes; raises a ValueError if heads are rotated in part.
+
+    Args:
+        kind: layer type whose entry is read if `rope_parameters` has one per type.
+        whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
+    """
+    found = {name: value for name in ("rope_theta",) if (value := layer.number(name, None)) is not None}
+    if (longest := layer.integer("max_position_embeddings", None)) is not None:
+        found["max_position_embeddings"] = longest
+    if not whole_heads:
+        layer.expect("partial_rotary_factor", 1, 1.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        table = layer.table(name, None)
+        if table is not None:
+            table = (table.table(kind, None) if kind else None) or table
+            found[name] = _rotation(table, whole_heads)
+    return found
+
+
+def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
+    """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
+    named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
+    if any(not isinstance(each, str) for each in named.values()):
+        raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
+    found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
+    found |= {name: "default" if each == "mrope" else each for name, each in named.items()}
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        table.number(name, None)
+    if whole_heads and set(named.values()) <= {"default", "mrope"}:
+        found.pop("partial_rotary_factor", None)
+    elif "proportional" in named.values():  # rotates whole heads, parts of them by angle 0
+        table.number("partial_rotary_factor", None, most=1.0)
+    else:
+        table.expect("partial_rotary_factor", 1, 1.0)
+    return found
+
+
+def read_windows(layer: Fields, count: int, by_types_alone: bool = False) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`.
+
+    Without them, it derives the window as Qwen3's configuration does, unless `by_types_alone`.
+    """
+    kinds = layer.values.get("layer_types")
+    if by_types_alone and (kinds is None or (isinstance(kinds, list) and "sliding_attention" not in kinds)):
+        return (None,) * count
+    if kinds is None:
+        slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
+        first = layer.integer("max_window_layers", 28, least=0) if slides else count
+        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
+    if not (isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)):
+        wanted = f"{count} of {' and '.join(_KINDS)}"
+        raise ValueError(f"layer_types={short(kinds)} in {layer.place} is invalid: expected {wanted}")
+    window = layer.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
+    """Fills in the defaults of transformers' class, which files leave out. `types` are those known, first the usual.
+
+    Switches at their default were not set by the drafter, and need no reader.
+    """
+    kind, known = given.values.get("model_type", types[0]), [name for name in types if name in CONFIG_MAPPING]
+    if len(types) == 1:
+        known = list(CONFIG_MAPPING)
+    wanted = f"expected {', '.join(types) if len(types) > 1 else f'a model_type of transformers, such as {types[0]}'}"
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"model_type={short(kind)} in {given.place} is invalid: {wanted}")
+    read_rope(given, "sliding_attention")  # before transformers replaces some invalid values
+    rotation = {name: given.values[name] for name in _ROPE if name in given}
+    kept = {name: value for name, value in given.values.items() if name not in ("model_type", *_ROPE)}
+    try:
+        defaults = CONFIG_MAPPING[kind]().to_dict()
+        made = CONFIG_MAPPING[kind](**kept).to_dict()
+    except Exception as error:  # transformers raises various types for wrong values
+        wanted = f"expected fields of {CONFIG_MAPPING[kind].__name__}"
+        raise ValueError(f"{given.place} is invalid ({printable(error)}): {wanted}") from error
+    if rotation.keys() & {"rope_theta", "rope_parameters"}:
+        made.pop("rope_parameters", None)
+    found = Fields({**made, **given.values, **rotation}, given.place)
+    found.ignore(*(name for name, value in found.values.items() if name in defaults and defaults[name] == value))
+    return found
+
+
+@dataclass(frozen=True)
+class PublishedFormat:
+    """A format of drafters that other projects publish.
+
+    Attributes:
+        name: shown in messages.
+        rank: order of matching, see `Format`.
+        matches: whether a checkpoint has this format.
+        drafter: class of the drafters, a `PublishedDrafter`, whose configuration has the `rows`.
+        rows: what gives each of our fields: a `Row`, or the value itself. Fields without a row have their defaults.
+        layers: the table of config.json about layers; empty if its fields are at the top.
+        with_defaults: types of transformers' configurations whose defaults that table leaves out; a single one is the
+            usual one of any.
+        checked: further tables of config.json, in which unknown switches are refused too.
+        ignored: names of switches, in any table, that change nothing that a drafter computes.
+        expected: allowed values of further fields, `table.name`; others are refused.
+        tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.
+        given: arguments of `from_pretrained` that rows read, with values that stand in where nothing is loaded.
+        needed: fields without which a config.json has another format.
+        possible: as in `Format`, beside `needed`.
+    """
+
+    name: str
+    rank: int
+    matches: Callable[[Checkpoint], bool]
+    drafter: Any
+    rows: Mapping[str, Any]
+    layers: str = ""
+    with_defaults: Sequence[str] = ()
+    checked: Sequence[str] = ()
+    ignored: Collection[str] = ()
+    expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    needed: Sequence[str] = ("hidden_size",)
+
+    @property
+    def speculators(self) -> bool:
+        return "speculators_model_type" in self.needed
+
+    def read(self, checkpoint: Checkpoint, **given: Any) -> Any:
+        """Reads a configuration; raises a ValueError for fields that are missing, invalid or unknown switches."""
+        kind = self.drafter.config_class
+        files, known = Files(self, checkpoint, given), {each.name: each for each in fields(kind)}
+        found = {name: row(files, known[name]) if callable(row) else row for name, row in self.rows.items()}
+        files.finish()
+        return kind(**found)
+
+    def stored_name(self, name: str, stored: Collection[str]) -> str:
+        """Returns the name in the files of a tensor by ours."""
+        for ours, theirs in self.tensors.items():
+            if name.startswith(ours):
+                there = (each for each in theirs if any(other.startswith(each) for other in stored))
+                return next(there, ours) + name.removeprefix(ours)
+        return name
+
+    def describe(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """See `Format.describe`."""
+        told = fields_told(checkpoint)
+        try:
+            return {**told, **self.drafter.described(self.read(checkpoint, **self.given))}
+        except ValueError as error:
+            return {**told, "cannot be loaded": printable(error, 400)}
+
+    def register(self) -> None:
+        """Registers the format with `AutoDrafter`."""
+        register_format(
+            Format(
+                self.name,
+                self.rank,
+                self.matches,
+                partial(self.drafter.of_format, self),
+                describe=self.describe,
+                drafter=self.drafter,
+                possible=with_fields(*self.needed),
+                fit=lambda checkpoint, *target: fit_of(self.read(checkpoint, **self.given), *target),
+            )
+        )
+
+
+def speculators(name: str, kind: str, drafter: Any, rows: Mapping[str, Any], **further: Any) -> PublishedFormat:
+    """Returns a format of the package speculators; `kind` is its type there, `further` as in `PublishedFormat`."""
+    common = {
+        "vocab_size": told("layers.vocab_size"),
+        "target_hidden_size": told("target_hidden_size", "layers.hidden_size"),
+        "sizes": sizes,
+        "num_hidden_layers": told("layers.num_hidden_layers"),
+        "draft_vocab_size": told("draft_vocab_size", default=32000),
+        "target_name": lambda files, _: target_of(files.top.values)[0],
+        "target_architectures": lambda files, _: target_of(files.top.values)[1],
+    }
+    return PublishedFormat(
+        name,
+        10,
+        lambda checkpoint: speculators_type(checkpoint) == kind,
+        drafter,
+        {**common, **rows},
+        layers="transformer_layer_config",
+        needed=("speculators_model_type",),
+        **further,
+    )
+
+
+def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+    """Returns `[V']`, int64, the token id of each row of the head: the row's number plus `d2t` `[V']`.
+
+    `t2d` `[vocab_size]`, if there, marks the drafted tokens. Raises a ValueError if maps are not integers or contradict
+    each other, or ids repeat or exceed the vocabulary.
+    """
+    name, maps = printable(checkpoint.name), dict(checkpoint.tensors(("d2t", "t2d")))
+    for title, tensor in maps.items():
+        if tensor.is_floating_point() or (title == "d2t" and tensor.dtype == torch.bool):
+            wanted = "integers" if title == "d2t" else "bool or integers"
+            raise ValueError(f"{title} of {name} has dtype {tensor.dtype}: expected {wanted}")
+    ids = torch.arange(len(maps["d2t"])) + maps["d2t"].long()
+    least, most, again = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+    if least < 0 or most >= vocab_size or again:
+        raise ValueError(
+            f"d2t of {name} leads to tokens {least} to {most}, {again} of them twice: expected 0 to {vocab_size - 1}, "
+            "each once, as the number of its row plus d2t"
+        )
+    marked = maps.get("t2d")
+    if marked is not None and not torch.equal(ids.sort().values, marked.nonzero().flatten()):
+        raise ValueError(f"d2t and t2d of {name} name different tokens: expected each drafted token once, in both")
+    return ids
