@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive
 from tokenizers.decoders import DecodeStream

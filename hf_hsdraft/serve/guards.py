@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -20,6 +24,7 @@ from ..core.checks import demand
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _LINGER_SECONDS = 5.0  # in which the rest of a refused body is read and dropped
 _READ_SECONDS = 60.0  # that a body may take to come in
+_END_SECONDS = 4.0  # after which a signal ends the process, whatever still runs
 
 
 @dataclass(frozen=True)
@@ -59,30 +64,45 @@ def error_response(
     return JSONResponse(document, status_code=status, headers=dict(headers or {}))
 
 
+class PromptServer(uvicorn.Server):
+    """A server that a signal ends within 5 s: a forward or a tokenizer cannot be interrupted."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        end = threading.Timer(_END_SECONDS, os._exit, (128 + sig,))
+        end.daemon = True
+        end.start()
+
+
 class Guard:
-    """Middleware: refuses requests without the key, and posts that are not JSON.
+    """Middleware: refuses requests without the key, posts that are not JSON, and bodies of more than `most` bytes.
 
     A browser sends a JSON post for a page from elsewhere only after the server has agreed, which this one never does.
-    `/health` needs no key; an empty `key` is none. A body that comes in too slowly is an HTTPException (408) for the
-    application. The rest of a body that is too long is read and dropped, so that its sender sees the answer.
+    `/health` needs no key; an empty `key` is none. A body that is too long or comes in too slowly is an HTTPException
+    for the application, as soon as that is known. The rest of a long one is read and dropped, so that its sender sees
+    the answer.
     """
 
-    def __init__(self, app: ASGIApp, key: str = "") -> None:
-        self.app, self._key = app, key.encode()
+    def __init__(self, app: ASGIApp, key: str, most: int) -> None:
+        self.app, self._key, self._most = app, key.encode(), most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if refusal := self._refusal(scope):
             return await refusal(scope, receive, send)
-        until, too_long = time.monotonic() + _READ_SECONDS, False
+        until, taken, too_long = time.monotonic() + _READ_SECONDS, 0, False
+        length = int(Headers(scope=scope).get("content-length") or 0)
 
         async def timely() -> Message:
-            nonlocal until
+            nonlocal until, taken
+            if max(length, taken) > self._most:
+                raise HTTPException(413, f"the request is too long: this server takes {self._most} bytes")
             try:
                 message = await asyncio.wait_for(receive(), until - time.monotonic() if until else None)
             except TimeoutError:
                 raise HTTPException(408, f"the request did not come in within {_READ_SECONDS:.0f} s") from None
+            taken += len(message.get("body", b""))
             if not message.get("more_body"):
                 until = 0.0  # it has been read: what comes next is that the client leaves
             return message
@@ -104,7 +124,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        known = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key)
+        known = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         if self._key and not known and scope["path"] != "/health":
             said = "this server needs its API key: send the header `Authorization: Bearer KEY`"
             return error_response(401, said, headers={"WWW-Authenticate": "Bearer"})

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from .requests import refused
 
 # What `apply_chat_template` does besides rendering; the other names are variables of the template.
 _NO_VARIABLES = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
-_RENDER = [sys.executable, "-m", "hf_hsdraft.serve.render_template"]
+# As a file, for it needs nothing of this package; without its folder on the path.
+_RENDER = [sys.executable, "-P", str(Path(__file__).with_name("render_template.py"))]
 
 
 class Prompts:

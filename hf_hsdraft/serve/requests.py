@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import HTTPException
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -15,6 +14,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
 
 from ..core.checks import printable
@@ -54,7 +54,7 @@ MOST_BIASED = 1024  # tokens of `logit_bias`
 
 def refused(param: str | None, message: str, status: int = 400) -> HTTPException:
     """Returns the error of a request whose field `param` is wrong."""
-    return HTTPException(status, {"message": message, "param": param})
+    return HTTPException(status, {"message": message, "param": param})  # type: ignore[arg-type]
 
 
 def _parsed(value: Any) -> Any:

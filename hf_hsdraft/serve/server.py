@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import socket
-import threading
 import uuid
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -18,18 +15,16 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteException
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
-from .guards import LOCAL_HOSTS, Guard, RequestLimits, error_response
+from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
 from .prompts import Prompts
 
-_GRACE_SECONDS = 2.0  # that running answers have to end in, and then the decoding thread
-_END_SECONDS = 4.5  # after which a signal ends the process, whatever still runs
+_GRACE_SECONDS = 1  # that running answers have to end in, and then the decoding thread
 
 
 def build_app(
@@ -92,8 +87,7 @@ def build_app(
 
     for kind in (StarletteException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=limits.max_body)
-    app.add_middleware(Guard, key=api_key)
+    app.add_middleware(Guard, key=api_key, most=limits.max_body)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     app.add_middleware(EachRequest, attachment=attachment)
     return app
@@ -127,18 +121,12 @@ def _rule_of(attachment: Attachment | None) -> str:
     return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
-class Server(uvicorn.Server):
-    """A server of one application that ends running answers when it is stopped. A signal ends it within 5 s."""
+class Server(PromptServer):
+    """A server of one application that ends running answers when it is stopped."""
 
     def __init__(self, app: FastAPI, log_level: str = "info") -> None:
-        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=int(_GRACE_SECONDS)))
+        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_GRACE_SECONDS))
         self._decoder = app.state.decoder
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        end = threading.Timer(_END_SECONDS, os._exit, (128 + sig,))  # a forward cannot be interrupted
-        end.daemon = True
-        end.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._decoder.stopped.set()
