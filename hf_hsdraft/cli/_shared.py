@@ -82,6 +82,10 @@ PlainOption = Annotated[bool, typer.Option("--plain", help="Decode without a dra
 SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
 HostOption = Annotated[str, typer.Option(help="Host name or address to listen on.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Further name that clients may call this server by, as in *.example.org; * for any. Repeat."),
+]
 VerificationOption = Annotated[
     str | None,
     typer.Option(

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click.core import ParameterSource
 
 from ..core.progress import working
 from ._shared import (
     QUESTION,
+    AllowedHostOption,
     DeviceOption,
     DrafterOption,
     Dtype,
@@ -57,6 +59,21 @@ def serve(
     dtype: DtypeOption = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
+    allowed_host: AllowedHostOption = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="HSDRAFT_API_KEY", show_default=False, help="Key that clients have to send.")
+    ] = "",
+    client_templates: Annotated[
+        bool, typer.Option("--client-templates", help="Take chat templates that clients send.")
+    ] = False,
+    max_body_mebibytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request.")] = 2,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Maximum number of characters of a prompt.")] = 1 << 20,
+    prompt_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Maximum time to render and tokenize a prompt.")
+    ] = 30.0,
+    max_stops: Annotated[int, typer.Option(min=1, help="Maximum number of stop strings of a request.")] = 4,
+    max_beams: Annotated[int, typer.Option(min=1, help="Maximum number of beams of a request.")] = 8,
+    max_requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests at a time.")] = 256,
     engine: Annotated[
         Engine, typer.Option(help="Engine that decodes; vllm starts vLLM's server.")
     ] = Engine.transformers,
@@ -77,6 +94,9 @@ def serve(
     if engine is Engine.vllm:
         if verification is not None:
             raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
+        for name in _NOT_FOR_VLLM:
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise typer.BadParameter("vLLM has options of its own for this, after --", param_hint=_flag(name))
         further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
         _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, num_speculative_tokens, further)
     checked_device(device)
@@ -93,18 +113,52 @@ def serve(
     from ..generate.attachment import attach
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET
+    from ..serve.guards import RequestLimits, allowed_hosts
     from ..serve.server import Server, build_app
 
+    hosts = allowed_hosts(host, allowed_host or ())
+    limits = RequestLimits(
+        max_body=max_body_mebibytes << 20,
+        max_prompt=max_prompt,
+        prompt_seconds=prompt_seconds,
+        max_stops=max_stops,
+        max_beams=max_beams,
+        max_requests=max_requests,
+    )
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
     with without_workers():  # a thread of the server decodes
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
-    server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
+    application = build_app(
+        model, tokenizer, name, attachment, limits, hosts=hosts, api_key=api_key, client_templates=client_templates
+    )
+    server = Server(application, "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
     say(f"{name} at {address}/v1, what drafting does at {address}/drafting")
+    _say_who_is_answered(host, hosts, bool(api_key))
     server.run(sockets=[listener])
+
+
+_NOT_FOR_VLLM = ("allowed_host", "api_key", "client_templates", "max_body_mebibytes", "max_prompt", "prompt_seconds",
+                 "max_stops", "max_beams", "max_requests")  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _say_who_is_answered(host: str, hosts: list[str], has_key: bool) -> None:
+    """Tells the user of a server for other machines what it still needs."""
+    from ..serve.guards import LOCAL_HOSTS, allowed_hosts
+
+    if host in (*LOCAL_HOSTS, "::1"):
+        return
+    if not has_key:
+        say("anybody who reaches this address can use it: set a key by --api-key or the variable HSDRAFT_API_KEY")
+    if host in ("0.0.0.0", "::") and hosts == allowed_hosts(host):
+        say("it answers to localhost only: name it as its clients do by --allowed-host, or * for any name")
 
 
 def _serve_by_vllm(
@@ -194,6 +248,7 @@ def ui(
     drafter: DrafterOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 7860,
+    allowed_host: AllowedHostOption = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=2048, help="Maximum number of tokens per answer; the page can change it.")
@@ -207,6 +262,7 @@ def ui(
         raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
     from ..remote.workers import without_workers
     from ..runtime.target_loading import DEFAULT_TARGET
+    from ..serve.guards import allowed_hosts
     from ..serve.page import ChatPage, serve_page
     from ..serve.talk import ReplySettings, Talks
 
@@ -214,13 +270,15 @@ def ui(
     drafter = drafter_of(target, drafter)
     with without_workers():  # a thread of the page decodes
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
+    hosts = allowed_hosts(host, allowed_host or ())
     talks = Talks(model, tokenizer, loaded, system)
     with working(_TRYING):
         talks.warm_up()
     names = f"{target or DEFAULT_TARGET} with {Path(drafter).name}"
     page = ChatPage(talks, f"{names}, {dtype.value} on {device}", ReplySettings(max_new_tokens=max_new_tokens))
     say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
-    serve_page(page, talks, listener)
+    _say_who_is_answered(host, hosts, True)
+    serve_page(page, talks, listener, hosts)
 
 
 @app.command(short_help="Answer a prompt, with drafted tokens coloured.")

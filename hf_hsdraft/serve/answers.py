@@ -1,14 +1,13 @@
-"""Decodes requests on transformers' decoding thread, with fixes that OpenAI's clients rely on.
+"""Answers requests by transformers' handlers, on transformers' decoding thread, one request at a time.
 
-transformers' server decodes requests sequentially on one thread. Changed here:
+transformers' handlers make the answers of OpenAI's API. What happens before them is done here:
 
-- A prompt beyond the context window is refused before decoding, and no answer grows beyond the window.
-- The seed of a request is set on the decoding thread, right before its call. transformers sets it when the request
-arrives, where it changes the random numbers of the request being decoded.
-- A field that transformers would ignore is refused, and a response is streamed only on request.
+- The prompt is made outside the event loop, and one beyond the context window is refused.
+- The seed of a request is set on the decoding thread, right before its call.
 - A temperature above 0 samples. transformers leaves that to the model's configuration.
+- Decoding ends with the first stop string, and the answer ends before it.
 - An answer that ends by itself with its last permitted token is not reported as cut.
-- A request whose client has disconnected ends at its next token. transformers ends streams only.
+- A request whose client has disconnected ends at its next token, as all do when the server stops.
 """
 
 from __future__ import annotations
@@ -16,242 +15,288 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import Receive
+from tokenizers.decoders import DecodeStream
+from transformers import StoppingCriteria
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import (
-    BaseGenerateManager,
+    DirectStreamer,
     GenerateManager,
-    GenerationState,
     _GenerationCancelled,
+    _StreamError,
+    response_events_to_chunks,
     set_torch_seed,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from ..runtime.prompt_inputs import end_tokens, room_left
-
-# Which fields of OpenAI's requests are supported. transformers ignores the others, and logs that once.
-_SAMPLING = ("model", "stream", "temperature", "top_p", "seed", "generation_config")
-CHAT_FIELDS = (*_SAMPLING, "messages", "max_tokens", "max_completion_tokens", "frequency_penalty", "logit_bias", "stop",
-               "tools", "chat_template_kwargs")  # fmt: skip
-TEXT_FIELDS = (*_SAMPLING, "prompt", "max_tokens", "frequency_penalty", "logit_bias", "stop")
-RESPONSE_FIELDS = (*_SAMPLING, "input", "instructions", "max_output_tokens", "tools", "chat_template_kwargs")
-
-# Fields that do not affect the answer. Usage is reported whatever `stream_options` says.
-_LABELS = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-           "stream_options", "user")  # fmt: skip
-_ABOUT_TOOLS = ("parallel_tool_calls", "tool_choice")
-_PLAIN_TEXT = {"type": "text"}
-_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are the behaviour here
-    "background": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "functions": ([],),
-    "include": ([],),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": (_PLAIN_TEXT,),
-    "service_tier": ("auto", "default"),
-    "reasoning": ({},),
-    "store": (False, True),
-    "suffix": ("",),
-    "text": ({"format": _PLAIN_TEXT}, {}, {"format": _PLAIN_TEXT, "verbosity": "medium"}),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "verbosity": ("medium",),
-}
-_seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request
-CLIENT: ContextVar[Receive | None] = ContextVar("receive", default=None)  # of the request's connection
+from .guards import RequestLimits, error_document
+from .prompts import Prompts
+from .requests import Asked, ChatRequest, ResponsesRequest, TextRequest, refused
+from .stops import CutStream, CutTokenizer, StopWatch
 
 
-def check_fields(body: Mapping[str, Any], answered: Collection[str]) -> None:
-    """Raises an HTTPException (400) for a field that would be ignored; `answered` are the supported ones."""
-    for name, value in body.items():
-        if value is None or name in answered or name in _LABELS or (name in _ABOUT_TOOLS and not body.get("tools")):
-            continue
-        nothing = _ASK_FOR_NOTHING.get(name, ())
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in nothing):
-            expected = "".join(f"expected {json.dumps(each)}, or " for each in nothing[:1])
-            raise HTTPException(
-                400,
-                f"`{name}` is not supported here, found {value!r}: {expected}leave it out. "
-                f"This route answers to {', '.join(sorted(answered))}",
-            )
+@dataclass
+class Decoder:
+    """The one target of a server and the thread that decodes for it; `name` is what clients call it."""
 
-
-def _is_bias(item: tuple[Any, Any]) -> bool:
-    return str(item[0]).isdecimal() and isinstance(item[1], int | float)
-
-
-class _OpenAIRequest:
-    """Mixin for handlers: interprets fields as OpenAI's clients mean them; `answered` are the supported ones."""
-
-    answered: tuple[str, ...] = ()
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)  # type: ignore[misc]
-        check_fields(body, self.answered)
-
-    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        seed, temperature = body.get("seed"), body.get("temperature")
-        if not (seed is None or isinstance(seed, int)):
-            raise HTTPException(400, f"`seed` has to be a whole number, found {seed!r}")
-        if not (temperature is None or (isinstance(temperature, int | float) and temperature >= 0)):
-            raise HTTPException(400, f"`temperature` has to be a number of at least 0, found {temperature!r}")
-        _seed.set(seed)
-        bias = body.get("logit_bias") or {}
-        if not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
-            raise HTTPException(400, f"`logit_bias` has to map token ids to numbers, found {bias!r}")
-        body = {**body, "seed": None, "logit_bias": None}
-        config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
-        if bias:  # transformers supports it for chats only, and takes no integers
-            config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
-        if body.get("generation_config") is None and temperature:
-            config.do_sample = True
-        return config
-
-
-class ChatHandler(_OpenAIRequest, ChatCompletionHandler):
-    answered = CHAT_FIELDS
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise HTTPException(400, "`messages` is missing: expected a list of at least one message")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise HTTPException(400, f"a message has to be an object with `role` and `content`, found {message!r}")
-
-
-class TextHandler(_OpenAIRequest, CompletionHandler):
-    answered = TEXT_FIELDS
-
-
-class ResponsesHandler(_OpenAIRequest, ResponseHandler):
-    answered = RESPONSE_FIELDS
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        return await super().handle_request({**body, "stream": bool(body.get("stream"))}, request_id)
-
-
-class OneTarget(GenerationState):
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = AnswerManager()
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        return self.manager
-
-
-class AnswerManager(GenerateManager):
-    def __init__(self) -> None:
-        super().__init__()
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Ends all answers at their next token with an error."""
-        self._stopped.set()
+    target: Any
+    tokenizer: Any
+    name: str
+    limits: RequestLimits
+    prompts: Prompts
+    thread: GenerateManager = field(default_factory=GenerateManager)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0  # requests that have not been answered
 
     async def idle(self) -> None:
-        await self.async_submit(lambda: None)
+        await self.thread.async_submit(lambda: None)
+
+    def check(self, asked: Asked) -> None:
+        """Raises an HTTPException for a request that this server cannot answer, or not now."""
+        asked.check_ignored()
+        if asked.model is not None and asked.model != self.name:
+            raise refused("model", f"Server is pinned to '{self.name}'; requested '{asked.model[:200]}'.")
+        stops, limits = asked.stops(), self.limits
+        if len(stops) > limits.max_stops or any(len(stop) > limits.max_stop for stop in stops):
+            most = f"at most {limits.max_stops} texts of {limits.max_stop} characters"
+            raise refused("stop", f"`stop` is too long: expected {most}")
+        if self.waiting >= limits.max_requests:
+            raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
+
+    def answer(self, asked: Asked, ids: torch.Tensor, receive: Receive) -> Answer:
+        """Returns what decodes a request; raises an HTTPException (400) if the prompt or a setting does not fit."""
+        try:
+            room = room_left(self.target, ids.shape[-1])
+        except ValueError as error:
+            raise refused("messages", str(error)) from None
+        own = self.target.generation_config
+        config = asked.config(own, room, self.limits.max_beams, self.target.get_input_embeddings().num_embeddings)
+        return Answer(self, asked, ids.to(self.target.device), config, receive)
+
+
+class Answer(BaseStreamer):
+    """Decodes one request: stands in for the generation manager of transformers' handlers, and streams the call."""
+
+    def __init__(self, decoder: Decoder, asked: Asked, ids: torch.Tensor, config: Any, receive: Receive) -> None:
+        self._decoder, self._asked, self.config, self._receive = decoder, asked, config, receive
+        self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        stops = asked.stops()
+        self.tokenizer = CutTokenizer(decoder.tokenizer, stops) if stops else decoder.tokenizer
+        self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops)
+        self._streamer: Any = None
+        self._new: list[int] = []
+        self._cancelled = False
+        self.failure = ""  # message of the error that ended a stream
+        self.failed_status = 500
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-    ) -> tuple[asyncio.Queue[Any], Any]:
-        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
-        return super().generate_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
+        self, *_: Any, response_parser: Any = None, **__: Any
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        streamer = _CutStreamer(self._decoder.tokenizer._tokenizer, loop, queue, response_parser, self._stops)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-    ) -> tuple[str, int, torch.Tensor]:
-        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
-        decoding = super().generate_non_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
+        def decode() -> None:
+            try:
+                self._decode(streamer)
+            except _GenerationCancelled:
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+            except Exception as error:
+                self.failed_status, self.failure, _ = told(error)
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(self.failure))
+
+        leaving = self._watch_client()
+        done = self._decoder.thread.async_submit(decode)
+        done.add_done_callback(lambda _: leaving.cancel())
+        self._counted(done)
+        return queue, streamer
+
+    async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, torch.Tensor]:
+        leaving = self._watch_client()
+        done = self._counted(self._decoder.thread.async_submit(self._decode, None))
         try:
-            return await _unless_client_leaves(decoding, answer.cancel)
+            sequences = await done
         except _GenerationCancelled:
             raise HTTPException(499, "the client has left") from None  # nginx's status for it
+        finally:
+            leaving.cancel()
+        length = self.inputs["input_ids"].shape[-1]
+        new = sequences[0, length:]
+        return self.tokenizer.decode(new, skip_special_tokens=True), length, new
 
+    def _counted(self, done: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        self._decoder.waiting += 1
 
-async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], None]) -> Any:
-    """Awaits decoding; cancels it if the client disconnects first."""
-    receive = CLIENT.get()
-    task = asyncio.ensure_future(decoding)
-    if receive is not None:
-        leaving = asyncio.ensure_future(receive())  # the request has been read, so the next message is a disconnect
-        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            cancel()
-        leaving.cancel()
-    return await task
+        def ended(_: Any) -> None:
+            self._decoder.waiting -= 1
 
+        done.add_done_callback(ended)
+        return done
 
-class _Answer(BaseStreamer):
-    """One request: stands in for the target, and streams the tokens of the call.
+    def _watch_client(self) -> asyncio.Task[None]:
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
 
-    `max_new_tokens` of `config` is reduced to what fits. Raises an HTTPException (400) if the prompt does not fit.
-    """
-
-    def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None, stopped: threading.Event) -> None:
-        self._target, self._config, self._seed, self._stopped = target, config, seed, stopped
-        self._streamer: Any = None
-        self._last: int | None = None  # token
-        self._cancelled = False
-        try:
-            room = room_left(target, inputs["input_ids"].shape[-1])
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        if config.max_new_tokens is not None:
-            config.max_new_tokens = min(room, config.max_new_tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
+        return asyncio.ensure_future(watch())
 
     def cancel(self) -> None:
+        """Ends the call at its next token."""
         self._cancelled = True
 
-    def generate(self, streamer: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Calls the target's `generate`; runs on the decoding thread."""
-        if self._seed is not None:
-            set_torch_seed(self._seed)
+    def check(self) -> None:
+        """Raises an error if the call has to end."""
+        if self._cancelled:
+            raise _GenerationCancelled
+        if self._decoder.stopped.is_set():
+            raise HTTPException(503, "the server was stopped")
+
+    def _decode(self, streamer: Any) -> torch.Tensor:
+        """Calls the target's `generate()`; runs on the decoding thread."""
+        self.check()
+        if self._asked.seed is not None:
+            set_torch_seed(self._asked.seed)
         self._streamer = streamer
-        beams = (self._config.num_beams or 1) > 1  # they take no streamer
-        try:
-            self._check()
-            return self._target.generate(streamer=streamer if beams else self, **kwargs)
-        except _GenerationCancelled:
-            raise
-        except Exception as error:
-            if streamer is None:
-                raise
-            # transformers puts the message between quotation marks without escaping it.
-            raise RuntimeError(json.dumps(str(error))[1:-1]) from error
+        beams = (self.config.num_beams or 1) > 1  # they take no streamer
+        length = self.inputs["input_ids"].shape[-1]
+        output = self._decoder.target.generate(
+            **self.inputs,
+            generation_config=self.config,
+            streamer=None if beams else self,
+            stopping_criteria=[_Ends(self.check, self._watch, length)],
+        )
+        if beams:
+            self.put(self.inputs["input_ids"][0])
+            self.put(output[0, length:])
+            self.end()
+        return output
 
     def put(self, value: torch.Tensor) -> None:
-        self._check()
-        self._last = int(value.flatten()[-1])
+        self.check()
+        self._new += value.flatten().tolist()  # the prompt too
         if self._streamer is not None:
-            self._streamer.put(value)
+            self._streamer.put(value.cpu())
 
     def end(self) -> None:
-        if self._last in end_tokens(self._target, self._config):
-            self._config.max_new_tokens = None  # transformers reports an answer with this many tokens as cut
+        new = self._new[self.inputs["input_ids"].shape[-1] :]
+        if new and (new[-1] in end_tokens(self._decoder.target, self.config) or self._watch.reached(new)):
+            self.config.max_new_tokens = None  # transformers reports an answer with this many tokens as cut
         if self._streamer is not None:
             self._streamer.end()
 
-    def _check(self) -> None:
-        if self._cancelled:
-            raise _GenerationCancelled
-        if self._stopped.is_set():
-            raise RuntimeError("the server was stopped")
+
+class _Ends(StoppingCriteria):
+    """Ends a text with a stop string, and the call by the error that `check` raises."""
+
+    def __init__(self, check: Callable[[], None], watch: StopWatch, prompt: int) -> None:
+        self._check, self._watch, self._prompt = check, watch, prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._check()
+        reached = [self._watch.reached(ids) for ids in input_ids[:, self._prompt :].tolist()]
+        return torch.tensor(reached, device=input_ids.device)
+
+
+class _CutStreamer(DirectStreamer):
+    """transformers' streamer, without stop strings and what follows them."""
+
+    def __init__(self, tokenizer: Any, loop: Any, queue: Any, parser: Any, stops: list[str]) -> None:
+        super().__init__(tokenizer, loop, queue, parser)
+        self._decode_stream = CutStream(DecodeStream([], skip_special_tokens=parser is None), stops)
+
+    def end(self) -> None:
+        if rest := self._decode_stream.rest():
+            for item in [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest)):
+                self._enqueue(item)
+        super().end()
+
+
+def told(error: Any) -> tuple[int, str, str | None]:
+    """Returns an error's status, its message and the field that it is about."""
+    if isinstance(error, HTTPException):
+        detail = error.detail if isinstance(error.detail, Mapping) else {"message": str(error.detail)}
+        return error.status_code, detail["message"], detail.get("param")
+    if isinstance(error, ValueError):
+        return 400, str(error), None
+    return 500, f"{type(error).__name__}: {error}", None
+
+
+async def _with_documents(parts: AsyncIterator[str], answer: Answer) -> AsyncIterator[str]:
+    """Ends a stream as OpenAI's servers do. transformers puts an error's message alone where its object belongs."""
+    async for part in parts:
+        if answer.failure:
+            document = json.dumps(error_document(answer.failed_status, answer.failure))
+            part = part.replace(f'data: {{"error": "{answer.failure}"}}\n\n', f"data: {document}\n\n")
+        yield part
+    yield "data: [DONE]\n\n"
+
+
+class ChatHandler(ChatCompletionHandler):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(None, None)
+        self._decoder = decoder
+
+    async def answer(self, asked: ChatRequest, name: str, receive: Receive) -> Response:
+        decoder = self._decoder
+        decoder.check(asked)
+        tools = [tool.model_dump() for tool in asked.tools or ()] or None
+        ids = await decoder.prompts.of_chat(asked.chat(), tools, asked.chat_template_kwargs, "messages")
+        answer = decoder.answer(asked, ids, receive)
+        args = name, decoder.target, answer.tokenizer, decoder.name, answer.inputs, answer.config
+        if not asked.stream:
+            return await self._non_streaming(*args, gen_manager=answer, tools=tools)
+        response = self._streaming(*args, gen_manager=answer, tools=tools)
+        response.body_iterator = _with_documents(response.body_iterator, answer)
+        return response
+
+
+class TextHandler(CompletionHandler):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(None, None)
+        self._decoder = decoder
+
+    async def answer(self, asked: TextRequest, name: str, receive: Receive) -> Response:
+        decoder = self._decoder
+        decoder.check(asked)
+        answer = decoder.answer(asked, await decoder.prompts.of_text(asked.prompt), receive)
+        args = name, decoder.target, answer.tokenizer, decoder.name, answer.inputs, answer.config, answer
+        if not asked.stream:
+            return await self._non_streaming(*args)
+        response = self._streaming(*args)
+        response.body_iterator = _with_documents(response.body_iterator, answer)
+        return response
+
+
+class ResponsesHandler(ResponseHandler):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(None, None)
+        self._decoder = decoder
+
+    async def answer(self, asked: ResponsesRequest, name: str, receive: Receive) -> Response:
+        decoder = self._decoder
+        decoder.check(asked)
+        tools = self._normalize_tools([tool.model_dump() for tool in asked.tools or ()]) or None
+        ids = await decoder.prompts.of_chat(asked.chat(), tools, asked.chat_template_kwargs, "input")
+        answer = decoder.answer(asked, ids, receive)
+        args = (
+            name,
+            decoder.target,
+            answer.tokenizer,
+            decoder.name,
+            asked.model_extra or {},
+            answer.inputs,
+            answer.config,
+        )
+        answering = self._streaming if asked.stream else self._non_streaming
+        response = answering(*args, gen_manager=answer, tools=tools)
+        return response if asked.stream else await response

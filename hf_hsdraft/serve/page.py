@@ -10,24 +10,24 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from html import escape
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .guards import LOCAL_HOSTS, PromptServer, RequestLimits
 from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
 from .talk import ReplySettings, Talk, Talks
 
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
 _INTERVAL = 0.25  # seconds between updates of an answer; each takes time from decoding
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")
-_LOCAL = ("127.0.0.1", "localhost", "[::1]")
 # Gradio's page has inline scripts, and compiles templates to functions.
 _POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -185,23 +185,22 @@ def build_app(page: ChatPage, hosts: Sequence[str]) -> FastAPI:
         css_paths=Path(__file__).with_name("page.css"),
     )
     app.add_middleware(_FromHereOnly)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=RequestLimits().max_body)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
     return app
 
 
-def page_server(page: ChatPage, listener: socket.socket) -> uvicorn.Server:
+def page_server(page: ChatPage, listener: socket.socket, hosts: Sequence[str] = LOCAL_HOSTS) -> uvicorn.Server:
     """Returns the server of a page, for `run`. It does not wait for browsers when it ends.
 
-    At a loopback address it answers to local names only, against DNS rebinding.
+    It answers to these host names only, against DNS rebinding.
     """
-    address = listener.getsockname()[0]
-    hosts = _LOCAL if ip_address(address).is_loopback else ("*",)
-    return uvicorn.Server(uvicorn.Config(build_app(page, hosts), log_level="warning", timeout_graceful_shutdown=1))
+    return PromptServer(uvicorn.Config(build_app(page, hosts), log_level="warning", timeout_graceful_shutdown=1))
 
 
-def serve_page(page: ChatPage, talks: Talks, listener: socket.socket) -> None:
+def serve_page(page: ChatPage, talks: Talks, listener: socket.socket, hosts: Sequence[str] = LOCAL_HOSTS) -> None:
     """Serves a page until the process is interrupted."""
     try:
-        page_server(page, listener).run(sockets=[listener])
+        page_server(page, listener, hosts).run(sockets=[listener])
     finally:
         talks.close()

@@ -2,80 +2,99 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import socket
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException as StarletteException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.transcription import TranscriptionHandler
 
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
-from .answers import CLIENT, ChatHandler, OneTarget, ResponsesHandler, TextHandler
+from . import answers, requests
+from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
+from .prompts import Prompts
+
+_GRACE_SECONDS = 1  # that running answers have to end in, and then the decoding thread
 
 
-class LoadedTarget(ModelManager):
-    """The one model of a server, loaded before the server starts; `name` is what clients call it."""
+def build_app(
+    target: Any,
+    tokenizer: Any,
+    name: str,
+    attachment: Attachment | None,
+    limits: RequestLimits | None = None,
+    *,
+    hosts: Sequence[str] = LOCAL_HOSTS,
+    api_key: str = "",
+    client_templates: bool = False,
+) -> FastAPI:
+    """Builds the application for `Server`: OpenAI's routes, `GET /health` and `GET /drafting`.
 
-    def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
-        super().__init__()
-        self._target, self._tokenizer, self.force_model = target, tokenizer, name
-
-    def load_model_and_processor(
-        self, model_id_and_revision: str, progress_callback: Any = None, tqdm_class: Any = None, gguf_file: Any = None
-    ) -> tuple[Any, Any]:
-        """Returns target and tokenizer; raises a ValueError if another model is requested."""
-        if model_id_and_revision != self.process_model_name(str(self.force_model)):
-            raise ValueError(f"this server has one model, {self.force_model!r}; found {model_id_and_revision!r}")
-        if progress_callback is not None:
-            progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
-        return self._target, self._tokenizer
-
-    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        model = {"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}
-        return [{**model, "status": {"value": "loaded"}}]
-
-    get_gen_models = list_models  # its name in transformers 5.23
-
-
-def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
-    """Builds the application for `Server`: transformers' routes and `GET /drafting`.
-
-    `name` is what clients call the model; without an `attachment` it decodes plainly.
+    `name` is what clients call the model; without an `attachment` it decodes plainly. Only requests for one of the
+    `hosts` are answered, and only with the `api_key` if there is one. `client_templates` allows clients to send a chat
+    template.
     """
-    manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
-    app = build_server(
-        manager,
-        ChatHandler(manager, state),
-        completion_handler=TextHandler(manager, state),
-        response_handler=ResponsesHandler(manager, state),
-        transcription_handler=TranscriptionHandler(manager, state),
-        systemone_handler=SystemOneHandler(manager, state),
-        generation_state=state,
+    limits = limits or RequestLimits()
+    decoder = answers.Decoder(target, tokenizer, name, limits, Prompts(tokenizer, limits, client_templates))
+    chat, text, responses = (
+        handler(decoder) for handler in (answers.ChatHandler, answers.TextHandler, answers.ResponsesHandler)
     )
-    app.state.manager = state.manager
-    app.add_middleware(EachRequest, attachment=attachment)
+    app = FastAPI(title="hf_hsdraft", openapi_url=None)
+    app.state.decoder = decoder
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(asked: requests.ChatRequest, request: Request) -> Response:
+        return await chat.answer(asked, request.state.name, request.receive)
+
+    @app.post("/v1/completions")
+    async def completions(asked: requests.TextRequest, request: Request) -> Response:
+        return await text.answer(asked, request.state.name, request.receive)
+
+    @app.post("/v1/responses")
+    async def respond(asked: requests.ResponsesRequest, request: Request) -> Response:
+        return await responses.answer(asked, request.state.name, request.receive)
+
+    @app.post("/load_model")
+    async def load_model(asked: requests.LoadRequest) -> Response:
+        """Says that the model is loaded, to `transformers chat`."""
+        known = asked.model == name
+        status = {"status": "ready", "cached": True} if known else {"status": "error", "message": "another model"}
+        line = f"data: {JSONResponse({**status, 'model': asked.model}).body.decode()}\n\n"
+        return Response(line, media_type="text/event-stream")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "hf_hsdraft", "status": {"value": "loaded"}}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.get("/drafting")
-    def drafting() -> JSONResponse:
-        return JSONResponse(report(attachment))
+    async def drafting() -> dict[str, Any]:
+        return report(attachment)
 
-    for kind in (HTTPException, RequestValidationError, ValueError, TemplateError, Exception):
+    for kind in (StarletteException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(Guard, key=api_key, most=limits.max_body)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(EachRequest, attachment=attachment)
     return app
 
 
 class EachRequest:
-    """Gives each request its connection, to detect a disconnect, and adds the verification rule to each response.
+    """Names each request, and adds its name and the verification rule to the response.
 
     `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
     """
@@ -84,13 +103,15 @@ class EachRequest:
         self.app, self._attachment = app, attachment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = str(uuid.uuid4())
+        scope.setdefault("state", {})["name"] = name
+
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 rule = (b"x-verification", _rule_of(self._attachment).encode())
-                message["headers"] = [*message.get("headers", []), rule]
+                message["headers"] = [*message.get("headers", []), rule, (b"x-request-id", name.encode())]
             await send(message)
 
-        CLIENT.set(receive)
         await self.app(scope, receive, marked)
 
 
@@ -100,17 +121,18 @@ def _rule_of(attachment: Attachment | None) -> str:
     return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
-class Server(uvicorn.Server):
+class Server(PromptServer):
     """A server of one application that ends running answers when it is stopped."""
 
     def __init__(self, app: FastAPI, log_level: str = "info") -> None:
-        super().__init__(uvicorn.Config(app, log_level=log_level))
-        self._manager = app.state.manager
+        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_GRACE_SECONDS))
+        self._decoder = app.state.decoder
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._manager.stop()
+        self._decoder.stopped.set()
         await super().shutdown(sockets)
-        await self._manager.idle()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._decoder.idle(), _GRACE_SECONDS)
 
 
 def report(attachment: Attachment | None) -> dict[str, Any]:
@@ -129,13 +151,8 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
 
 
 async def _answer_error(_: Request, error: Any) -> JSONResponse:
-    status, message = 500, f"{type(error).__name__}: {error}"
-    if isinstance(error, HTTPException):
-        status, message = error.status_code, str(error.detail)
-    elif isinstance(error, RequestValidationError):
-        status, message = 422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-    elif isinstance(error, ValueError | TemplateError):
-        status, message = 400, str(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    document = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(document, status_code=status)
+    if isinstance(error, RequestValidationError):
+        param, message = requests.told(error.errors()[0])
+        return error_response(400, message, param or None)
+    status, message, param = answers.told(error)
+    return error_response(status, message, param, getattr(error, "headers", None))
