@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..core.cache_folder import cache_folder, private_folder
+from ..core.cache_folder import compiler_places, is_own, private_folder
 from .private_operators import works
 
 logger = logging.get_logger(__name__)
@@ -56,16 +56,17 @@ class Kernel:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="hsdraft-kernel", daemon=True)
                     self._thread.start()
-                    wait = wait or self._file.is_file()  # it only loads
+                    wait = wait or is_own(self._file)  # it only loads
             if wait:
                 self._thread.join()
         return self._found
 
     def _run(self) -> None:
         try:
-            private_folder("kernels")
-            if not self._file.is_file():
+            if not is_own(self._file):
                 self._compile()
+            if not is_own(self._file):
+                raise OSError(f"{self._file} was not made, or others can write to it")
             torch.ops.load_library(str(self._file))
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             logger.info(f"No {self._what} on this machine: {error}")
@@ -81,7 +82,11 @@ class Kernel:
             return False
         if "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
             return False  # before a compiler works in vain
-        return self._file.is_file() or cpp_compiler() is not None
+        try:
+            return is_own(self._file) or cpp_compiler() is not None
+        except OSError as error:
+            logger.info(f"No {self._what} on this machine: {error}")
+            return False
 
     @cached_property
     def _library(self) -> str:
@@ -91,7 +96,7 @@ class Kernel:
 
     @cached_property
     def _file(self) -> Path:
-        return cache_folder("kernels") / f"{self._source.stem}-{self._library}.so"
+        return private_folder("kernels") / f"{self._source.stem}-{self._library}.so"
 
     def _compile(self) -> None:
         # Imported here: it looks for toolkits of GPUs.
@@ -103,10 +108,12 @@ class Kernel:
         partial = self._file.with_suffix(f".{os.getpid()}")
         places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
         # A shell renames the result, also after the end of a process that did not wait for it.
-        command = ["sh", "-c", 'made=$1; shift; "$@" && mv -f "$made" "$0"', str(self._file), str(partial)]
+        script = 'umask 077; made=$1; shift; "$@" && mv -f "$made" "$0"'
+        command = ["sh", "-c", script, str(self._file), str(partial)]
         command += ["nice", compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, str(self._source)]
         command += ["-lc10", "-ltorch_cpu", "-o", str(partial)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        environment = {**os.environ, **compiler_places()}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
 

@@ -172,6 +172,7 @@ def main() -> None:
     """Compiles what the standard input asks for; notes beside the package why a layer cannot be compiled."""
     name, threads, form, layer = pickle.load(sys.stdin.buffer)
     package = Path(name)
+    os.umask(0o077)  # others write nothing of it
     if hasattr(os, "nice"):
         os.nice(19)
     torch.set_num_threads(threads)

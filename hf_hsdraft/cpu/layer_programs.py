@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers.utils import logging
 
-from ..core.cache_folder import private_folder
+from ..core.cache_folder import check_temporary_folders, compiler_places, is_own, private_folder
 from ..core.tuning import TUNING
 from .kernel import cpp_compiler
 from .layer_form import Form
@@ -104,7 +104,7 @@ class Entry:
     def _advance(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         self._forwards += 1
         package = private_folder("layers") / f"{self.key}.pt2"
-        if self._compiler is None and not package.exists():
+        if self._compiler is None and not is_own(package):
             if self._forwards < TUNING.compiling_forwards and not at_once:
                 return False
             able = sys.executable and cpp_compiler()
@@ -117,7 +117,8 @@ class Entry:
                 self._compiler.wait(TUNING.compiling_seconds)
             if self._compiler.poll() is None:
                 return False
-        if package.exists():
+        if is_own(package):
+            check_temporary_folders()  # the program is unpacked there
             return self._load(package)
         if package.with_suffix(".compiling").exists():  # another process is at it
             self._compiler, self._forwards = None, 0
@@ -162,7 +163,7 @@ def _compiler(layer: nn.Module, form: Form, package: Path) -> subprocess.Popen[b
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **compiler_places(), "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
     )
     threading.Thread(target=_hand_over, args=(process, request), name="hsdraft-compiler", daemon=True).start()

@@ -5,6 +5,7 @@ fixed size and place, as these need them, and the time of a device.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from ..core.cache_folder import compiler_places, is_private
 from ..core.tensors import shared_attention
 
 
@@ -48,9 +51,18 @@ def compiled(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
     for known, with_config, result in _compiled:
         if known is function and with_config == config:
             return result
+    _compile_privately()
     result = torch.compile(function, **{**config.to_dict(), "dynamic": False})  # else a second size makes a variable
     _compiled.append((function, copy.copy(config), result))
     return result
+
+
+def _compile_privately() -> None:
+    """Names a private folder for compiled code where PyTorch would load what another user may have put there."""
+    for name, default in (("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()), ("TRITON_CACHE_DIR", "")):
+        place = os.environ.get(name, default)
+        if place and not is_private(place):
+            os.environ[name] = compiler_places()[name]
 
 
 class StaticText:

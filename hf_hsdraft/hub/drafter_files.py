@@ -28,7 +28,8 @@ DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and fi
 CODE = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")  # of all versions
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
-_LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
+_LARGEST_JSON = 16 * 2**20  # bytes; a million token ids take half of it
+_DEEPEST_JSON = 32  # levels; what transformers does with a configuration recurses
 # Dtypes of weights, as headers name them.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
@@ -56,7 +57,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {printable(error)})", path) from error
     if not isinstance(document, dict):
         raise DamagedFile(f"{path} is damaged: expected a JSON object", path)
+    if _depth(document) > _DEEPEST_JSON:
+        raise DamagedFile(f"{path} is damaged: expected at most {_DEEPEST_JSON} levels of lists and objects", path)
     return document
+
+
+def _depth(document: Any) -> int:
+    """Levels of lists and objects, counted up to one more than are allowed."""
+    level, depth = [document], 0
+    while level and depth <= _DEEPEST_JSON:
+        depth += 1
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
+    return depth
 
 
 def type_in(config: Mapping[str, Any]) -> str | None:

@@ -14,8 +14,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, logging
 
-from ..core.checks import demand, few, printable, settings, short
-from ..verify.registry import VERIFIERS, is_lossy, rule_options
+from ..core.checks import demand, few, settings
+from ..verify.common_options import free_options
+from ..verify.registry import is_lossy, rule_options
 from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
 from .fetching import fetch, find_folder, loading, taken_for_hub
@@ -255,33 +256,19 @@ def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name
 def stored_options(path: Path) -> dict[str, Any]:
     """Returns the drafting options in a file, if it exists, also unknown ones, so that they can be reported.
 
-    A saved lossy or unknown rule, and a saved history of users' texts, are ignored with a warning: the loading code
-    must ask for them. A saved `adapter_name` is ignored too. Raises a DamagedFile if the file is no JSON object.
+    What needs the user's consent, as `COMMON_OPTIONS` declares, is left out with a warning. Raises a DamagedFile if the
+    file is no JSON object.
     """
     if not path.is_file():
         return {}
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     stored = read_json(path).items()
-    options = {name: value for name, value in stored if not name.startswith("_") and name not in {*general, _ADAPTER}}
-    history = options.pop(_HISTORY, None)
-    if history not in (None, "off"):
-        logger.warning(
-            f"the options saved in {path.parent} ask for history={short(history)}. It is not used, since a history "
-            "keeps users' texts. To use one, set drafter.generation_config.history"
-        )
-    rule = options.get("verification")
-    if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
-        return options
-    asked = f"the options saved in {path.parent} ask for verification={printable(rule)!r}, which is"
-    if rule in VERIFIERS:
-        logger.warning(
-            f"{asked} lossy: it may change the text. The drafter is loaded with exact verification. To use that rule, "
-            f"load the drafter, set drafter.generation_config.verification = {rule!r}, and pass the drafter itself, "
-            f"not its name{_unpublished(options)}"
-        )
-    else:
-        logger.warning(f"{asked} no rule that this installation has. The drafter is loaded with exact verification")
-    return {name: value for name, value in options.items() if name != "verification"}
+    options = {name: value for name, value in stored if not name.startswith("_") and name not in general}
+    free, told = free_options(options, path.parent)
+    if told:
+        lossy = is_lossy(options.get("verification"))
+        logger.warning(f"{told}{_unpublished(options) if lossy else ''}")
+    return free
 
 
 def _unpublished(options: dict[str, Any]) -> str:

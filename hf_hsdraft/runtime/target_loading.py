@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -29,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..core.cache_folder import cache_folder
+from ..core.cache_folder import is_own, private_folder
 from ..cpu.gguf_blocks import remember_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -260,10 +261,15 @@ def dequantised(source: Path, dtype: torch.dtype) -> Path:
     """
     stamp = _stamp(source)
     digest = _digest(source, stamp)
-    folder = cache_folder("") / f"{source.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"
-    if not (folder / "config.json").exists():
+    folder = private_folder("") / f"{source.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"
+    if not _is_whole(folder):
         _dequantise(source, folder, dtype, stamp)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a dequantised copy is there, and no other user can have written to it."""
+    return is_own(folder) and is_own(folder / "config.json") and all(map(is_own, folder.iterdir()))
 
 
 def _stamp(source: Path) -> str:
@@ -276,15 +282,15 @@ def _stamp(source: Path) -> str:
 def _digest(source: Path, stamp: str) -> str:
     """The SHA-256 of a file, cached by its `_stamp`."""
     began, found = time.time_ns(), source.stat()
-    known = cache_folder("") / "digests" / hashlib.sha256(stamp.encode()).hexdigest()
-    if known.is_file() and len(digest := known.read_text(encoding="ascii")) == 64:
+    known = private_folder("digests") / hashlib.sha256(stamp.encode()).hexdigest()
+    if is_own(known) and len(digest := known.read_text(encoding="ascii")) == 64:
         return digest
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if began - max(found.st_mtime_ns, found.st_ctime_ns) > _RESOLUTION and _stamp(source) == stamp:
-        known.parent.mkdir(parents=True, exist_ok=True)
         partial = known.with_suffix(f".{os.getpid()}")
         partial.write_text(digest, encoding="ascii")
+        partial.chmod(0o600)
         os.replace(partial, known)
     return digest
 
@@ -300,5 +306,9 @@ def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> N
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if not folder.exists():
+    for path in (partial, *partial.iterdir()):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    if not _is_whole(folder):  # another process may have been faster
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
         os.replace(partial, folder)

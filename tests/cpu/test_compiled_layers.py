@@ -1,8 +1,10 @@
 """Layers that run as programs: the same texts and states, where they fit, and the layer itself where they do not."""
 
 import copy
+import getpass
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.core.cache_folder import private_folder
+from hf_hsdraft.core.cache_folder import is_own, is_private, private_folder
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
@@ -257,20 +259,48 @@ def test_a_graph_for_some_numbers_of_tokens_is_refused():
     assert form_of(across, {"attention_mask": mask, CACHE: cache}) is None, "a program has one layout"
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
+def test_only_the_users_own_programs_are_loaded(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    layer = make_target().model.layers[0]
-    folder = private_folder("layers")
-    folder.chmod(0o777)
+    layer, package = make_target().model.layers[0], private_folder("layers") / "key.pt2"
+    package.write_text("no program")
     entry = layer_programs.Entry("key")
-    assert not entry.after_forward(layer, (), True) and "written to by others" in entry.why_not
+    assert not entry.after_forward(layer, (), False) and "cannot be loaded" in entry.why_not
+    package.chmod(0o666)
+    entry = layer_programs.Entry("key")
+    assert not entry.after_forward(layer, (), False) and not entry.why_not, "it will be compiled"
+    package.parent.chmod(0o777)
+    assert not layer_programs.Entry("key").after_forward(layer, (), False)
+    package.parent.chmod(0o700)
+    package.chmod(0o600)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "open"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    entry = layer_programs.Entry("key")
+    assert not entry.after_forward(layer, (), False) and "TMPDIR" in entry.why_not, "it is unpacked there"
+
+
+def test_compilers_keep_what_they_include_in_a_private_folder(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of-others"))
+    given = []
+    monkeypatch.setattr(layer_programs, "_hand_over", lambda *_: None)
+    monkeypatch.setattr(layer_programs.subprocess, "Popen", lambda *_, **kwargs: given.append(kwargs["env"]))
+    layer_programs._compiler(make_target().model.layers[0], (), tmp_path / "key.pt2")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"):
+        assert Path(given[0][name]).is_relative_to(tmp_path / "cache") and is_private(given[0][name])
 
 
 @pytest.mark.slow
 def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # What another user may have left where PyTorch looks by default.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    planted = tmp_path / "temporary" / f"torchinductor_{getpass.getuser()}"
+    planted.mkdir(parents=True)
+    planted.chmod(0o777)
     monkeypatch.setattr(layer_programs, "_entries", {})
     target = make_target()
     call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
@@ -284,3 +314,4 @@ def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
     monkeypatch.setattr(layer_programs, "_entries", {})
     drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
     assert drafted.statistics.compiled_layers and package.stat().st_mtime_ns == made
+    assert is_own(package) and not list(planted.iterdir())

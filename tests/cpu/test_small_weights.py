@@ -1,5 +1,6 @@
 """Products by weights as their user quantised them: the layer's own but for rounding, and those of no other target."""
 
+import os
 from threading import Event
 
 import pytest
@@ -149,6 +150,28 @@ def test_what_a_compiler_refuses_is_done_without(tmp_path, monkeypatch):
     source = tmp_path / "wrong.cpp"
     source.write_text("no C++", encoding="utf-8")
     assert Kernel(source, "wrong products", lambda found: True).operators(wait=True) is None
+
+
+@pytest.mark.parametrize("harm", ["mode", "link", "owner"])
+def test_operators_that_others_may_have_written_are_compiled_again(tmp_path, monkeypatch, harm):
+    if harm == "owner" and os.getuid() != 0:
+        pytest.skip("makes a file of another user")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source, compiled, loaded = tmp_path / "planted.cpp", [], []
+    source.write_text("", encoding="utf-8")
+    monkeypatch.setattr(Kernel, "_compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    kernel = Kernel(source, "planted products", lambda found: True)
+    kernel._may_run = True
+    if harm == "link":
+        (tmp_path / "elsewhere.so").write_text("")
+        kernel._file.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        kernel._file.write_text("")
+        kernel._file.chmod(0o666 if harm == "mode" else 0o600)
+    if harm == "owner":
+        os.chown(kernel._file, 12345, 12345)
+    assert kernel.operators(wait=True) is None and compiled and not loaded
 
 
 def test_calls_do_not_wait_for_a_compiler(tmp_path, monkeypatch):

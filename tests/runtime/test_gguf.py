@@ -112,3 +112,15 @@ def test_what_drafting_takes_is_estimated_for_a_file(tmp_path):
         for options in ([], ["--tau", "2"]):
             outcome = CliRunner().invoke(cli.app, ["estimate", str(tmp_path / name), *options])
             assert outcome.exit_code == 0, outcome.exception
+
+
+def test_a_copy_that_others_can_write_to_is_made_again(tmp_path, copies):
+    path = tmp_path / "model.gguf"
+    expected = write(path, 0)
+    embedding(path)
+    [copy] = copies.glob("model-*")
+    for harm in ("folder", "file"):
+        weights = copy / "model.safetensors"
+        weights.write_bytes(b"of another user")
+        (copy if harm == "folder" else weights).chmod(0o777)
+        assert torch.equal(embedding(path), expected), harm

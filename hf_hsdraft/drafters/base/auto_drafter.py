@@ -94,7 +94,7 @@ class AutoDrafter:
                 made = each.made
                 drafter = cls.from_pretrained(each.name, **loading) if made is None else made(model)
                 drafter.check(model)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # its files may hold anything
                 logger.warning(f"{each.name} is not used, although it fits: {error}")
                 continue
             logger.warning(f"drafting with {each.name} ({each.kind}): {each.why}")

@@ -16,6 +16,7 @@ from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.costs_and_habits import Costs
 from ...trees.tree_builders import TREE_BUILDERS
+from ...verify.common_options import COMMON_OPTIONS
 from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .adapters import check_adapter_name
@@ -37,11 +38,6 @@ _ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio
 MOST_LEADING = 16  # longest n-gram leader, in tokens
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
 TREE_SIZINGS = ("cost", "fixed")
-COMMON_OPTIONS = {
-    "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
-    "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
-    "compiled_layers", "adapter_name", "history",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,7 +233,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
     """Returns options of the drafter's family and of verification rules by name; see `rule_options`."""
     options = [*rule_options(*given), *drafter.own_options]
     own = {option.name: option for option in options}
-    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS | vars(Verifier).keys()))
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS.keys() | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
@@ -247,7 +243,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
 def option_names(drafter: Any = None) -> set[str]:
     """Returns the names of a drafter's options; without a drafter, the names common to all."""
     if drafter is None:
-        return COMMON_OPTIONS | OPTION_NAMES | {option.name for option in rule_options()}
+        return COMMON_OPTIONS.keys() | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
     return option_names() | _own_options(drafter).keys() | given
 

@@ -14,16 +14,19 @@ from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from ...core.checks import printable
 from ...hub.cached import CachedModel, cached_models, named_targets
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import CONFIG, INDEX, read_json
+from ...hub.drafter_files import CONFIG, INDEX, DamagedFile, read_json
 from ...runtime.target_loading import default_drafter
 from .formats import recognise
 from .registry import FAMILIES, load_families
 from .saved_drafter import WeightlessDrafter
 from .target_info import Evidence, Fit, TargetInfo, empty_model, fit_of
+
+logger = logging.get_logger(__name__)
 
 # Tags of cards that mark a drafter, and parts of names that do where a card has no such tag.
 _TAGS = ("speculative-decoding", "hsdraft", "speculators", "eagle3", "dflash", "dspark")
@@ -169,7 +172,10 @@ def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
 def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
     try:
         kind, fit, size = _examined(checkpoint, target, named_targets(checkpoint.folder))
-    except _UNUSABLE:
+    except Exception as error:  # a file in the cache may hold anything
+        if not isinstance(error, _UNUSABLE) or isinstance(error, DamagedFile):
+            told = printable(error, 300) or "no reason given"
+            logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")
         return
     if fit is None:
         return
@@ -261,7 +267,7 @@ def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[tuple[Evid
             yield evidence, _loadable(info.id, "unknown format", why, None, evidence, here=False)
             return
         kind, fit, size = _examined(checkpoint, target, {target.on_hub})
-    except _UNUSABLE:
+    except (*_UNUSABLE, ArithmeticError, MemoryError, RuntimeError):
         return
     if fit is None:
         return

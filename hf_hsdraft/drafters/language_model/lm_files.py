@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -15,6 +14,7 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.pretrained_drafter import stored_options
 from ..base.target_info import Evidence, Fit, TargetInfo
 from .lm_ability import what_differs
+from .lm_bounds import build, few_modules, read_config
 
 # Separate from the language model's generation_config.json.
 DRAFTING_OPTIONS = "drafting_config.json"
@@ -85,9 +85,8 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
             raise ValueError(f"{name}=True is invalid for a drafter: expected a model of transformers as it was saved")
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        config = read_config(checkpoint.folder)
+    model = build(config, checkpoint.folder)
     # With converted or packed weights, files and model hold different tensors.
     packed = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
     if not packed and not get_model_conversion_mapping(model, kwargs.get("key_mapping"), add_legacy=False):
@@ -133,11 +132,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 def fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     """Returns how well a language model fits as a drafter: it is smaller than the target and has its tokenizer."""
-    own = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    own = read_config(checkpoint.folder)
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (own, target.config)]
     if abs(sizes[0] - sizes[1]) > _MOST_PADDING or target.tokenizer is None or target.parameters is None:
         return None
-    small = TargetInfo(own).parameters
+    with few_modules():
+        small = TargetInfo(own).parameters
     if small is None or small > _MOST_SHARE * target.parameters:
         return None
     tokenizer = load_tokenizer(checkpoint)

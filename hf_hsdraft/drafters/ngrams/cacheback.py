@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
-from ..base.draft_options import COMMON_OPTIONS, MOST_LEADING, default_options
+from ...verify.common_options import COMMON_OPTIONS
+from ..base.draft_options import MOST_LEADING, default_options, is_misspelt, nearest_option
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
@@ -22,7 +25,10 @@ from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
-_OPTIONS = sorted(COMMON_OPTIONS - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
+logger = logging.get_logger(__name__)
+
+_MOST_TOKENS = 2 * TUNING.ngram_leaders  # of `texts`
+_OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,15 @@ class CachebackDrafter(WeightlessDrafter):
     otherwise it drafts little and costs little.
 
     Args:
-        texts: token ids of similar texts. Their n-grams are consulted when the current text has no match.
+        texts: token ids of similar texts. Their n-grams are consulted when the current text has no match. Of more than
+            262,144 tokens the last are kept: tables hold about as many n-grams.
         ngram_length: longest leader in tokens, 1 to 16.
         options: drafting options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`,
             `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`,
             `compiled_layers`.
 
     Raises:
-        ValueError: `ngram_length` is out of range, or an option is unknown.
+        ValueError: an option is unknown or out of range.
     """
 
     config_class = CachebackConfig
@@ -69,14 +76,23 @@ class CachebackDrafter(WeightlessDrafter):
         self.generation_config.ngram_length = ngram_length
         for name, value in options.items():
             if name not in _OPTIONS:
-                raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
+                near = nearest_option(name, _OPTIONS)
+                hint = f"the nearest is {near}" if is_misspelt(name, near) else f"expected one of {', '.join(_OPTIONS)}"
+                raise ValueError(f"{name} is no option of a CachebackDrafter: {hint}")
             setattr(self.generation_config, name, value)
-        self.texts = [[int(token) for token in text] for text in texts]
-        known = NgramCache(ngram_length)
+        self.texts = _last([[int(token) for token in text] for text in texts])
+        self.most_token = max((max(text) for text in self.texts if text), default=-1)
+        self._ngram_length = ngram_length
+        if options:
+            self.check_options()
+
+    @cached_property
+    def frozen(self) -> list[FollowerTable]:
+        """The tables of `texts`, made by the first call: a large one takes seconds."""
+        known = NgramCache(self._ngram_length)
         for text in self.texts:
             known.extend([*text, -1])  # no n-gram crosses the end of a text
-        self.frozen: list[FollowerTable] = known.own if self.texts else []
-        self.most_token = max((max(text) for text in self.texts if text), default=-1)
+        return known.own if self.texts else []
 
     @classmethod
     def of_document(
@@ -113,6 +129,21 @@ class CachebackDrafter(WeightlessDrafter):
 
     def session(self, call: Call) -> NgramSession:
         return NgramSession(call, self.frozen)
+
+
+def _last(texts: list[list[int]]) -> list[list[int]]:
+    """The last `_MOST_TOKENS` tokens; a warning says what is left out."""
+    left, count = _MOST_TOKENS, sum(map(len, texts))
+    if count <= left:
+        return texts
+    logger.warning(f"of the {count:,} tokens of a CachebackDrafter's texts only the last {left:,} are used")
+    kept = list[list[int]]()
+    for text in reversed(texts):
+        kept.append(text[max(len(text) - left, 0) :])
+        left -= len(kept[-1])
+        if not left:
+            break
+    return kept[::-1]
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)
