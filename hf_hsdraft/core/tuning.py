@@ -204,6 +204,8 @@ class Tuning:
     trial_rounds_half: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
     most_unread: int = 12
+    # Number of tokens of padding in a forward at the end of a call whose cache outlives it - by hand.
+    padding_columns: int = 32
 
     # --- Batches ---
     # Part of the rows that still grow, at which the ended ones leave the cache; leaving moves it - by hand. History:

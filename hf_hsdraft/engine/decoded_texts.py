@@ -145,6 +145,15 @@ class DecodedTexts:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         return self.ids.all()
 
+    def padded(self) -> torch.Tensor:
+        """`[B, longest]`, with padding tokens after rows that have ended: what plain decoding reads."""
+        return self.sequences(max(self.ids.lengths))
+
+    @property
+    def stops_together(self) -> bool:
+        """Whether criteria look at all rows, so that an end may be found after further tokens of that row."""
+        return bool(self._stop_batch)
+
     def foresee(self, vocab_size: int) -> None:
         """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own."""
         if not self._config.do_sample or not self.verifier.own_draws:

@@ -207,8 +207,8 @@ def _run_rounds(
     if call.outlives and call.rows == 1:
         drafting.catch_up()
     before = runtime.forwards
-    if call.outlives and not call.synced_gpus:
-        target.read_ends()
+    if call.outlives and call.rows > 1:
+        target.read_padding()
     statistics.target_forwards += runtime.forwards - before
     statistics.draft_kind, statistics.reason = limits.kind, limits.reason
     return drafting.session

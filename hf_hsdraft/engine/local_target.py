@@ -56,6 +56,7 @@ class LocalTarget:
         self._shared = limits.options  # of each text, as of `set_pace`
         self._closed: set[int] = set()  # texts whose last token has been read
         self._session: Session | None = None  # the drafter's
+        call.runtime.keeps_ended = call.outlives
         several = call.rows > 1 and not call.synced_gpus and not call.runtime.records
         if several:
             call.runtime.leave_gaps(keep=call.outlives)
@@ -115,6 +116,8 @@ class LocalTarget:
             most = 0
         reach = [min(end - root, most) for end, root in zip(limits.ends, roots, strict=True)]
         depths = {row: max(min(self._texts.room(row) - 1, reach[row]), 0) for row in active}
+        if self._call.outlives and self._texts.stops_together and (runtime.in_step or runtime.slots.windows):
+            return dict.fromkeys(active, 0)  # what is read beyond an end that is found later could not be read again
         if runtime.in_step and depths:
             depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
         return depths
@@ -125,7 +128,8 @@ class LocalTarget:
     def verify(self, trees: Sequence[DraftTree]) -> Read:
         read = {row: self._undrafted(row) for row in self.rows}
         read.update(zip(self._texts.active, trees, strict=True))
-        output = self._runtime.verify(list(read.values()), self._texts.batch())
+        batch = self._texts.padded() if self._runtime.in_step else self._texts.batch()
+        output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
         if self._limits.steps is not None:
             self._limits.steps.add([self._texts.last_token(0)], output.logits[:, 0])
         return Read(read, output)
@@ -218,16 +222,13 @@ class LocalTarget:
         self._closed.add(row)
         return []
 
-    def read_ends(self) -> None:
-        """Reads the last tokens of texts that ended in the last round but not as the longest, like plain decoding."""
-        texts, runtime = self._texts, self._runtime
-        rows = [row for row in self.rows if row not in self._closed and texts.ids.lengths[row] < texts.length()]
-        if not rows or not runtime.trees:
-            return
-        trees = [self._undrafted(row) for row in self.rows]
-        with runtime.undone_on_error():
-            runtime.verify(trees, texts.batch())
-            runtime.commit([[] if row in rows else None for row in self.rows])
+    def read_padding(self) -> None:
+        """Reads what plain decoding reads of texts that ended before the longest: their last tokens, and padding."""
+        texts, runtime, finished = self._texts, self._runtime, self._call.target._has_unfinished_sequences
+        runtime.rejoin([texts.new_tokens(row) for row in range(self._call.rows)])
+        ids = texts.sequences()
+        while finished(not runtime.lacks(ids.shape[1]), self._call.synced_gpus, device=ids.device):
+            runtime.read_missing(ids)
 
     def set_pace(self, drafting: Drafting, share: float = 1.0) -> None:
         """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed."""

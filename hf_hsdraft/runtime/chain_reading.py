@@ -22,12 +22,14 @@ from ..core.tuning import TUNING
 from .target_forwards import TOKEN_TYPES, TargetCall
 
 
-def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int) -> Any:
+def read_chains(
+    call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int, padding: int = 0
+) -> Any:
     """The target's outputs for a chain of each row; `call.unread` columns of tokens read again come first.
 
     Args:
         input_ids: `[B, length]`, the texts up to and with the roots.
-        columns: of the drafts; shorter ones are padded with copies of their root.
+        columns: of the drafts; shorter ones end with tokens `padding`, which rows that have ended keep.
     """
     if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
         raise ValueError("a tree that branches was drafted for a target that reads chains only")
@@ -35,7 +37,7 @@ def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.T
         catch_up(call, input_ids[:, :-1])
         call.entered = None
     call.marked = (call.entered or call.slots.mark()) if call.slots.recurrent else None
-    drafted = [[*tree.tokens[1:], *[tree.tokens[0]] * (columns - len(tree))] for tree in trees]
+    drafted = [[*tree.tokens[1:], *[padding] * (columns - len(tree))] for tree in trees]
     ids = torch.tensor(drafted, dtype=input_ids.dtype, device=input_ids.device).view(len(trees), columns - 1)
     return _read_on(call, torch.cat([input_ids, ids], dim=1), call.unread + columns)
 

@@ -1,19 +1,25 @@
 """Ended rows of a batch leave the cache: forwards read only the others, and at the end the ended rows are put back.
 
 Plain decoding reads padding for them until the last row has ended. With trees that is expensive, as every row is as
-wide as the widest.
+wide as the widest. A cache that outlives the call gets the padding at the end, in a few forwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..core.draft_tree import DraftTree
+from ..core.tensors import device_of
+from ..core.tuning import TUNING
 from .cache_slots import GrowingLayer
 from .module_hooks import has_foreign_hooks
+from .target_forwards import TargetCall, TextRows
+from .tree_reading import AttentionKind, TreeBatch, commit_trees, read_batch
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:
@@ -35,33 +41,35 @@ class EndedRows:
     def __init__(self, num_rows: int, keep: bool) -> None:
         self.staying = list(range(num_rows))
         self._num_rows, self._keep = num_rows, keep
+        self._whole: TextRows | None = None  # all rows, as of the first that left
         self._held: dict[int, list[list[torch.Tensor]]] = {}  # by row and layer: keys, values `[heads, slots, size]`
 
-    def take_out(self, cache: Cache, staying: Sequence[int], kept: Sequence[int]) -> None:
-        """Leaves only some rows in the cache.
-
-        Args:
-            staying: their places in the current batch.
-            kept: number of text slots of each row of the current batch.
-        """
+    def take_out(self, cache: Cache, staying: Sequence[int], rows: TextRows) -> TextRows:
+        """Leaves only some rows of the current batch `rows` in the cache, by their places there; returns them."""
+        self._whole = self._whole or rows
         for place in set(range(len(self.staying))) - set(staying) if self._keep else ():
             self._held[self.staying[place]] = [
-                [states[place, :, : kept[place]].clone() for states in (layer.keys, layer.values)]
+                [states[place, :, : rows.kept[place]].clone() for states in (layer.keys, layer.values)]
                 for layer in cache.layers
             ]
         cache.batch_select_indices(torch.tensor(staying))
         self.staying = [self.staying[place] for place in staying]
+        return rows.of(staying)
 
-    def put_back(self, cache: Cache, length: int) -> None:
-        """Restores all rows of the cache, if it is kept: `length` slots, 0 where a row has not filled them."""
-        if not self._keep or len(self.staying) == self._num_rows:
-            return
+    def put_back(self, cache: Cache, rows: TextRows) -> TextRows:
+        """Restores all rows of the cache and returns them, if it is kept; slots that a row has not filled are 0."""
+        if not self._keep or self._whole is None or len(self.staying) == self._num_rows:
+            return rows
+        kept = dict(zip(self.staying, rows.kept, strict=True))
+        kept |= {row: held[0][0].shape[1] for row, held in self._held.items()}
+        length = max(kept.values())
         for index, layer in enumerate(cache.layers):
             layer.keys, layer.values = (
                 self._joined(states, [held[index][which] for held in self._held.values()], length)
                 for which, states in enumerate((layer.keys, layer.values))
             )
         self.staying, self._held = list(range(self._num_rows)), {}
+        return replace(self._whole, kept=[kept[row] for row in self.staying])
 
     def _joined(self, states: torch.Tensor, held: Sequence[torch.Tensor], length: int) -> torch.Tensor:
         """`[B, heads, length, size]` of all rows: staying ones from `states`, the others from `held`."""
@@ -71,3 +79,25 @@ class EndedRows:
         for row, part in zip(self._held, held, strict=True):
             joined[row, :, : min(part.shape[1], length)] = part[:, :length]
         return joined
+
+
+def read_missing(call: TargetCall, ids: Sequence[Sequence[int]], end: int, kinds: Sequence[AttentionKind]) -> None:
+    """Reads on in rows that have filled fewer than `end` slots, by one forward over the next tokens of each.
+
+    Args:
+        ids: for each row, the tokens of its slots from the prompt's end on.
+    """
+    rows, left = call.rows, call.slots.left
+    fixed = 0 < call.fixed <= left
+    columns = call.fixed if fixed else max(min(end - min(rows.kept), TUNING.padding_columns, left), 1)
+    begins = [kept - rows.prompt_slots for kept in rows.kept]
+    most = [max(min(columns, end - kept), 0) for kept in rows.kept]
+    texts = [tokens[begin : begin + count] for tokens, begin, count in zip(ids, begins, most, strict=True)]
+    chains = [_chain(tokens) if tokens else DraftTree.idle(0) for tokens in texts]
+    read_batch(call, TreeBatch.of(chains, device_of(call.target), columns), kinds)
+    commit_trees(call, [range(1, len(tokens)) if tokens else None for tokens in texts], columns)
+
+
+def _chain(tokens: Sequence[int]) -> DraftTree:
+    count = len(tokens)
+    return DraftTree(tuple(tokens), tuple(range(-1, count - 1)), tuple(range(count)), (0.0,) * count)

@@ -257,6 +257,7 @@ class TargetCall:
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: state of the cache before the last chains, with recurrent layers.
         entered: its state before the round.
+        keeps_ended: whether windows keep what rows that have ended still see, as padding is read for them at the end.
         leaves_gaps: whether rounds without drafts leave slots between tokens; see `TextRows.with_gaps`.
         drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
         further: number of columns of each input along the text beyond the cache after the prompts; negative where the
@@ -272,7 +273,7 @@ class TargetCall:
         self.fixed = self.forwards = self.unread = 0
         self.marked: Mark | None = None
         self.entered: Mark | None = None
-        self.leaves_gaps = self.drops = False
+        self.keeps_ended = self.leaves_gaps = self.drops = False
         self.further = dict[str, int]()
 
     def hold(self, outputs: Any, num_texts: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from .cache_slots import as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
-from .ended_rows import EndedRows, can_leave
+from .ended_rows import EndedRows, can_leave, read_missing
 from .static_cache import slots_of_prompts
 from .target_forwards import TargetCall, TargetOutput, dropped, target_output
 from .target_limits import check_cache, decoder_layers, text_config
@@ -127,10 +128,11 @@ class TargetRuntime(TargetCall):
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             self.slots.make_room()
 
-    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
+    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor, padding: int = 0) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
         `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
+        Chains that are shorter than others end with tokens `padding`.
         """
         self._outputs = self.batch = None  # a compiled forward reuses that memory
         self._columns = max(map(len, trees))
@@ -142,7 +144,7 @@ class TargetRuntime(TargetCall):
             if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
                 self._outputs, self._again = self._read_trees(trees), 0
             else:
-                self._outputs, self._again = read_chains(self, trees, input_ids, self._columns), self.unread
+                self._outputs, self._again = read_chains(self, trees, input_ids, self._columns, padding), self.unread
         return self._output().last(self._columns)
 
     def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
@@ -172,17 +174,39 @@ class TargetRuntime(TargetCall):
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
-        if self._keeps_slots:
-            close_gaps(self)
-        end = (self.rows.gapless or self.rows).prompt_slots + input_ids.shape[1] - self._prompt_length - 1
+        end = self._end(input_ids.shape[1])
         with self.undone_on_error():
             if self.unread:
                 catch_up(self, input_ids[:, :-1])
-            if self._ended is not None:
-                self._ended.put_back(self.cache, end)
             if not self.recurrent:
                 self.slots.drop(max(self.length - end, 0))
         self._release()
+
+    def _end(self, length: int) -> int:
+        """Number of slots that plain decoding of texts of `length` tokens fills."""
+        return (self.rows.gapless or self.rows).prompt_slots + length - self._prompt_length - 1
+
+    def rejoin(self, new_tokens: Sequence[int]) -> None:
+        """Brings all rows back, in order, into a cache that outlives the call.
+
+        `new_tokens` are their numbers of tokens after the prompt. Slots beyond these hold no text.
+        """
+        close_gaps(self)
+        self.leaves_gaps = False
+        if self._ended is not None:
+            self.rows = self._ended.put_back(self.cache, self.rows)
+        slots = (self.rows.prompt_slots + count for count in new_tokens)
+        self.rows = replace(self.rows, kept=[min(pair) for pair in zip(self.rows.kept, slots, strict=True)])
+
+    def lacks(self, length: int) -> bool:
+        """Whether the cache lacks tokens that plain decoding of texts of `length` tokens has read in some row."""
+        return self.trees and not self.drops and min(self.rows.kept) < self._end(length)
+
+    def read_missing(self, input_ids: torch.Tensor) -> None:
+        """Reads some of these tokens of the texts `[B, length]`, padding included, in one forward."""
+        self._outputs = self.batch = None
+        with self.undone_on_error():
+            read_missing(self, input_ids[:, self._prompt_length :].tolist(), self._end(input_ids.shape[1]), self.kinds)
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -243,8 +267,7 @@ class TargetRuntime(TargetCall):
         assert self._ended is not None
         if self._keeps_slots:
             close_gaps(self)
-        self._ended.take_out(self.cache, places, self.rows.kept)
-        self.rows = self.rows.of(places)
+        self.rows = self._ended.take_out(self.cache, places, self.rows)
         self.slots.drop(self.length - max(self.rows.kept))
 
     @property

@@ -279,7 +279,7 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
         picked, placed = (on_device([row[first:] for row in each], device_of(call.target)) for each in (source, goal))
         slots.move(picked, placed, call.acceleration.compiled(move_slots))
     kept = call.rows.kept
-    growing = [length for length, path in zip(kept, paths, strict=True) if path is not None]
+    growing = [length for length, path in zip(kept, paths, strict=True) if path is not None or call.keeps_ended]
     # Sliding layers keep what the shortest row still sees.
     slots.widen_windows(max(kept) - min(growing, default=max(kept)))
     slots.drop(total - max(kept))
