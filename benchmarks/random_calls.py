@@ -125,7 +125,8 @@ def difference(plain: Played, drafted: Played, drawn_alike: bool = True) -> str:
 
 def _differing(plain: Any, drafted: Any, live: Any) -> str:
     if plain is None or drafted is None:
-        return "" if plain is drafted else f"{type(drafted)}, not {type(plain)}"
+        none = not any(plain or drafted or ())  # ((), (), ...) or (None, None, ...) of an attention that gives none
+        return "" if none else f"{type(drafted)}, not {type(plain)}"
     if len(plain) != len(drafted):
         return f"{len(drafted)} steps, not {len(plain)}"
     for step, (one, other) in enumerate(zip(plain, drafted, strict=True)):
@@ -213,6 +214,7 @@ def outcomes(seed: int, numbers: Sequence[int], minutes: float | None = None) ->
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
+    gc.disable()  # collecting is slow beside so many modules
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -220,7 +222,8 @@ def outcomes(seed: int, numbers: Sequence[int], minutes: float | None = None) ->
             if time.monotonic() > end:
                 return
             yield number, check(seed, number)
-            gc.collect()
+            if number % 20 == 0:
+                gc.collect()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

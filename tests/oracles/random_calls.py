@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -283,7 +282,6 @@ class Run:
         with suppress(Exception):
             detach(self.model)
         self.model = self.drafter = self.last = None
-        gc.collect()
 
     def play(self, step: Step, truth: Sequence[Sequence[int]] | None = None, by_row: bool = False) -> Played:
         """Changes the model and runs one call: with drafts that follow `truth` more or less, or plainly."""
