@@ -130,9 +130,11 @@ def _differing(plain: Any, drafted: Any, live: Any) -> str:
     if len(plain) != len(drafted):
         return f"{len(drafted)} steps, not {len(plain)}"
     for step, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-        pairs = [(one, other)] if not isinstance(one, tuple) else list(zip(one, other, strict=True))
+        layers, others = ((each if isinstance(each, tuple) else (each,)) for each in (one, other))
+        if len(layers) != len(others):
+            return f"{len(others)} layers, not {len(layers)}"
         rows = live[:, step, 0]
-        for one, other in pairs:
+        for one, other in zip(layers, others, strict=True):
             if one is None or other is None or one.shape[0] != len(rows):
                 continue
             if where := _apart(one[rows], other[rows] if other.shape[0] == len(rows) else other):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -61,7 +61,7 @@ _PROCESSORS: dict[str, tuple[Any, ...]] = {
     "own_processor": (True,),
 }
 _FLAGS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-_CACHES: dict[str, Any] = {"cache_implementation": ("static", "dynamic_full", "offloaded"), "use_cache": (False,)}
+_CACHES: dict[str, Any] = {"cache_implementation": ("static", "static", "dynamic_full"), "use_cache": (False,)}
 _CHANGES = ("weights", "new data", "train and eval", "adapter", "adapter off", "hook", "eager")
 
 
@@ -109,6 +109,7 @@ class Played:
     kept: list[tuple[bool, torch.Tensor]] = field(default_factory=list)
     refused: str = ""
     drafted: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)
     begin: int = 0  # number of tokens that the output has before the new ones
 
     @property
@@ -171,7 +172,7 @@ def _step(rng: random.Random, task: str, longest: int, first: bool) -> Step:
         arguments |= _some(rng, _PROCESSORS, 2)
     if rng.random() < 0.5:
         arguments["eos_token_id"] = sorted(rng.sample(range(VOCABULARY), rng.choice((1, 4, 10))))
-    arguments |= {"stop_strings": ["w1 w", "w7"]} if rng.random() < 0.07 else {}
+    arguments |= {"stop_strings": ["5b", "7c", "f2"]} if rng.random() < 0.07 else {}
     arguments |= {"own_criterion": True} if rng.random() < 0.07 else {}
     arguments |= {flag: True for flag in _FLAGS if rng.random() < 0.15}
     arguments |= _some(rng, _CACHES, 1) if rng.random() < 0.12 else {}
@@ -257,10 +258,10 @@ class _Collect(BaseStreamer):
 
 @functools.cache
 def _tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", pad_token="w0")
+    words = {"abcdef": 0, **{chr(97 + index // 10) + str(index % 10): index for index in range(1, VOCABULARY)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="abcdef"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="abcdef", pad_token="abcdef")
 
 
 class Run:
@@ -289,14 +290,17 @@ class Run:
             self._draft_along(truth)
         with suppress(Exception):  # a change that a model does not take; the same in both runs
             self._change(step)
+        self._given = Played()
+        try:
+            self._given.inputs = self._inputs(step, self._given)
+        except Exception as error:
+            return Played(error=error)
         return self.call(step, truth is not None, by_row)
 
     def call(self, step: Step, drafting: bool, by_row: bool = False) -> Played:
-        played, arguments = Played(), {}
-        try:
-            arguments = self._inputs(step, played) | self._arguments(step)
-        except Exception as error:
-            return Played(error=error)
+        """Runs the call of the last step, once more with the same inputs."""
+        played = Played(begin=self._given.begin, inputs=self._given.inputs)
+        arguments = {**played.inputs, **self._arguments(step)}
         torch.manual_seed(step.seed)
         with _drawn_by_row() if by_row else nullcontext():
             try:
