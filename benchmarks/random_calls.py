@@ -1,4 +1,4 @@
-"""Decodes random calls of `generate()` with and without drafts, and compares all that they return; exits with 1 if wrong.
+"""Decodes random calls of `generate()` with and without drafts, and compares what they return; exits with 1 if wrong.
 
     python benchmarks/random_calls.py --count 2000 --seed 0
     python benchmarks/random_calls.py --seed 0 --only 17
@@ -16,14 +16,14 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner import options, print_table
 
 if TYPE_CHECKING:
-    from oracles.random_calls import Case, Played, Run, Step
+    from oracles.random_calls import Case, Played, Run
 
 OUTCOMES = ("same", "refused", "both raise", "only plain raises", "tie", "WRONG")
 _NOISE = 1e-5  # a text that plain decoding changes by itself with this much noise is a tie
@@ -62,7 +62,7 @@ def check(seed: int, number: int) -> Outcome:
 
 def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple[str, str, tuple[bool, bool]]:
     """Plays a step in both runs. Returns the outcome, its reason, and whether drafts were accepted and rejected."""
-    from oracles.random_calls import Played, brief
+    from oracles.random_calls import DRAWN, Played, brief
 
     step = case.steps[index]
     plain = plain_run.play(step, by_row=step.by_row)
@@ -82,7 +82,7 @@ def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple
     refused = drafted.refused
     if refused:
         drafted = drafted_run.call(step, drafting=False, by_row=step.by_row)
-    drawn = case.options.get("tree_builder") in ("gumbel", "stochastic_beam")  # nodes that take random numbers too
+    drawn = case.options.get("tree_builder") in DRAWN
     differs = difference(plain, drafted, not drawn or refused != "")
     if differs and step.by_row and not refused and not drafted.drafted and step.cache == "default":
         plain = plain_run.call(step, drafting=False)  # stepped aside before the rows drew by themselves
@@ -208,26 +208,6 @@ def _counted(drafted: Played) -> tuple[bool, bool]:
     return any(found.accepted_lengths), sum(found.drafted_nodes) > sum(found.accepted_lengths)
 
 
-def outcomes(seed: int, numbers: Sequence[int], minutes: float | None = None) -> Iterator[tuple[int, Outcome]]:
-    """Decodes configurations, as many as the time allows."""
-    import torch
-    from transformers.utils import logging
-
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    gc.disable()  # collecting is slow beside so many modules
-    end = time.monotonic() + 60 * minutes if minutes else float("inf")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in numbers:
-            if time.monotonic() > end:
-                return
-            yield number, check(seed, number)
-            if number % 20 == 0:
-                gc.collect()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of all configurations; default: 0")
@@ -237,9 +217,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="number of the one configuration to decode, and to show")
     given = parser.parse_args(arguments)
     numbers = range(given.first, given.first + given.count) if given.only is None else [given.only]
+    _quieten()
     begin, found = time.monotonic(), []
-    for number, outcome in outcomes(given.seed, numbers, given.minutes):
-        found.append(outcome)
+    for number in numbers:
+        if given.minutes is not None and time.monotonic() - begin > 60 * given.minutes:
+            break
+        found.append(outcome := check(given.seed, number))
+        if number % 20 == 0:
+            gc.collect()
         if outcome.result in ("WRONG", "only plain raises", "tie") or given.only is not None:
             replay = f"python benchmarks/random_calls.py --seed {given.seed} --only {number}"
             print(f"{outcome.result} ({outcome.case.model_type}): {outcome.reason}\n    {replay}", flush=True)
@@ -247,6 +232,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(outcome.case)
     _print_summary(found, (time.monotonic() - begin) / 60)
     return int(any(outcome.result == "WRONG" for outcome in found))
+
+
+def _quieten() -> None:
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    gc.disable()  # collecting is slow beside so many modules
 
 
 def _print_summary(found: Sequence[Outcome], minutes: float) -> None:

@@ -74,7 +74,9 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
     for layer in layers.layers:
         halves = layer.eh_proj.weight.zero_()
         width = halves.shape[0]
-        halves[:, :width].copy_(torch.eye(width) if right else torch.randn(width, width, generator=generator))  # of the embedding
+        halves[:, :width].copy_(
+            torch.eye(width) if right else torch.randn(width, width, generator=generator)
+        )  # of the embedding
     return target, layers
 
 

@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import BlockDrafter, CachebackDrafter, CausalLMDrafter, EagleConfig, EagleDrafter, attach, detach
@@ -32,6 +33,7 @@ from oracles.tiny import VOCABULARY, tiny_model
 
 _TASKS = {"causal": 72, "seq2seq": 10, "image-text": 11, "mtp": 7}  # shares
 _DRAFTERS = {"scripted": 52, "ngrams": 16, "hidden-state": 12, "language model": 10, "block": 5, "eagle": 5}
+DRAWN = ("gumbel", "stochastic_beam")  # tree builders that take random numbers: other samples with the same seed
 _DEPTH = 6  # of drafts
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0.4, 0.8, 1.5),
@@ -218,7 +220,9 @@ def _options(rng: random.Random, drafter: str, steps: Sequence[Step]) -> dict[st
         options["reuse"] = rng.choice(("none", "none", "ensemble", "resample"))
         sampled = any(step.arguments["do_sample"] for step in steps)
         if options["reuse"] == "none":
-            options["tree_builder"] = rng.choice(("beam", "p_best", *(() if sampled else ("gumbel", "stochastic_beam"))))
+            options["tree_builder"] = rng.choice(
+                ("beam", "p_best", *(() if sampled else ("gumbel", "stochastic_beam")))
+            )
         if options.get("tree_builder") in ("gumbel", "stochastic_beam") and rng.random() < 0.5:
             options["verification"] = "rejection"
     return options
@@ -363,7 +367,7 @@ class Run:
         cache = returned_cache(self.last.output) if self.last is not None else None
         if step.cache in ("returned", "cropped") and cache is not None and self.last.begin:
             texts = self.last.texts
-            if step.cache == "cropped":
+            if step.cache == "cropped" and all(type(layer) is DynamicLayer for layer in cache.layers):
                 cache.crop(-2)
                 texts = texts[:, :-2]
             ids = torch.cat([texts, ids[:1].expand(len(texts), -1)], dim=1)
