@@ -43,7 +43,8 @@ class Outcome:
 
 def check(seed: int, number: int) -> Outcome:
     """Decodes one configuration in both ways."""
-    from oracles.random_calls import Run, case_of, group_of
+    from oracles.random_calls import Run
+    from oracles.random_cases import case_of, group_of
 
     case = case_of(seed, number)
     runs, result, reason, found = [Run(case), Run(case)], "same", "", [False, False]
@@ -62,7 +63,8 @@ def check(seed: int, number: int) -> Outcome:
 
 def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple[str, str, tuple[bool, bool]]:
     """Plays a step in both runs. Returns the outcome, its reason, and whether drafts were accepted and rejected."""
-    from oracles.random_calls import DRAWN, Played, brief
+    from oracles.random_calls import Played, brief
+    from oracles.random_cases import DRAWN
 
     step = case.steps[index]
     plain = plain_run.play(step, by_row=step.by_row)

@@ -15,6 +15,6 @@ def test_random_calls_return_what_plain_ones_return():
 
 
 def test_a_configuration_is_the_same_whenever_it_is_made():
-    from oracles.random_calls import case_of
+    from oracles.random_cases import case_of
 
     assert case_of(1, 7) == case_of(1, 7) != case_of(1, 8)
