@@ -92,7 +92,7 @@ def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple
     if not differs:
         return ("refused", refused, counted) if refused else ("same", "", counted)
     tie = differs.startswith("text") and _is_tie(case, index, plain, drafted)
-    return ("tie" if tie else "WRONG"), differs + (" after a refusal" if refused else ""), counted
+    return ("tie" if tie else "WRONG"), differs + (f" after the refusal {refused}" if refused else ""), counted
 
 
 def difference(plain: Played, drafted: Played, drawn_alike: bool = True) -> str:

@@ -130,8 +130,9 @@ class Run:
         """Runs the call of the last step, once more with the same inputs."""
         played = Played(begin=self._given.begin, inputs=self._given.inputs)
         arguments = {**played.inputs, **self._arguments(step)}
+        texts = len(next(iter(played.inputs.values()))) * arguments.get("num_return_sequences", 1)
         torch.manual_seed(step.seed)
-        with _drawn_by_row() if by_row else nullcontext():
+        with _drawn_by_row() if by_row and texts > 1 else nullcontext():
             try:
                 played.output = self._generate(step, arguments, drafting, played)
             except DraftingRefused as refusal:

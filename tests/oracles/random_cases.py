@@ -65,9 +65,8 @@ class Step:
 
     @property
     def by_row(self) -> bool:
-        """Whether each row draws by itself when this is drafted."""
-        texts = self.rows * self.arguments.get("num_return_sequences", 1)
-        return self.way != "plain" and self.arguments["do_sample"] and texts > 1
+        """Whether the rows of a batch draw each by itself when this is drafted."""
+        return self.way != "plain" and bool(self.arguments["do_sample"])
 
 
 @dataclass(frozen=True)
