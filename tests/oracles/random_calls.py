@@ -43,6 +43,7 @@ class Played:
     random_state: Any = None
     kept: list[tuple[bool, torch.Tensor]] = field(default_factory=list)
     refused: str = ""
+    statistics: Any = None
     drafted: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     begin: int = 0  # number of tokens that the output has before the new ones
@@ -141,7 +142,7 @@ class Run:
                 played.error = error
         played.random_state = torch.get_rng_state()
         played.streamed = getattr(arguments.get("streamer"), "tokens", [])
-        self.last = played
+        self.last, played.statistics = played, played.statistics or getattr(played.output, "statistics", None)
         if played.output is not None:
             cache = arguments.get(CACHE) or returned_cache(played.output)
             played.kept = _tensors(cache)
@@ -153,7 +154,7 @@ class Run:
         if step.way == "attached":
             with attach(self.model, self.drafter) as attachment:
                 output = self.model.generate(**arguments)
-            played.drafted = attachment.statistics.calls > 0
+            played.drafted, played.statistics = attachment.statistics.calls > 0, attachment.last
             return output
         played.drafted = step.arguments.get("num_beams", 1) == 1
         if step.way == "direct":
@@ -241,7 +242,11 @@ class Run:
             texts = [[wrong.randrange(5, 80) if wrong.random() < 0.1 else each for each in row] for row in truth]
             self.drafter = CachebackDrafter([row for row in texts if row])
         else:
-            self.drafter = _made(kind, self.model, truth, seed, getattr(self, "_layers", None))
+            try:
+                self.drafter = _made(kind, self.model, truth, seed, getattr(self, "_layers", None))
+            except ValueError:  # a model that cannot draft, or sizes that a family does not take
+                self.drafter = _made("scripted", self.model, truth, seed, None)
+                options = {name: options[name] for name in options if name not in ("tree_builder", "verification")}
         for name, value in options.items():
             if value is not None:
                 setattr(self.drafter.generation_config, name, value)

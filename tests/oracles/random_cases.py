@@ -14,7 +14,7 @@ from oracles.support import decodable, model_types
 from oracles.tiny import VOCABULARY
 
 _TASKS = {"causal": 72, "seq2seq": 10, "image-text": 11, "mtp": 7}  # shares
-_DRAFTERS = {"scripted": 52, "ngrams": 16, "hidden-state": 12, "language model": 10, "block": 5, "eagle": 5}
+_DRAFTERS = {"scripted": 62, "ngrams": 18, "language model": 8, "hidden-state": 6, "block": 3, "eagle": 3}
 DRAWN = ("gumbel", "stochastic_beam")  # tree builders that take random numbers: other samples with the same seed
 DEPTH = 6  # of drafts
 _SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -45,7 +45,7 @@ _PROCESSORS: dict[str, tuple[Any, ...]] = {
     "own_processor": (True,),
 }
 _FLAGS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-_CACHES: dict[str, Any] = {"cache_implementation": ("static", "static", "dynamic_full"), "use_cache": (False,)}
+_CACHES: dict[str, Any] = {"cache_implementation": ("static", "static", "dynamic"), "use_cache": (False,)}
 _CHANGES = ("weights", "new data", "train and eval", "adapter", "adapter off", "hook", "eager")
 
 
@@ -104,7 +104,7 @@ def case_of(seed: int, number: int) -> Case:
     drafter = "mtp" if task == "mtp" else _pick(rng, _DRAFTERS)
     _, config = shape(task, *found) or (None, None)
     longest = 12 if config is None else max(12, *windows(config.get_text_config(decoder=True)), 0)
-    attention = rng.choices(("", "eager", "flex_attention"), (70, 25, 5))[0]
+    attention = rng.choices(("", "eager", "flex_attention"), (74, 25, 1))[0]
     steps = [_step(rng, task, longest, first=True)]
     while rng.random() < 0.55 and len(steps) < 4:
         steps.append(_step(rng, task, longest, first=False))
@@ -122,7 +122,7 @@ def _some(rng: random.Random, table: Mapping[str, Sequence[Any]], most: int) -> 
 def _step(rng: random.Random, task: str, longest: int, first: bool) -> Step:
     rows = rng.choices((1, 2, 3, 4), (55, 20, 15, 10))[0]
     arguments: dict[str, Any] = {"do_sample": rng.random() < 0.35, "return_dict_in_generate": rng.random() < 0.95}
-    arguments["max_new_tokens"] = rng.choice((2, 6, 12, 20, 28, 36))
+    arguments["max_new_tokens"] = rng.choice((2, 6, 12, 16, 20, 24, 28, 36))
     if arguments["do_sample"] and rng.random() < 0.8:
         arguments |= _some(rng, _SAMPLING, 2)
     if rng.random() < 0.35:
@@ -132,7 +132,7 @@ def _step(rng: random.Random, task: str, longest: int, first: bool) -> Step:
     arguments |= {"stop_strings": ["5b", "7c", "f2"]} if rng.random() < 0.07 else {}
     arguments |= {"own_criterion": True} if rng.random() < 0.07 else {}
     arguments |= {flag: True for flag in _FLAGS if rng.random() < 0.15}
-    arguments |= _some(rng, _CACHES, 1) if rng.random() < 0.12 else {}
+    arguments |= _some(rng, _CACHES, 1) if rng.random() < 0.08 else {}
     if rng.random() < 0.12:
         arguments["num_return_sequences" if arguments["do_sample"] else "streamed"] = rng.choice((2, 3))
     arguments |= {"num_beams": 2} if rng.random() < 0.015 else {}
