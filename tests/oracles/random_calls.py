@@ -15,7 +15,14 @@ from unittest import mock
 import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models
-from transformers import DynamicCache, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
@@ -221,9 +228,9 @@ class Run:
         if "sequence_bias" in call:
             call["sequence_bias"] = {tuple(ids): bias for ids, bias in call["sequence_bias"]}
         if call.pop("own_processor", False):
-            call["logits_processor"] = [_OwnProcessor()]
+            call["logits_processor"] = LogitsProcessorList([_OwnProcessor()])
         if call.pop("own_criterion", False):
-            call["stopping_criteria"] = [_OwnCriterion()]
+            call["stopping_criteria"] = StoppingCriteriaList([_OwnCriterion()])
         if call.pop("streamed", 0) and step.rows == 1:
             call["streamer"] = _Collect()
         return call | ({"tokenizer": _tokenizer()} if "stop_strings" in call else {})

@@ -129,6 +129,8 @@ def _step(rng: random.Random, task: str, longest: int, first: bool) -> Step:
         arguments |= _some(rng, _PROCESSORS, 2)
     if rng.random() < 0.5:
         arguments["eos_token_id"] = sorted(rng.sample(range(VOCABULARY), rng.choice((1, 4, 10))))
+    if "exponential_decay_length_penalty" in arguments:
+        arguments.setdefault("eos_token_id", [34])
     arguments |= {"stop_strings": ["5b", "7c", "f2"]} if rng.random() < 0.07 else {}
     arguments |= {"own_criterion": True} if rng.random() < 0.07 else {}
     arguments |= {flag: True for flag in _FLAGS if rng.random() < 0.15}
