@@ -70,6 +70,8 @@ def why_refused(target: Any, cache: Any) -> str:
         what = "there is no cache" if cache is None else f"its cache is a {type(cache).__name__}"
         return f"{what}; only a DynamicCache or a StaticCache can give back rejected tokens"
     holder = text_cache(cache)
+    if isinstance(holder, StaticCache):
+        return "an encoder-decoder's static cache cannot be put back to the last accepted token"
     if not cache.is_croppable and type(holder) is not DynamicCache:
         return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
     if cache_layers(cache) and not any(isinstance(layer, CacheLayerMixin) for layer in cache_layers(cache)):

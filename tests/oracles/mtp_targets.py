@@ -61,19 +61,22 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
     Attention and feed-forward add nothing, so an output is the normed embedding of the token read.
     """
     target, layers = copy.deepcopy(made(model_type, count))
+    generator = torch.Generator().manual_seed(2)
     for module in (target, layers):
         for name, weight in module.named_parameters():
             if any(part in name for part in ("o_proj", "down_proj", "out_proj", ".dense.")):
                 weight.zero_()
             elif "norm" in name and weight.dim() == 1:
                 weight.fill_(0.0 if float(weight.abs().max()) == 0 else 1.0)
-    embeddings = target.get_input_embeddings().weight.normal_()
+    embeddings = target.get_input_embeddings().weight.normal_(generator=generator)
     target.get_output_embeddings().weight.copy_(embeddings.roll(1, 0))
     layers.tie_with_main_model(target)
     for layer in layers.layers:
         halves = layer.eh_proj.weight.zero_()
         width = halves.shape[0]
-        halves[:, :width].copy_(torch.eye(width) if right else torch.randn(width, width))  # of the embedding
+        halves[:, :width].copy_(
+            torch.eye(width) if right else torch.randn(width, width, generator=generator)
+        )  # of the embedding
     return target, layers
 
 

@@ -59,16 +59,16 @@ class ScriptedDrafter(WrappedDrafter):
     """Drafts along given texts, the new tokens of each row, down to random depths.
 
     The options, hidden states and checks of `drafter` are used, its drafts are not. `last` is the session of the last
-    call.
+    call; `texts` may be replaced between calls.
     """
 
     def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
         super().__init__(drafter)
-        self._texts, self._rng = texts, random.Random(seed)
+        self.texts, self._rng = texts, random.Random(seed)
         self.last: ScriptedSession | None = None
 
     def session(self, call: Call) -> Session:
-        self.last = ScriptedSession(call, self._texts, self._rng)
+        self.last = ScriptedSession(call, self.texts, self._rng)
         return self.last
 
 

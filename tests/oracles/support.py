@@ -93,12 +93,12 @@ def check_layers(model_type: str) -> Support:
     except ValueError as refusal:  # a DraftingRefused, or an error by which transformers refuses the configuration
         return Support("mtp", model_type, "refused", reason=str(refusal))
     except Exception as error:
-        return Support("mtp", model_type, "not built", reason=_brief(error))
+        return Support("mtp", model_type, "not built", reason=brief(error))
     drafter.generation_config.tree_sizing, drafter.generation_config.ngram_length = "fixed", 0
     try:
         plain, drafted = (_decode(target, 1, each) for each in (None, drafter))
     except Exception as error:
-        return Support("mtp", model_type, "error", reason=_brief(error))
+        return Support("mtp", model_type, "error", reason=brief(error))
     statistics, equal = drafted.statistics, torch.equal(plain.sequences, drafted.sequences)
     batch = _compared(target, 3, lambda *_: drafter)
     kind, tau = statistics.draft_kind, round(statistics.tau, 2)
@@ -107,20 +107,9 @@ def check_layers(model_type: str) -> Support:
 
 def check_type(task: str, model_type: str, config_class: Any, model_class: Any) -> Support:
     """Builds a tiny model of a type, decodes with and without drafters, and compares the texts."""
-    model = plain = problem = None
-    for layer_lists in ("anew", "cut", "full"):
-        try:
-            model = tiny_model(model_class, tiny_config(config_class, layer_lists))
-        except Exception as error:  # other people's constructors raise anything
-            problem = problem or _brief(error)
-            continue
-        try:
-            plain = _decode(model, 1, None)
-            break
-        except Exception as error:
-            problem = _brief(error)
+    model, plain, problem = decodable(config_class, model_class)
     if plain is None:
-        return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem or "")
+        return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem)
 
     def failed(kind: str, reason: str) -> Support:
         return Support(task, model_type, kind, None, "-", ngrams, long, reason=reason)
@@ -129,14 +118,14 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
     long = "-"
     assert model is not None
     if beyond <= _LONGEST_PROMPT and model.main_input_name == "input_ids":
-        trials = [_compared(model, 1, make, beyond) for make in (_scripted_drafter, _ngrams)]
+        trials = [_compared(model, 1, make, beyond) for make in (scripted_drafter, _ngrams)]
         long = next((each for each in trials if each not in ("equal", "-")), trials[0])
     try:
-        drafter = _scripted_drafter(model, _new(plain), seed=1)
+        drafter = scripted_drafter(model, _new(plain), seed=1)
         drafted = _decode(model, 1, drafter)
     except Exception as error:
         refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
-        return failed("refused", str(error).partition(": ")[2]) if refused else failed("error", _brief(error))
+        return failed("refused", str(error).partition(": ")[2]) if refused else failed("error", brief(error))
     session, statistics = drafter.last, drafted.statistics
     if statistics is None:  # Whisper's `generate` leaves out of its output what it does not know
         assert session is not None
@@ -144,8 +133,25 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
     else:
         kind, reason, tau = statistics.draft_kind, statistics.reason, statistics.tau
     equal = torch.equal(plain.sequences, drafted.sequences)
-    batch = _compared(model, 3, _scripted_drafter)
+    batch = _compared(model, 3, scripted_drafter)
     return Support(task, model_type, kind, equal, batch, ngrams, long, round(tau, 2), reason)
+
+
+def decodable(config_class: Any, model_class: Any) -> tuple[Any, Any, str]:
+    """Builds a tiny model that plain decoding works for; returns it, its output, and what went wrong before."""
+    model = None
+    problem = ""
+    for layer_lists in ("anew", "cut", "full"):
+        try:
+            model = tiny_model(model_class, tiny_config(config_class, layer_lists))
+        except Exception as error:  # other people's constructors raise anything
+            problem = problem or brief(error)
+            continue
+        try:
+            return model, _decode(model, 1, None), problem
+        except Exception as error:
+            problem = brief(error)
+    return model, None, problem
 
 
 def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -> str:
@@ -158,7 +164,7 @@ def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -
         drafted = _decode(model, rows, make_drafter(model, _new(plain)), prompt)
     except Exception as error:
         refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
-        return "refused" if refused else _brief(error)
+        return "refused" if refused else brief(error)
     return "equal" if torch.equal(plain.sequences, drafted.sequences) else "differs"
 
 
@@ -190,17 +196,17 @@ def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2) -> ScriptedDrafter:
+def scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2, steps: int = 4) -> ScriptedDrafter:
     """Returns a drafter that fits a model and reads its hidden states, but drafts along given texts."""
     config = text_config(model)
     torch.manual_seed(1)
-    sizes = {"num_attention_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_draft_steps": 4, "tree_size": 16}
-    sizes |= {"injector_rank": 4, "injector_hidden_size": 8, "draft_vocab_size": config.vocab_size}
+    sizes = {"num_attention_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_draft_steps": steps}
+    sizes |= {"tree_size": 16, "injector_rank": 4, "injector_hidden_size": 8, "draft_vocab_size": config.vocab_size}
     fitting = {"target_hidden_size": config.hidden_size, "target_num_hidden_layers": decoder_layers(config)}
     made = HSDraftConfig(vocab_size=config.vocab_size, head="trained", target_tap_layers=[1, 2], **sizes, **fitting)
     return ScriptedDrafter(HSDrafter(made).eval(), texts, seed)
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

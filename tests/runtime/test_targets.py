@@ -16,8 +16,9 @@ from transformers import (
     DynamicCache,
 )
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.core.cache_name import given_cache
+from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
@@ -134,6 +135,19 @@ def test_encoder_decoders(model_type, fields, layers, rows):
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
         assert [state.shape for state in ours] == [state.shape for state in theirs]
+
+
+def test_static_caches_of_encoder_decoders_are_refused():
+    target = model_of("t5", AutoModelForSeq2SeqLM, **T5, num_layers=2, decoder_start_token_id=0)
+    prompt = torch.randint(5, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
+    call = {"do_sample": False, "max_new_tokens": 12, "cache_implementation": "static"}
+    plain = target.generate(prompt, **call)
+    drafter = CachebackDrafter([plain[0, 1:].tolist()])
+    with pytest.raises(DraftingRefused, match="static cache"):
+        target.generate(prompt, **call, assistant_model=drafter)
+    with attach(target, drafter) as attachment:
+        assert torch.equal(target.generate(prompt, **call), plain)
+    assert attachment.statistics.calls == 0
 
 
 def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
