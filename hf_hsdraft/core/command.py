@@ -23,7 +23,7 @@ def is_command() -> bool:
     if name == "-m":  # while Python looks for the module that it will run
         name = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
     is_child = any("multiprocessing" in each for each in sys.orig_argv[1:4])
-    return name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli") and not is_child
+    return name in ("hsdraft", "hsdraft.exe", "hf_hsdraft.cli", "hf_hsdraft.cli.main") and not is_child
 
 
 def end_at_once() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.checks import printable
-from ..trees.builder_registry import TREE_BUILDERS
+from ..trees.tree_builders import TREE_BUILDERS
 from .registry import VERIFIERS, is_lossy
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
 from documents import main as write_documents
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_hsdraft import CausalLMDrafter, HSDrafter
+from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter
 from hf_hsdraft.bench import peers, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.machine import PeakMemory
@@ -23,7 +27,7 @@ from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
 from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
 from hf_hsdraft.bench.prompts import padded_batches, padded_prompt
-from hf_hsdraft.bench.report import as_document
+from hf_hsdraft.bench.report import as_document, print_report
 from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, turn_order
 from hf_hsdraft.bench.summary import summarise
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
@@ -32,7 +36,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.engine.divergence import Divergence
+from hf_hsdraft.engine.divergence import Divergence, first_divergence
 from hf_hsdraft.methods.process_bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.data.conversations import read_jsonl
@@ -120,6 +124,62 @@ def test_texts_are_counted_by_prompt():
     ]  # fmt: skip
     row = summarise(runs, runs)
     assert (row.identical, row.ties, row.divergent) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "margin", "is_tie"),
+    [
+        (torch.float32, 2.0**-10, True),
+        (torch.float32, 2.0**-3, False),
+        (torch.float16, 2.0**-6, True),  # one step between numbers from 16 to 32
+        (torch.float16, 2.0**-3, False),
+        (torch.bfloat16, 2.0**-3, True),  # one step
+        (torch.bfloat16, 2.0**-2, True),
+        (torch.bfloat16, 0.5, False),
+    ],
+)
+@pytest.mark.parametrize("returned", [None, torch.float32])
+def test_ties_are_what_a_dtype_rounds_away(dtype, margin, is_tie, returned):
+    """Also where a model returns float32 that was computed in half precision."""
+    logits = torch.tensor([[[1.0 / 3, 20.0, 20.0 - margin, 0.1]]]).to(dtype).to(returned or dtype)
+
+    def target(*args, **kwargs):
+        return SimpleNamespace(logits=logits)
+
+    target.dtype = dtype
+    found = first_divergence(target, 1, torch.tensor([[3, 1]]), torch.tensor([[3, 2]]))
+    assert found.margin == margin and found.is_tie == is_tie == str(found).endswith("a tie")
+    row = summarise([replace(call(0, 1.0), same_rows=0, divergence=found)], [call(0, 1.0)])
+    assert (row.ties, row.divergent) == ((1, 0) if is_tie else (0, 1))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_what_columns_mean_is_said_by_their_titles(tmp_path, chatty, tokenizer, repeats):
+    plan = BenchPlan(
+        [write_prompts(tmp_path / "p.jsonl", 2)], "default,chain", Settings(4), repeats=repeats, points={NEW: [3]},
+        profile=True,
+    )  # fmt: skip
+    progress, printed = Console(file=io.StringIO()), Console(file=io.StringIO(), width=300)
+    print_report(run_plan(plan, chatty, tokenizer, {"": CachebackDrafter()}, progress), printed)
+    lines = printed.file.getvalue().splitlines()
+    titles = [cell.strip() for line in lines if line[:1] == "┃" for cell in line.strip("┃").split("┃")]
+    of_cells = {part.strip() for title in titles if ": " in title for part in title.split(": ")[1].split(",")}
+    explained = [line.split(": ")[0] for line in lines[lines.index(next(x for x in lines if x[:4] == "tau:")) :]]
+    named = {part for title in explained for part in title.split(", ")}
+    for title in titles[1:11]:  # of the main table
+        assert title in named
+    lines_of_figures = {"first calls", "limit", "reached", "accept N", "ms a round"}
+    assert named <= {*titles, *of_cells, *lines_of_figures} and of_cells <= named
+    assert all("_" not in title for title in explained)
+    assert f"bench: {2 * repeats}/{2 * repeats} prompts" in progress.file.getvalue()
+
+
+def test_a_bench_without_a_terminal_says_how_far_it_is(tmp_path, chatty, tokenizer, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.bench.plan.EVERY", 0.01)
+    console = Console(file=io.StringIO(), width=100)
+    run_plan(BenchPlan([write_prompts(tmp_path / "p.jsonl", 4)], "lookup", Settings(4)), chatty, tokenizer, {}, console)
+    said = console.file.getvalue()
+    assert said.startswith("bench: 0/4 prompts\n") and "bench: 2/4 prompts" in said and "4/4 prompts; took" in said
 
 
 def test_greedy_texts_are_plains_and_the_drafter_is_left_as_it_was(target, drafter, inputs):
@@ -371,8 +431,6 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
 
 
 def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokenizer, monkeypatch):
-    from rich.console import Console
-
     report = saved / "report.json"
     plan = BenchPlan([write_prompts(saved / "p.jsonl", 4)], "chain", Settings(4), repeats=2, json_out=report)
     drafters = {"d": HSDrafter.from_pretrained(saved / "drafter")}
