@@ -25,7 +25,7 @@ from runner import options, print_table
 if TYPE_CHECKING:
     from oracles.random_calls import Case, Played, Run
 
-OUTCOMES = ("same", "refused", "both raise", "only plain raises", "tie", "WRONG")
+OUTCOMES = ("same", "refused", "both raise", "only plain raises", "plain varies", "tie", "WRONG")
 _NOISE = 1e-5  # a text that plain decoding changes by itself with this much noise is a tie
 
 
@@ -88,12 +88,14 @@ def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple
     if refused:
         drafted = drafted_run.call(step, drafting=False, by_row=step.by_row)
     drawn = case.options.get("tree_builder") in DRAWN
-    differs = difference(plain, drafted, not drawn or refused != "")
+    differs, by_row = difference(plain, drafted, not drawn or refused != ""), step.by_row
     if differs and step.by_row and not refused and not drafted.drafted and step.cache == "default":
-        plain = plain_run.call(step, drafting=False)  # stepped aside before the rows drew by themselves
+        plain, by_row = plain_run.call(step, drafting=False), False  # stepped aside before the rows drew by themselves
         differs = difference(plain, drafted)
     if not differs:
         return ("refused", refused, counted) if refused else ("same", "", counted)
+    if step.cache == "default" and difference(plain, plain_run.call(step, drafting=False, by_row=by_row)):
+        return "plain varies", differs, counted  # a model that keeps states from call to call
     tie = differs.startswith("text") and _is_tie(case, index, plain, drafted)
     return ("tie" if tie else "WRONG"), differs + (f" after the refusal {refused}" if refused else ""), counted
 
@@ -254,7 +256,10 @@ def _print_summary(found: Sequence[Outcome], minutes: float) -> None:
     counts = Counter((outcome.group, outcome.result) for outcome in found)
     groups = sorted({outcome.group for outcome in found})
     rows: list[list[Any]] = [[group, *(counts[group, result] for result in OUTCOMES)] for group in groups]
-    print_table(("architecture", *OUTCOMES), [*rows, ["all", *(sum(row[i] for row in rows) for i in range(1, 7))]])
+    print_table(
+        ("architecture", *OUTCOMES),
+        [*rows, ["all", *(sum(row[i] for row in rows) for i in range(1, len(OUTCOMES) + 1))]],
+    )
     for result in ("refused", "both raise"):
         reasons = Counter(outcome.reason.partition(": ")[2][:110] for outcome in found if outcome.result == result)
         for reason, count in reasons.most_common(12):
