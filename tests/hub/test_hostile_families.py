@@ -183,11 +183,11 @@ def test_options_that_break_a_promise_or_run_something_need_consent(tmp_path, mo
 def test_arguments_and_options_that_do_not_exist_are_told_with_the_nearest(tmp_path):
     make_drafter(make_target()).save_pretrained(tmp_path)
     for load in (type(make_drafter(make_target())).from_pretrained, AutoDrafter.from_pretrained):
-        with pytest.raises(TypeError, match="tree_sze: the nearest.* is tree_size"):
+        with pytest.raises(TypeError, match=r"tree_sze: the nearest.* is tree_size"):
             load(tmp_path, tree_sze=5)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         CachebackDrafter(tree_size=0)
-    with pytest.raises(ValueError, match="tree_sze is no option.*tree_size"):
+    with pytest.raises(ValueError, match=r"tree_sze is no option.*tree_size"):
         CachebackDrafter(tree_sze=5)
 
 
@@ -200,7 +200,7 @@ def test_a_drafter_is_no_target(tmp_path, kind):
         pytest.skip("it may serve as a target")
     FAMILIES[kind](make_target()).save_pretrained(tmp_path)
     for load in (lambda name: load_target(name, torch.float32), load_config, TargetInfo.of_name):
-        with pytest.raises(ValueError, match="is a drafter.*expected its target"):
+        with pytest.raises(ValueError, match=r"is a drafter.*expected its target"):
             load(str(tmp_path))
     shutil.copy(tmp_path / "config.json", Path(tmp_path, "elsewhere.json"))
     with pytest.raises(ValueError, match="is a drafter"):
