@@ -141,5 +141,10 @@ def _refused(entry: Path) -> OSError:
 @functools.cache
 def _of_this_process() -> Path:
     folder, process = Path(tempfile.mkdtemp(prefix="hf_hsdraft-", dir=check_place(tempfile.gettempdir()))), os.getpid()
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == process:  # not in a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder

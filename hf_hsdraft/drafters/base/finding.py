@@ -172,7 +172,9 @@ def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
 def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
     try:
         kind, fit, size = _examined(checkpoint, target, named_targets(checkpoint.folder))
-    except Exception as error:  # a file in the cache may hold anything
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a file in the cache may hold anything; panics of Rust are no Exceptions
         if not isinstance(error, _UNUSABLE) or isinstance(error, DamagedFile):
             told = printable(error, 300) or "no reason given"
             logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")
