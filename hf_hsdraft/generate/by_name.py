@@ -8,7 +8,6 @@ assistant itself, from transformers' own registries; see `register_drafter`.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.forks import new_rlock
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.mtp.drafter import MtpDrafter
 from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = new_rlock()
 _MTP = "mtp"  # a drafter made of its target; a folder of this name is "./mtp", or a `Path`
 
 

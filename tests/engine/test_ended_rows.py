@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import LLAMA, make_drafter, make_target, model_of
-from test_contract import assert_same_cache, batch_of, compare, make_windowed
+from test_contract import assert_same_cache, batch_of, make_windowed
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
 
 PLACES = (3, 9, 14, 15, 6)  # of the tokens that end rows
