@@ -192,8 +192,11 @@ class TargetRuntime(TargetCall):
     def rejoin(self, new_tokens: Sequence[int]) -> None:
         """Brings all rows back, in order, into a cache that outlives the call.
 
-        `new_tokens` are their numbers of tokens after the prompt. Slots beyond these hold no text.
+        `new_tokens` are their numbers of tokens after the prompt. Slots beyond these hold no text. Chains have read
+        padding already.
         """
+        if not self.trees:
+            return
         close_gaps(self)
         self.leaves_gaps = False
         if self._ended is not None:
