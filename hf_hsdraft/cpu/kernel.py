@@ -88,7 +88,7 @@ class Kernel:
             return False  # before a compiler works in vain
         try:
             return self._file.is_file() or cpp_compiler() is not None
-        except (OSError, RuntimeError):  # the user has no home, so that there is no place for it
+        except OSError:  # the user has no home, so that there is no place for it
             return False
 
     @cached_property
