@@ -57,7 +57,8 @@ def borrow(
                 from accelerate.utils import align_module_device
 
                 with align_module_device(embedding):
-                    return F.embedding(tokens.to(embedding.weight.device), embedding.weight.detach())
+                    brought: Any = embedding.weight
+                    return F.embedding(tokens.to(brought.device), brought.detach())
             return F.embedding(tokens, table)
 
     else:
