@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
+
+from ..core.forks import freed_in_children, new_lock
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -102,7 +103,9 @@ class _Calls:
 
 
 _calls: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
+if hasattr(output_capturing, "_hook_installation_lock"):  # drafted calls install hooks far more often than others
+    freed_in_children(output_capturing._hook_installation_lock)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ class TargetOutput:
     taps: torch.Tensor
 
     def last(self, columns: int) -> TargetOutput:
+        """The last columns; raises a DraftingRefused if there are fewer."""
+        if (found := self.logits.shape[1]) < columns:
+            raise DraftingRefused(f"its forward over {columns} tokens returns logits of {found}: expected one of each")
         return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
 
 

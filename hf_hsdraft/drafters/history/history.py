@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import re
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ import numpy as np
 from transformers.utils import cached_file, logging
 
 from ...core.checks import public_name
+from ...core.forks import new_lock, new_rlock
+from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import IN_MEMORY, NO_HISTORY
@@ -40,8 +41,8 @@ class History:
         self.vocab_size, self.trust = vocab_size, Trust()
         self._file, self._most = file, most_tokens or TUNING.history_tokens
         self._texts = PastTexts([], vocab_size, self._most)
-        self._reading = threading.Lock()  # of the texts, for microseconds
-        self._changing = threading.RLock()  # of texts and file, taken before the other one
+        self._reading = new_lock()  # of the texts, for microseconds
+        self._changing = new_rlock()  # of texts and file, taken before the other one
 
     @property
     def held(self) -> tuple[int, int, int]:
@@ -123,7 +124,7 @@ _of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict
 )
 _MOST_FOLDERS = 4  # whose texts a drafter keeps in memory
 _of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
@@ -147,7 +148,7 @@ def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
 
 
 def _made(target: Any, option: str) -> History:
-    vocab_size = target.get_input_embeddings().weight.shape[0]
+    vocab_size = embedded_tokens(target)
     if option == IN_MEMORY:
         return History(vocab_size)
     name, key = identity_of(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
+from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
 from ..base.protocol import Accepted, Ask, Call, Session
 from .ngram_cache import FollowerTable, NgramCache
@@ -17,7 +18,7 @@ class NgramSession(Session):
     takes_ngrams = False
 
     def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
-        vocab_size = call.target.get_input_embeddings().weight.shape[0]
+        vocab_size = embedded_tokens(call.target)
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
         self._options, self._foresight = call.options, call.foresight
@@ -45,7 +46,8 @@ class NgramSession(Session):
         following = self._following(tree, ask)
         kept = tree.first(max(ask.size - len(following), 1))
         if following and len(kept) < len(tree):  # the path's end may have been dropped
-            following = self._following(kept, ask)[: ask.size - len(kept) + 1]
+            following = self._following(kept, ask)
+        following = following[: ask.size - len(kept) + 1]
         return kept.extended(kept.likeliest_path()[-1], following) if following else tree
 
     def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
