@@ -27,6 +27,7 @@ from .conversations import (
     prompts_from_dataset,
     read_chats,
     read_jsonl,
+    render,
     tokenize_conversation,
 )
 from .dataset import RowFolder
@@ -67,17 +68,17 @@ def most_in_sources(plan: TrainingPlan) -> int | None:
 
 
 def read_sources(
-    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
+    plan: TrainingPlan, tokenizer: Any, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
     """Reads finished conversations and prompts from the files and the data set of a plan. `seed` orders the prompts.
 
     Raises:
-        ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
-            `prompts_from_dataset`.
+        ValueError: a file, or one that the plan excludes, holds neither; the tokenizer's template cannot render a
+            conversation; or see `read_jsonl` and `prompts_from_dataset`.
     """
     finished, prompts = [], []
     for path in plan.prompts:
-        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
+        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line, functools.partial(render, tokenizer))
         if not chats and not asked:
             raise ValueError(_NO_PROMPTS.format(path))
         finished += chats
@@ -438,4 +439,4 @@ def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversat
     The first conversations are held out. So a run that starts from the drafter of a run on part of the same data holds
     out no conversation that the earlier run learned from, if that run held out as many.
     """
-    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.key)).encode()).hexdigest())

@@ -19,7 +19,6 @@ from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from ...hub.pushing import prepare_repository
-from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import (
@@ -178,7 +177,8 @@ class _Run:
     def sources(self) -> tuple[list[Conversation], list[Prompt]]:
         """`read_sources`; a ValueError if there are too few, or the tokenizer's template cannot render them."""
         plan, bad = self.plan, list[str]()
-        finished, prompts = read_sources(plan, self.args.seed, bad.append if plan.skip_bad_lines else None, self.report)
+        on_bad_line = bad.append if plan.skip_bad_lines else None
+        finished, prompts = read_sources(plan, self.tokenizer, self.args.seed, on_bad_line, self.report)
         for line in bad:
             self.report(f"left out: {line}")
         plan.check_amount(len(finished) + len(prompts))
@@ -394,11 +394,13 @@ class _Run:
         return read
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
-        """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
+        """Returns inputs of held-out chats up to the user's first message, where they leave room for an answer."""
         window = getattr(self.target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        asked = [[text for role, text in chat.messages if role == "user"][:1] for chat in chats]
-        first = [text for texts in asked for text in texts][: self.plan.eval_prompts]
-        encoded = [encode_prompt(self.tokenizer, text, self.target.device) for text in first]
+        asked = [chat for chat in chats if chat.texts("user")][: self.plan.eval_prompts]
+        texts = [chat.first_request(self.tokenizer) for chat in asked]
+        found = [self.tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in texts]
+        names = "input_ids", "attention_mask"
+        encoded = [{name: inputs[name].to(self.target.device) for name in names} for inputs in found]
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 
