@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from ..core.methods import offered
-from ._shared import Dtype, Injector, TargetOption, checked_device, console
+from ._shared import Dtype, Injector, TargetOption, checked_device, console, need_extra
 from ._train_help import TrainCommand
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ def train(
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     began = time.monotonic()
+    also = ["openai"] * (answers_from is not None) + ["peft"] * (lora is not None)
+    need_extra("train", "train", ["accelerate", "datasets", "matplotlib", "pyarrow", *also])
     from dataclasses import fields as fields_of
 
     from ..runtime.target_loading import DEFAULT_TARGET, load_target

@@ -74,7 +74,7 @@ def test_a_chat_is_what_the_template_makes_of_it(tokenizer, tmp_path, row, learn
         (PLAIN.replace("messages", "messages if m.role != 'system'", 1),
          {"messages": [{"role": "system", "content": "w20"}, ASK, ANSWER]}, r"leaves message 1 \(system\) out"),
         (PLAIN.replace("{{ m.content }}", "{{ m.content + ' ' }}"),
-         {"messages": [ASK, *CALLED]}, "cannot render these messages .*TypeError"),
+         {"messages": [ASK, *CALLED]}, r"cannot render these messages \(\w+Error: "),
         ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN,
          {"messages": [{"role": "system", "content": "w20"}, ASK, ANSWER]}, "no system"),
     ],

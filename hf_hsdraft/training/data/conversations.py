@@ -374,7 +374,7 @@ def render(tokenizer: Any, conversation: Conversation) -> tuple[str, list[tuple[
                 "the chat template renders earlier turns differently once later turns follow, so the assistant's "
                 "tokens cannot be located; train on single-turn conversations with this target"
             )
-        if through != _or_nothing(tokenizer, conversation, [*messages[:index], _SILENT]).rstrip():
+        if through.split() != _or_nothing(tokenizer, conversation, [*messages[:index], _SILENT]).split():
             spans.append((len(before), len(through)))
     return text, spans
 

@@ -367,7 +367,7 @@ class _Run:
             return None
         with torch.random.fork_rng(devices=[]):  # or sampled answers would change
             taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
-        return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
+        return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity, self.report)
 
     def _cached(
         self, drafter: Any, taps: Sequence[int], cache: FeatureCache
@@ -378,7 +378,7 @@ class _Run:
             ids = drafter.draft_vocab_ids()
             rows = self.target.get_output_embeddings().weight.detach()
             head = rows[ids.to(rows.device)].to(torch.bfloat16)
-            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates)
+            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates, report=self.report)
 
         def read(chats: Sequence[TokenizedConversation]) -> Any:
             tokens = sum(len(chat.input_ids) for chat in chats)

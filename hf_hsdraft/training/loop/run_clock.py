@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
-from ..files import write_json
+from ..files import read_kept, write_json
 
 _ANSWERS = 0.3  # share of the time for prompts and answers, if training waits for them
 _FIRST_ANSWERS = 0.2  # the same, for those that a stream begins with
@@ -30,8 +29,7 @@ class RunClock:
     def __init__(self, out: Path, minutes: float, stream: bool, stopped: bool, began: float | None = None) -> None:
         self._out, self._minutes = out, minutes
         self.answer_minutes = minutes * (_FIRST_ANSWERS if stream else _ANSWERS)  # by when training should begin
-        path = out / _FILE
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        stored = read_kept(out / _FILE, "delete it, and the time of the run begins again")
         self._before, self._stopped = float(stored.get("seconds", 0.0)), stopped
         self.first: int | None = stored.get("first")  # number of conversations that training began with
         self._began = time.monotonic() if began is None else began
