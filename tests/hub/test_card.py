@@ -309,4 +309,4 @@ def test_a_card_says_how_much_of_the_speed_is_not_drafting(folder):
     row = {**ROW, "tau": 1.3, "speed_up": 1.72}
     enter_benchmarks(folder, [report(folder, summary={"plain": {**ROW, "tau": 1.0}, "tree": row})])
     card = render_card(folder, "org/drafter")
-    assert "| 1.30 | 1.72 | at most 1.30 |" in card and "packed weights" in card
+    assert "`tree` at most 1.30 of 1.72" in card and "packed weights" in card

@@ -116,6 +116,7 @@ class Answering:
     Attributes:
         identity: fingerprint of the target.
         features: keeps what the target reads as it answers, for training.
+        seconds: returns the time left for answers; `None` for no limit. On a slow machine less is made then.
     """
 
     target: Any
@@ -125,6 +126,7 @@ class Answering:
     identity: str
     report: Reporter
     features: FeatureCache | None = None
+    seconds: Callable[[], float | None] = lambda: None
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -310,6 +312,7 @@ class Answering:
         from greedy answers alone leaves them out.
         """
         plan, written, made, store = self.plan, list[Answered](), self._prompts(), self._store()
+        kinds, seconds = kinds_to_invent(plan, self.tokenizer), self.seconds()
         if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
             own = self._own_answers() or ()
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
@@ -321,7 +324,8 @@ class Answering:
             self.tokenizer,
             count,
             made,
-            kinds_to_invent(plan, self.tokenizer),
+            kinds,
+            seconds=None if seconds is None else seconds / 2 / len(kinds),
             max_prompt_tokens=self._longest,
             batch_size=self._inventing_batch,
             most=most,
@@ -352,7 +356,7 @@ class Answering:
         common["seed"] = self.seed
         if plan.answers_from is None or not prompts:
             turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
-            turns |= {"recorder": self._recorder(), "shuffled": shuffled}
+            turns |= {"recorder": self._recorder(), "shuffled": shuffled, "seconds": self.seconds}
             return answer_prompts(self.target, self.tokenizer, prompts, **common, **turns)
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
         answers = answer_by_server(plan.answers_from, prompts, **common, **served, expected=expected, on_skip=skip)

@@ -136,13 +136,13 @@ class Stage:
     def seconds_left(self) -> float | None:
         """Estimates the seconds left at the median of the last paces; `None` if there is no pace yet.
 
-        Between two advances it falls as time passes. Where one takes longer than expected, it stays at what follows.
+        Between two advances it falls as time passes. Where one takes longer than expected, it grows with that pace.
         """
         if self.total is None or not self._paces:
             return None
-        pace, left = statistics.median(self._paces), max(self.total - self.done, 0.0)
-        passed = time.perf_counter() - self._since
-        return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
+        passed, left = time.perf_counter() - self._since, max(self.total - self.done, 0.0)
+        pace = max(statistics.median(self._paces), passed / self._step if self._step > 0 else 0.0)
+        return max(pace * left - passed, 0.0) + self.further
 
     def line(self, ended: bool = False) -> str:
         of = "" if self.total is None else f"/{_amount(self.total)}"

@@ -42,7 +42,7 @@ from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
-from .results import name_data_set, publish, save, saved, what_is_computed
+from .results import name_data_set, publish, save, saved, untrained, what_is_computed
 from .run_clock import RunClock
 from .run_folder import (
     callback_of,
@@ -61,6 +61,7 @@ from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
 _MINUTES_FOR_ALL_KINDS = 20.0  # for answers, from which on a stream invents full batches of each kind of prompt
+_FEWEST = 3  # chats at least, with which training begins when the time for answers is over
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
 
@@ -193,10 +194,11 @@ class _Run:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
         plan, clock, minutes = self.plan, None, self.args.max_minutes
         features = self._features(start, bool(finished))
-        answering = replace(self.answering, features=features)
         if minutes is not None:
             begun = last_checkpoint(Path(plan.out)) is not None
             clock = RunClock(Path(plan.out), minutes, plan.stream, begun, self.began)
+        seconds = clock.answer_seconds if clock is not None and not plan.stream else lambda: None
+        answering = replace(self.answering, features=features, seconds=seconds)
         if not plan.stream and clock is None:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
@@ -212,7 +214,7 @@ class _Run:
                 timed_out = clock is not None and not clock.answers_go_on()
                 done = len(chats) if clock is None else clock.minutes
                 stage.advance(min(done, total), f"{len(chats):,} chats" if clock else None)
-                enough = len(chats) > plan.eval_conversations
+                enough = len(chats) > (plan.eval_conversations if plan.stream else _FEWEST)
                 if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
                     break
         self.learn_from(chats, start, features, groups if plan.stream else None, clock)
@@ -236,7 +238,10 @@ class _Run:
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
         known = BEFORE_LEARNING if clock is None or clock.first is None else clock.first
         first = len(conversations) if groups is None else min(known, len(conversations))
-        pairs = self._tokenized(in_order(conversations[:first], args.seed), plan.eval_conversations)
+        held_out = plan.eval_conversations
+        if clock is not None and not plan.stream:  # a slow machine has answered few
+            held_out = min(held_out, first // 2)
+        pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
@@ -252,7 +257,7 @@ class _Run:
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
-        train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
+        train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, counts)) for group in groups)
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
@@ -264,10 +269,10 @@ class _Run:
             model,
             args,
             target=target,
-            tau_prompts=self._tau_prompts([chat for chat, _ in pairs[: plan.eval_conversations]]),
+            tau_prompts=self._tau_prompts([chat for chat, _ in pairs[:held_out]]),
             token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
-            eval_dataset=Subset(dataset, range(plan.eval_conversations)),
+            eval_dataset=Subset(dataset, range(held_out)),
             budget=None if minutes is None else TimeBudget.resumed(minutes, callback_of(last, TimeBudget)),
             report=report,
             callbacks=callbacks,
@@ -307,7 +312,7 @@ class _Run:
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(self.args))
+            finish(out, trainer.state.global_step, limits_of(self.args), untrained(trainer.state.log_history))
         state.wait_for_everyone()
 
     def _answered(

@@ -10,6 +10,7 @@ from ..files import read_kept, write_json
 _ANSWERS = 0.3  # share of the time for prompts and answers, if training waits for them
 _FIRST_ANSWERS = 0.2  # the same, for those that a stream begins with
 _LEAST_TRAINING = 0.1  # share that training gets even if all before it took longer
+_LEAST_SECONDS = 2.0  # for a batch
 _FILE = "clock.json"
 
 
@@ -51,6 +52,10 @@ class RunClock:
     def hurries(self) -> bool:
         """Whether half of the time for answers before the training is over."""
         return not self._stopped and self.minutes > self.answer_minutes / 2
+
+    def answer_seconds(self) -> float:
+        """Returns the seconds left for answers before the training begins, at least a few."""
+        return max(60 * self.answer_minutes - self._seconds, _LEAST_SECONDS)
 
     def training_minutes(self, first: int) -> float:
         """Stops the clock, and returns the minutes for training; `first` is the number of conversations so far."""

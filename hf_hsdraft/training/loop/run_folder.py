@@ -93,9 +93,18 @@ def check_no_other_run(out: Path) -> None:
             pass
 
 
-def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
-    """Records that a run's drafter is saved, after how many steps, and by which limits training ended."""
-    write_json(out / _FINISHED, {"steps": steps, "limits": limits})
+def finish(out: Path, steps: int, limits: dict[str, float], untrained: bool = False) -> None:
+    """Records that a run's drafter is saved, after how many steps, by which limits training ended, and if in vain."""
+    write_json(out / _FINISHED, {"steps": steps, "limits": limits, "untrained": untrained})
+
+
+def ended_untrained(out: Path) -> dict[str, Any]:
+    """The steps and limits of a run that ended with an untrained drafter; empty for any other."""
+    try:
+        found = read_kept(out / _FINISHED, "")
+    except ValueError:
+        return {}
+    return found if found.get("untrained") else {}
 
 
 def is_finished(out: Path, limits: dict[str, float]) -> bool:
