@@ -13,6 +13,7 @@ import pytest
 import torch
 from training_helpers import decodes_as_plain, interrupted, planned, run
 
+from hf_hsdraft.training.loop.run_clock import RunClock
 from hf_hsdraft.training.loop.run_folder import steps_done
 
 
@@ -70,17 +71,14 @@ def test_damaged_hidden_states_are_computed_again(chatty, tokenizer, tmp_path, n
 
 
 @pytest.mark.parametrize("how", ["half", "garbage"])
-@pytest.mark.parametrize("name", ["training_plan.json", "clock.json", "data/recipe.yaml", "data/data/*.parquet"])
+@pytest.mark.parametrize("name", ["training_plan.json", "data/recipe.yaml", "data/data/*.parquet"])
 def test_other_damaged_files_are_errors_that_name_file_and_remedy(chatty, tokenizer, tmp_path, name, how):
-    plan, limit = planned(tmp_path, "hidden-state"), {}
-    if name == "clock.json":
-        limit = {"max_minutes": 0.2, "max_steps": -1}
-    run(chatty, tokenizer, plan, **limit)
+    plan = planned(tmp_path, "hidden-state")
+    run(chatty, tokenizer, plan)
     damaged = next((tmp_path / "out").glob(name))
     _damaged(damaged, how)
-    more = {"max_minutes": 0.3, "max_steps": -1} if limit else {"max_steps": 6}
     with pytest.raises(ValueError, match=r"is damaged \(.*\): delete ") as error:
-        run(chatty, tokenizer, plan, **more)
+        run(chatty, tokenizer, plan, max_steps=6)
     assert str(damaged) in str(error.value)
 
 
@@ -92,3 +90,10 @@ def test_a_damaged_record_of_the_end_is_written_again(chatty, tokenizer, tmp_pat
     run(chatty, tokenizer, plan, said.append)
     assert not any("already finished" in line for line in said)
     assert json.loads(record.read_text())["steps"] == 4
+
+
+def test_a_damaged_clock_is_an_error_that_names_file_and_remedy(tmp_path):
+    RunClock(tmp_path, 10, stream=False, stopped=False).training_minutes(first=1)
+    _damaged(tmp_path / "clock.json", "half")
+    with pytest.raises(ValueError, match=r"clock\.json is damaged \(.*\): delete it"):
+        RunClock(tmp_path, 10, stream=False, stopped=True)
