@@ -123,3 +123,11 @@ def test_a_terminal_shows_bars_and_keeps_the_last_lines():
 )
 def test_times_are_short(seconds, text):
     assert span(seconds) == text
+
+
+def test_the_time_left_of_a_stage_in_minutes_is_that_of_the_clock(monkeypatch):
+    clock, stage = Clock(monkeypatch), Stage("answering", "minutes", 2.0)
+    clock.now += 0.1
+    stage.advance(0.5)
+    clock.now += 60.0  # one batch takes long
+    assert stage.seconds_left() == pytest.approx(30.0)
