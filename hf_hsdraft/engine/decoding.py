@@ -62,12 +62,12 @@ def speculative_decoding(
             cache is as it was given; only `refused` may be called later.
         OSError: the folder of the option `history` cannot be used. Nothing has been done then either.
     """
-    check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    columns = options.shared_by(len(input_ids)).tree_size + 1
+    check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs, len(input_ids) * columns)
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
-    columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
