@@ -12,25 +12,15 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from ..core.checks import public_name
 from ..core.refusals import DraftingRefused
 from ..drafters.base.protocol import Drafter
-from ..runtime.foreign_parts import why_untriable
-from ..runtime.target_limits import check_inputs, furthest_position, refusal, text_config
+from ..runtime.target_limits import check_inputs, furthest_position, text_config
 from ..verify.verdict import Verifier
 from .row_processors import check_processors, is_row_wise
 
 
 def check_call(
-    target: Any,
-    drafter: Drafter,
-    input_ids: torch.Tensor,
-    processors: Any,
-    synced_gpus: bool,
-    kwargs: dict[str, Any],
-    columns: int,
+    target: Any, drafter: Drafter, input_ids: torch.Tensor, processors: Any, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
-    """Raises a DraftingRefused for everything known beforehand that would make the call fail or be wrong.
-
-    `columns` is the most tokens that a forward reads of a row.
-    """
+    """Raises a DraftingRefused for everything known beforehand that would make the call fail or be wrong."""
     check_drafter(drafter, target)
     check_inputs(target)
     if not kwargs.get("use_cache"):
@@ -47,13 +37,6 @@ def check_call(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
     check_processors(processors, len(input_ids))
-    check_parts(target, columns)
-
-
-def check_parts(target: Any, columns: int = 0) -> None:
-    """Raises a DraftingRefused for a target with parts that no trial can prove to read drafts of so many tokens."""
-    if reason := why_untriable(target, columns):
-        raise refusal(target, f"{reason}. Decode it plainly, or do without that part.")
 
 
 def check_drafter(drafter: Drafter, target: Any) -> None:

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import SuppressTokensAtBeginLogitsPr
 
 from ..drafters.base.draft_options import option_names
 from ..drafters.base.protocol import Drafter
-from ..engine.call_checks import check_drafter, check_parts, told_of_class
+from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import check_inputs
@@ -104,7 +104,6 @@ def _validate_mode(
     if drafter is not None and mode == GenerationMode.ASSISTED_GENERATION:
         check_drafter(drafter, target)
         check_inputs(target)  # before the prompt is streamed
-        check_parts(target)
         # Several sequences, stateful caches and other encoders are checked by the runtime, not by mode.
         mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}

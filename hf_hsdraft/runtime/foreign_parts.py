@@ -77,9 +77,10 @@ def _attention(target: nn.Module) -> str:
             return f"the mask function registered for {name!r} is not transformers' own, and may follow from the length"
         if is_foreign(ALL_ATTENTION_FUNCTIONS.get(name)):
             return f"the attention registered for {name!r} is not transformers' own, and may follow from the length"
-    for module in sorted({type(part).__module__ for part in target.modules()}):
-        for name, value in vars(sys.modules.get(module, object)).items():
-            if "mask" in name and inspect.isfunction(value) and module.startswith("transformers.") and is_foreign(value):
+    spaces = {type(part).__module__ for part in target.modules()}
+    for module in sorted(space for space in spaces if space.startswith("transformers.")):
+        for name, value in vars(sys.modules[module]).items():
+            if "mask" in name and inspect.isfunction(value) and is_foreign(value):
                 return f"{module}.{name} was replaced, and may follow from the length"
     return ""
 
@@ -130,7 +131,7 @@ def _functions_of(hook: Any) -> Iterator[Any]:
     while isinstance(hook, functools.partial):
         yield hook
         hook = hook.func
-    yield hook if hasattr(hook, "__code__") else getattr(type(hook), "__call__", hook)
+    yield hook if hasattr(hook, "__code__") else type(hook).__call__
 
 
 def _reaches(function: Any) -> bool:
