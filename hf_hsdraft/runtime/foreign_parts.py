@@ -1,4 +1,4 @@
-"""What no trial of a target can see: code of the user's that may follow the text, its length, or the number of forwards.
+"""What no trial of a target can see: the user's code that may follow the text, its length, or the number of forwards.
 
 A trial reads a few tokens at one place of the text. Layers that map hidden states can be tried so. Inputs derived from
 the whole text, rotary embeddings and masks that change at some length, hooks that count forwards, and adapters or
