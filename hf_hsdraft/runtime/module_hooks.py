@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -50,6 +52,9 @@ def fingerprint(model: nn.Module) -> int:
         if (name := getattr(own.get("config"), "_attn_implementation", None)) is not None:
             attentions.add(name)
     parts.append(frozenset((kind, _serial(kind.forward)) for kind in kinds))
+    parts.append(F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention)
+    for name in sorted({kind.__module__ for kind in kinds}):  # functions there may be replaced at any time
+        parts += (id(value) for value in vars(sys.modules.get(name, object)).values() if inspect.isfunction(value))
     parts.append(frozenset((str(name), _serial(ALL_ATTENTION_FUNCTIONS.get(name))) for name in attentions))
     return hash(tuple(parts))
 
