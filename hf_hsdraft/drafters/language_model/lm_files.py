@@ -26,7 +26,8 @@ _OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.jso
 
 # Share of the target's parameters up to which a language model is proposed as its drafter: each drafted token runs it.
 _MOST_SHARE = 0.5
-_MOST_PACKED = 32  # numbers in one of a quantised file
+# Numbers that config.json may describe for each one in the files; what is missing is named once it is loaded.
+_MOST_LACKING, _MOST_PACKED = 2, 32
 _MOST_PADDING = (
     1024  # rows by which vocabularies of one tokenizer may differ; models of a series are padded differently
 )
@@ -84,10 +85,6 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     model = build(config, checkpoint.folder)
     # With converted or packed weights, files and model hold different tensors.
     packed = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
-    stored = sum(math.prod(shape) for shape in checkpoint.shapes.values())
-    described = sum(weight.numel() for weight in model.parameters())
-    if described > stored * (_MOST_PACKED if packed else 1):  # before so much is allocated
-        raise _mismatch(checkpoint, model, f"{stored:,} numbers instead of {described:,}")
     if not packed and not get_model_conversion_mapping(model, kwargs.get("key_mapping"), add_legacy=False):
         wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         found = {name: shape for name, shape in checkpoint.shapes.items() if name in wanted}
@@ -98,6 +95,10 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
         ]
         if wrong:
             raise _mismatch(checkpoint, model, f"of other shapes: {few(wrong)}")
+    stored = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > stored * (_MOST_PACKED if packed else _MOST_LACKING):  # before so much is allocated
+        raise _mismatch(checkpoint, model, f"{stored:,} numbers instead of {described:,}")
     return model
 
 
