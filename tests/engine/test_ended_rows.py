@@ -1,5 +1,7 @@
 """The cache of a batch whose rows end apart: keys and values are those of plain decoding, padding included."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import LLAMA, make_drafter, make_target, model_of
@@ -7,6 +9,8 @@ from test_contract import assert_same_cache, batch_of, make_windowed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
+
+from hf_hsdraft.runtime.cache_slots import CacheSlots
 
 PLACES = (3, 9, 14, 15, 6)  # of the tokens that end rows
 
@@ -139,3 +143,12 @@ def test_nothing_is_read_for_a_cache_that_ends_with_the_call():
             target.generate(**call, assistant_model=drafter, return_dict_in_generate=returned)
         counts.append(embeddings.count)
     assert 0 < counts[0] < counts[1]
+
+
+def test_attentions_of_hybrid_targets_are_cut_to_their_own_windows():
+    types = ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]
+    layers = [SimpleNamespace() if "linear" in each else SimpleNamespace(keys=0) for each in types]
+    slots = CacheSlots.__new__(CacheSlots)
+    slots.cache = SimpleNamespace(layers=layers)
+    assert list(slots.attending(2)) == [1, 3]
+    assert list(slots.attending(4)) == [0, 1, 2, 3]
