@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
+from ..core.forks import new_lock
 from ..core.tuning import TUNING
 from ..runtime.cache_slots import make_room
 from .fleet import fitted_line
@@ -159,7 +160,7 @@ class MicroBatches:
         self._prompts: deque[Job] = deque()
         self._trees: deque[Job] = deque()
         self._ended = False
-        self._lock = threading.Lock()  # held to change `running`, and statistics
+        self._lock = new_lock()  # held to change `running`, and statistics
         self.running = True  # whether it takes jobs
         self._thread = threading.Thread(target=self._run, name="micro-batches", daemon=True)
         self._thread.start()

@@ -137,6 +137,12 @@ class CacheSlots:
     def layers_with_keys(self) -> list[Any]:
         return [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
 
+    def attending(self, count: int) -> Sequence[int]:
+        """Indices of the layers that `count` attentions belong to: hybrid models give none for recurrent layers."""
+        every = range(len(self.layers))
+        some = [index for index in every if getattr(self.layers[index], "keys", None) is not None]
+        return some if len(some) == count else range(count)
+
     @property
     def length(self) -> int:
         return self.cache.get_seq_length() if self.static is None else self.static.filled

@@ -316,7 +316,7 @@ class TargetRuntime(TargetCall):
         static = slots.static is not None
         path = [*range(self._again), *(self._again + node for node in path)]
         left_over = slots.length - read - (self.rows.kept[row] - self._again)  # slots of other rows' longer paths
-        for index, layer in enumerate(weights):
+        for index, layer in zip(slots.attending(len(weights)), weights, strict=True):
             empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
             cached = layer.shape[-1] - empty - read
             text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)

@@ -1,11 +1,16 @@
 """The cache of a batch whose rows end apart: keys and values are those of plain decoding, padding included."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import LLAMA, make_drafter, make_target, model_of
 from test_contract import assert_same_cache, batch_of, make_windowed
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
+
+from hf_hsdraft.runtime.cache_slots import CacheSlots
 
 PLACES = (3, 9, 14, 15, 6)  # of the tokens that end rows
 
@@ -116,17 +121,34 @@ def make_ngrams():
     return CachebackDrafter()
 
 
+class Embeddings(TorchDispatchMode):
+    """Counts look-ups of tokens: with n-grams the target alone makes any, one in each forward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.embedding.default
+        return func(*args, **(kwargs or {}))
+
+
 def test_nothing_is_read_for_a_cache_that_ends_with_the_call():
-    target, inputs = make_target(), batch_of(5)
+    target, inputs, counts = make_target(), batch_of(5), []
     free = target.generate(**inputs, do_sample=False, max_new_tokens=16)[:, 12:].tolist()
     call = {**inputs, "do_sample": False, "max_new_tokens": 16, "eos_token_id": free[0][3], "pad_token_id": 3}
-    drafter, counts = make_drafter(target), []
+    drafter = make_ngrams()
     drafter.generation_config.tree_sizing = "fixed"
     target.generate(**call, assistant_model=drafter)
     for returned in (False, True):
-        forwards = []
-        hook = target.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
-        target.generate(**call, assistant_model=drafter, return_dict_in_generate=returned)
-        hook.remove()
-        counts.append(len(forwards))
-    assert counts[0] < counts[1]
+        with Embeddings() as embeddings:
+            target.generate(**call, assistant_model=drafter, return_dict_in_generate=returned)
+        counts.append(embeddings.count)
+    assert 0 < counts[0] < counts[1]
+
+
+def test_attentions_of_hybrid_targets_are_cut_to_their_own_windows():
+    types = ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]
+    layers = [SimpleNamespace() if "linear" in each else SimpleNamespace(keys=0) for each in types]
+    slots = CacheSlots.__new__(CacheSlots)
+    slots.cache = SimpleNamespace(layers=layers)
+    assert list(slots.attending(2)) == [1, 3]
+    assert list(slots.attending(4)) == [0, 1, 2, 3]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from ...core.forks import new_lock
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -56,7 +58,7 @@ class Reporter:
         `total` is `None` until `Stage.start` tells it; `done` was done by an earlier run.
         """
         stage = Stage(name, unit, total, done)
-        said, lock, ended = -math.inf, threading.Lock(), threading.Event()
+        said, lock, ended = -math.inf, new_lock(), threading.Event()
 
         def show() -> None:
             nonlocal said
