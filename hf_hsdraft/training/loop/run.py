@@ -25,7 +25,7 @@ from ..data.conversations import (
     Conversation,
     Prompt,
     TokenizedConversation,
-    check_template_keeps_turns,
+    keeps_turns,
     tokenize_conversation,
 )
 from ..data.features import FeatureCache, feature_bytes, keep_likely, read_features
@@ -186,8 +186,9 @@ class _Run:
         plan.check_publishes(len(prompts))
         if plan.invents:
             kinds_to_invent(plan, self.tokenizer)
-        if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
-            check_template_keeps_turns(self.tokenizer)
+        several = plan.invented_turns or any(len(chat.texts("assistant")) > 1 for chat in finished)
+        if (several or any(len(prompt.turns) > 1 for prompt in prompts)) and not keeps_turns(self.tokenizer):
+            self.report("the chat template changes earlier turns once later ones follow: only the last one is learned")
         return finished, prompts
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
@@ -302,7 +303,10 @@ class _Run:
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
-                family.record_target(trainer.drafter, target, self.tokenizer, plan.drafter.get("target_name"))
+                timed = trainer.budget is not None and not is_sharded(target)  # or all processes write as much
+                seconds = trainer.budget.remaining if timed else None
+                name = plan.drafter.get("target_name")
+                family.record_target(trainer.drafter, target, self.tokenizer, name, seconds)
             except Exception as error:  # the drafter is saved all the same
                 report(f"what the target writes could not be recorded: {error}")
         if state.is_main_process:
@@ -312,7 +316,8 @@ class _Run:
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(self.args), untrained(trainer.state.log_history))
+            steps = trainer.state.global_step
+            finish(out, steps, limits_of(self.args), untrained(trainer.state.log_history, steps))
         state.wait_for_everyone()
 
     def _answered(
