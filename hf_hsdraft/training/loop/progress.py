@@ -152,7 +152,7 @@ class Stage:
         left = self.seconds_left()
         if ended:
             return f"{text}; took {span(time.perf_counter() - self._begin)}"
-        return text if left is None else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
+        return text if not left or left < 0.5 else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
 
 
 class TrainingProgress(TrainerCallback):

@@ -92,10 +92,11 @@ def what_is_needed(out: Path, goes_on: bool) -> str:
     """
     if not (ended := ended_untrained(out)):
         return ""
+    steps = ended["steps"]
     how = "the same command goes on for as long again" if goes_on else "the same command with a wider limit goes on"
     return (
-        f"this drafter is untrained and will not speed anything up: the machine made {ended['steps']} steps, it needs "
-        f"some hundreds; {how}"
+        f"this drafter is untrained and will not speed anything up: the machine made {steps} step{'s' * (steps != 1)}, "
+        f"it needs some hundreds; {how}"
     )
 
 

@@ -236,12 +236,7 @@ class _Run:
             clock: the time of the whole run, if it is limited.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
-        known = BEFORE_LEARNING if clock is None or clock.first is None else clock.first
-        first = len(conversations) if groups is None else min(known, len(conversations))
-        held_out = plan.eval_conversations
-        if clock is not None and not plan.stream:  # a slow machine has answered few
-            held_out = min(held_out, first // 2)
+        first, held_out = self._divided(len(conversations), groups is not None, clock)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
@@ -282,6 +277,13 @@ class _Run:
         begin = time.perf_counter()
         _learn(trainer, last, report)
         self._keep(trainer, counts, begin)
+
+    def _divided(self, count: int, grows: bool, clock: RunClock | None) -> tuple[int, int]:
+        """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
+        if grows:  # what a resumed stream has answered since changes neither
+            count = min(BEFORE_LEARNING if clock is None or clock.first is None else clock.first, count)
+        most = self.plan.eval_conversations
+        return count, most if clock is None or self.plan.stream else min(most, count // 2)  # a slow machine has few
 
     def _model(
         self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
