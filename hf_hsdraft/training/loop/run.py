@@ -305,8 +305,8 @@ class _Run:
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
-                timed = trainer.budget is not None and not is_sharded(target)  # or all processes write as much
-                seconds = trainer.budget.remaining if timed else None
+                budget = None if is_sharded(target) else trainer.budget  # all processes have to write as much
+                seconds = None if budget is None else budget.remaining
                 name = plan.drafter.get("target_name")
                 family.record_target(trainer.drafter, target, self.tokenizer, name, seconds)
             except Exception as error:  # the drafter is saved all the same
