@@ -11,6 +11,7 @@ import functools
 import importlib
 import pkgutil
 import sys
+import time
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -111,6 +112,8 @@ def _running(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if "context" in kwargs:
+            kwargs["context"].meta["began"] = time.monotonic()  # loading takes a while too
         try:
             _load_packages()
             return body(*args, **kwargs)

@@ -155,7 +155,7 @@ def train(
     ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
-    began = time.monotonic()
+    began = context.meta.get("began", time.monotonic())
     also = ["openai"] * (answers_from is not None) + ["peft"] * (lora is not None)
     need_extra("train", "train", ["accelerate", "datasets", "matplotlib", "pyarrow", *also])
     from dataclasses import fields as fields_of

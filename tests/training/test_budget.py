@@ -31,7 +31,7 @@ def step(budget: TimeBudget, due: bool = False) -> SimpleNamespace:
 
 def test_training_stops_early_enough_for_a_last_evaluation_and_the_saving(clock):
     budget = TimeBudget(10.0)
-    budget.on_train_begin(None, None, None)
+    step(budget)  # took no time
     clock.now += 100.0
     assert not step(budget).should_training_stop
     budget.on_evaluate(None, None, None, metrics={"eval_seconds": 30.0})
@@ -43,9 +43,27 @@ def test_training_stops_early_enough_for_a_last_evaluation_and_the_saving(clock)
     assert budget.ended == 10.0 and budget.progress == 1.0 and budget.scale() == pytest.approx(0.0, abs=1e-6)
 
 
+def test_training_stops_where_another_step_would_not_fit(clock):
+    budget = TimeBudget(10.0)
+    budget.on_evaluate(None, None, None, metrics={"eval_seconds": 30.0})
+    for _ in range(4):
+        clock.now += 109.0
+        assert not step(budget).should_training_stop
+    clock.now += 109.0
+    assert step(budget).should_training_stop and budget.spent == 545.0  # of 550
+    budget = TimeBudget(10.0)
+    clock.now += 200.0
+    step(budget)
+    clock.now += 200.0
+    assert step(budget).should_training_stop  # 400 seconds; another 200 and the evaluation do not fit
+    assert budget.remaining == 200.0
+    clock.now += 300.0
+    assert budget.remaining == 0.0
+
+
 def test_an_evaluation_shortly_before_the_last_one_is_left_out(clock):
     budget = TimeBudget(10.0)
-    budget.on_train_begin(None, None, None)
+    step(budget)
     budget.on_evaluate(None, None, None, metrics={"eval_seconds": 30.0})
     clock.now = 1000.0 + 600 - 30 - 20 - 31
     assert step(budget, due=True).should_evaluate
@@ -56,7 +74,7 @@ def test_an_evaluation_shortly_before_the_last_one_is_left_out(clock):
 
 def test_before_the_first_evaluation_its_greatest_time_is_kept_free(clock):
     budget = TimeBudget(2.0)
-    budget.on_train_begin(None, None, None)
+    step(budget)
     clock.now += 120 - 15 - 12 - 1  # an eighth, and a tenth for saving and pictures
     assert not step(budget).should_training_stop
     clock.now += 1.0
@@ -85,13 +103,11 @@ def test_evaluations_measure_as_much_as_the_first_one_had_time_for(clock):
 
 def test_a_resumed_budget_goes_on_with_the_minutes_that_are_left(clock):
     budget = TimeBudget(10.0)
-    budget.on_train_begin(None, None, None)
     clock.now += 300.0
     step(budget)
     stored = budget.state()["attributes"]
     clock.now += 5000.0  # the machine was off
     budget = TimeBudget.resumed(10.0, stored)
-    budget.on_train_begin(None, None, None)
     clock.now += 60.0
     step(budget)
     assert budget.spent == 360.0

@@ -128,7 +128,7 @@ def test_documents_stand_in_prompts_and_fit(chatty, tokenizer, tmp_path):
 def test_the_document_is_what_the_target_writes_when_asked(chatty, tokenizer, tmp_path, monkeypatch):
     asked = []
 
-    def reply(target, tokenizer, histories, temperature, tokens, recorder):
+    def reply(target, tokenizer, histories, temperature, tokens, recorder, seconds):
         asked.extend(history[0]["content"] for history in histories)
         asked_now = [history[0]["content"] for history in histories]
         return [Reply(f"An answer that has some length to: {text} And then", tokens) for text in asked_now]

@@ -103,15 +103,15 @@ def test_counts_by_kind_are_those_of_a_naive_count():
     assert both.covered == (5 / 6, 3 / 4, 0.0)
 
 
-def test_near_duplicates_are_not_learned_from(tmp_path):
+def test_near_duplicates_are_not_learned_from(tokenizer, tmp_path):
     judge = write(tmp_path / "dev.jsonl", [{"turns": [LONG]}, {"turns": ["w1"]}])
     prompts = [{"turns": [f"Translate to German: {LONG}"]}, {"turns": ["w1 w2"]}, {"turns": ["w1"]}]
     given = [chat(LONG, "w3"), chat("w4", LONG)]
     said: list[str] = []
     plan = TrainingPlan("out", prompts=[write(tmp_path / "train.jsonl", prompts + given)], exclude_near=[judge])
-    finished, asked = read_sources(plan, 0, None, said.append)
+    finished, asked = read_sources(plan, tokenizer, 0, None, said.append)
     assert [prompt.turns for prompt in asked] == [("w1 w2",)]
-    assert [chat.messages[0][1] for chat in finished] == ["w4"]  # an answer may hold what is asked elsewhere
+    assert [chat.messages[0]["content"] for chat in finished] == ["w4"]  # an answer may hold what is asked elsewhere
     assert said == [
         "1 of 2 chats left out: near-duplicates of --exclude-near",
         "2 of 3 chats left out: near-duplicates of --exclude-near",

@@ -8,7 +8,7 @@ import json
 import pytest
 from training_helpers import planned, run
 
-from hf_hsdraft.training.data.conversations import Conversation, read_jsonl, tokenize_conversation
+from hf_hsdraft.training.data.conversations import Conversation, keeps_turns, read_jsonl, tokenize_conversation
 
 RICH = (
     "{% if tools %}{% for t in tools %}w1 {{ t.function.name }} {% endfor %}{% endif %}"
@@ -26,6 +26,14 @@ CALLED = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role":
 TOOLS = [{"type": "function", "function": {"name": "w42", "description": "w", "parameters": {"type": "object"}}}]
 PLAIN = "{% for m in messages %}{{ m.role }} {{ m.content }} end {% endfor %}"
 PLAIN += "{% if add_generation_prompt %}assistant {% endif %}"
+
+
+DROPS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ m.role }} {% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ m.reasoning_content }} {% endif %}{{ m.content }} end {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)  # earlier reasoning
 
 
 def templated(tokenizer, template):
@@ -90,6 +98,24 @@ def test_what_a_template_cannot_say_is_a_bad_line(chatty, tokenizer, tmp_path, t
     chats, _ = read_jsonl(path)
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         tokenize_conversation(plain, chats[1], 100)
+
+
+def test_turns_after_which_a_template_drops_reasoning_are_read_and_the_last_is_learned(tokenizer):
+    dropping = templated(tokenizer, DROPS)
+    thinks = [{**ANSWER, "content": f"w{index}", "reasoning_content": f"w3{index}"} for index in range(3)]
+    chat = Conversation.of([ASK, thinks[0], ASK, thinks[1], thinks[2]])
+    found = tokenize_conversation(dropping, chat, 1000)
+    read = "user w10 end assistant w0 end user w10 end assistant w31 w1 end assistant w32 w2 end"
+    assert dropping.convert_ids_to_tokens(found.input_ids) == read.split()
+    learned = dropping.convert_ids_to_tokens(found.input_ids[found.answer_mask])
+    assert learned == ["w31", "w1", "end", "w32", "w2", "end"]
+    assert keeps_turns(dropping) and not keeps_turns(templated(tokenizer, DROPS.replace("m.reasoning_content and", "")))
+
+
+def test_answers_that_a_template_never_ends_as_they_began_are_bad_lines(tokenizer):
+    odd = templated(tokenizer, PLAIN.replace("messages %}", "messages | reverse %}"))
+    with pytest.raises(ValueError, match="writes each answer differently"):
+        tokenize_conversation(odd, Conversation.of([ASK, ANSWER]), 100)
 
 
 def test_bad_lines_of_a_template_are_left_out_when_asked(chatty, tokenizer, tmp_path):

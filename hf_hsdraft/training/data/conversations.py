@@ -356,26 +356,29 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length
 def render(tokenizer: Any, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
     """Returns a conversation in the chat template, and begin and end of what the assistant wrote.
 
-    Prefixes of the conversation are rendered for that.
+    Prefixes of the conversation are rendered for that. Templates may write earlier turns differently once others
+    follow, as those that drop earlier reasoning do: such turns are read, and what was written last is learned.
 
     Raises:
-        ValueError: the template raises an error, leaves something out, or renders earlier messages differently once
-            others follow.
+        ValueError: the template raises an error, leaves something out, or writes every answer differently from how the
+            assistant began or ended it.
     """
-    messages, text, spans = conversation.messages, conversation.rendered(tokenizer), []
+    messages, text, spans, changed = conversation.messages, conversation.rendered(tokenizer), [], False
     _check_said(tokenizer, conversation, text)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = conversation.rendered(tokenizer, index, add_generation_prompt=True)
         through = conversation.rendered(tokenizer, index + 1).rstrip()
-        if not text.startswith(before) or not text.startswith(through):
-            raise ValueError(
-                "the chat template renders earlier turns differently once later turns follow, so the assistant's "
-                "tokens cannot be located; train on single-turn conversations with this target"
-            )
-        if through.split() != _or_nothing(tokenizer, conversation, [*messages[:index], _SILENT]).split():
+        if not (text.startswith(before) and text.startswith(through)):
+            changed = True
+        elif through.split() != _or_nothing(tokenizer, conversation, [*messages[:index], _SILENT]).split():
             spans.append((len(before), len(through)))
+    if changed and not spans:
+        raise ValueError(
+            "the chat template writes each answer differently from how the assistant began or ended it, so the "
+            f"assistant's tokens cannot be located; {_REMEDY}"
+        )
     return text, spans
 
 
@@ -421,7 +424,8 @@ def _with_less(message: Message) -> Iterator[tuple[str, Message]]:
         if given := [name for name in names if message.get(name)]:
             yield given[0], {name: value for name, value in message.items() if name not in given}
     parts = message.get("content")
-    for at, part in enumerate(parts if isinstance(parts, list) else ()):
+    parts = parts if isinstance(parts, list) else []
+    for at, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text" or part.get("text"):
             yield "content", {**message, "content": [*parts[:at], *parts[at + 1 :]]}
 
@@ -429,7 +433,8 @@ def _with_less(message: Message) -> Iterator[tuple[str, Message]]:
 _REMEDY = "use a template that renders it (--chat-template), or leave the line out"
 
 
-def check_template_keeps_turns(tokenizer: Any) -> None:
-    """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
+def keeps_turns(tokenizer: Any) -> bool:
+    """Whether the template renders earlier turns as before once later ones follow; see `render` for errors."""
     turns = ("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green.")
-    render(tokenizer, Conversation.of([{"role": role, "content": text} for role, text in turns]))
+    chat = Conversation.of([{"role": role, "content": text} for role, text in turns])
+    return len(render(tokenizer, chat)[1]) == 2

@@ -23,7 +23,7 @@ from .conversations import (
     Conversation,
     Message,
     Prompt,
-    check_template_keeps_turns,
+    keeps_turns,
     prompts_from_dataset,
     read_chats,
     read_jsonl,
@@ -411,19 +411,18 @@ def _of_some_size(batches: Iterable[Sequence[Answered]]) -> Iterator[list[Answer
 def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
     """Returns the kinds of prompts to invent; a ValueError if the plan names one that is unknown or cannot be rendered.
 
-    Kinds with several turns are left out if the template cannot render them, unless the plan names kinds.
+    Kinds with several turns are left out if the template changes earlier turns, unless the plan names kinds.
     """
     if plan.openings:
         return [kind_of_openings(plan.openings)]
     kinds = chosen_kinds(plan.kinds)
-    if any(kind.follow_ups for kind in kinds):
-        try:
-            check_template_keeps_turns(tokenizer)
-        except ValueError:
-            if plan.kinds:
-                raise
-            return [kind for kind in kinds if not kind.follow_ups]
-    return kinds
+    try:
+        kept = not any(kind.follow_ups for kind in kinds) or keeps_turns(tokenizer)
+    except ValueError:
+        if plan.kinds:
+            raise
+        kept = False
+    return [kind for kind in kinds if kept or plan.kinds or not kind.follow_ups]
 
 
 class _UnwrittenRows(RowFolder):

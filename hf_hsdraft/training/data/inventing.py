@@ -153,8 +153,8 @@ class _Writer:
         if not openings:
             return []
         headers, kind = [self.header + opening for opening in openings], self.kind
-        drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder)
-        return continue_texts(self.target, self.tokenizer, headers, *drawn, self.seconds)
+        drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder, self.seconds)
+        return continue_texts(self.target, self.tokenizer, headers, *drawn)
 
     def _documents(self, sketches: Sequence[Sketch]) -> list[list[str]]:
         """Returns the documents of each prompt, in whole sentences."""

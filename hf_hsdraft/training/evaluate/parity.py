@@ -7,6 +7,7 @@ drafter and for the target.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,7 @@ def parity(
     max_new_tokens: int = 64,
     tolerance: float = 0.0,
     labels_of: LabelsOf = true_labels,
+    max_time: float | None = None,
 ) -> ParityReport:
     """Decodes prompts greedily, computes the same drafts as training does, and compares both.
 
@@ -119,11 +121,16 @@ def parity(
         max_new_tokens: greatest number of tokens decoded after each prompt.
         tolerance: greatest mean total variation allowed at each depth; 0 for the default of the target's dtype.
         labels_of: labels the chains of a pack.
+        max_time: greatest number of seconds for decoding all prompts; `None` for no limit.
     """
     steps = drafter.num_draft_steps
     rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
+    begin = time.monotonic()
     for prompt in prompts:
-        for depth, comparison in _compare_text(drafter, target, prompt, max_new_tokens, labels_of):
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        if max_time is not None:
+            limits["max_time"] = max(max_time - (time.monotonic() - begin), 0.0)
+        for depth, comparison in _compare_text(drafter, target, prompt, limits, labels_of):
             rows[depth].append(comparison)
     depths = []
     for depth, found in enumerate(rows, 1):
@@ -135,7 +142,7 @@ def parity(
 
 @torch.no_grad()
 def _compare_text(
-    drafter: Any, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
+    drafter: Any, target: Any, prompt: torch.Tensor, limits: dict[str, Any], labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
     """Yields for each prediction of a text the index of its depth, and the comparison.
 
@@ -150,7 +157,7 @@ def _compare_text(
             attention_mask=torch.ones_like(prompt).to(target.device),
             assistant_model=observed,
             do_sample=False,
-            max_new_tokens=max_new_tokens,
+            **limits,
             streamer=observed.recorder,
         )[0]
     starts = sorted(start for start in drafts if start + 2 < len(text))

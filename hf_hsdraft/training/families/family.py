@@ -191,8 +191,13 @@ class TrainableFamily:
         """Returns the layers of a drafter, which are recomputed in the backward where memory is short."""
         return list(drafter.layers)
 
-    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
-        """Records a drafter's target in its configuration. All processes of a sharded target have to take part."""
+    def record_target(
+        self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
+        """Records a drafter's target in its configuration, in `seconds` if given; less is recorded then.
+
+        All processes of a sharded target have to take part.
+        """
         raise NotImplementedError
 
     def describe(self, drafter: Any) -> str:

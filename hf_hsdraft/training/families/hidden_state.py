@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from ..loss.predictions import StatePredictions, head_logits, some_columns, trai
 from .travelling import TravellingFamily, record_name
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
-_TOKENS = 96
+_TOKENS, _FEWEST = 96, 24  # that the target writes; fewer than these say too little
 
 
 class InjectedPredictions(StatePredictions):
@@ -78,19 +80,24 @@ class HiddenStateFamily(TravellingFamily):
     def bias_rows(self, drafter: HSDrafter) -> torch.Tensor:
         return drafter.injector.up.weight
 
-    def record_target(self, drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
-        record_target(drafter, target, tokenizer, name)
+    def record_target(
+        self, drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
+        record_target(drafter, target, tokenizer, name, seconds)
 
     def describe(self, drafter: HSDrafter) -> str:
         config = drafter.config
         return f"{trunk_in_words(config.to_dict())}, {config.injector} injector"
 
 
-def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+def record_target(
+    drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+) -> None:
     """Records a drafter's target in its configuration, so that `target_match` can recognise the target.
 
     The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part. `name`
-    is `None` for the name by which the target was loaded. A drafter for a target of other sizes is a ValueError.
+    is `None` for the name by which the target was loaded. After `seconds`, if given, no text is recorded, or a shorter
+    one. A drafter for a target of other sizes is a ValueError.
     """
     config = drafter.config
     config.target_reference = None
@@ -100,17 +107,21 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
     tokens = min(_TOKENS, furthest_position(target) - start)
     if start < 2 or tokens < 1 or not can_measure(target, start + tokens):
         return
-    text = _greedy(target, prompt, tokens)
+    text = _greedy(target, prompt, tokens, math.inf if seconds is None else seconds)
+    if len(text) < start + min(tokens, _FEWEST):
+        return
     match = measure_match(target, drafter, text, start)
     config.target_reference = {"input_ids": text, "start": start, "agreed": match.agreed, "drafted": match.drafted}
     config.check()
 
 
 @torch.no_grad()
-def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+def _greedy(target: Any, prompt: torch.Tensor, tokens: int, seconds: float) -> list[int]:
     """Returns a prompt and its greedy continuation, without `generate()`, whose defaults a target may change."""
-    text, cache, read = prompt, None, prompt
+    text, cache, read, begin = prompt, None, prompt, time.monotonic()
     for _ in range(tokens):
+        if time.monotonic() - begin >= seconds:
+            break
         output = target(read, **{CACHE: cache}, use_cache=True)
         cache, read = returned_cache(output), output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
         text = torch.cat([text, read], dim=1)

@@ -134,7 +134,9 @@ class LMFamily(TrainableFamily):
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
         """A language model starts from its own weights."""
 
-    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    def record_target(
+        self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
         drafter.config = replace(drafter.config, target_name=name_of(target, name))
         drafter.tokenizer = drafter.tokenizer or tokenizer
 

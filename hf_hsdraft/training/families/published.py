@@ -63,7 +63,9 @@ class PublishedFamily(TrainableFamily):
                     "from scratch"
                 )
 
-    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    def record_target(
+        self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
         drafter.check(target)
         architecture = type(target).__name__.removeprefix("FSDP")  # a sharded target is the same target
         told = {"target_name": name_of(target, name), "target_architectures": (architecture,)}

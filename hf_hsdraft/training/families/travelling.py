@@ -46,7 +46,9 @@ class TravellingFamily(TrainableFamily):
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: Any) -> Any:
         return with_draft_vocabulary(drafter, ids, output_rows)
 
-    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    def record_target(
+        self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
         record_name(drafter, target, tokenizer, name)
 
 

@@ -19,11 +19,11 @@ Item = TypeVar("Item")
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training so that all of it, from the first step to the saved drafter, takes `minutes`.
+    """Ends training so that all of it, from now to the saved drafter, takes `minutes`.
 
     Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training reserves time
-    for a last evaluation and for what comes after it. An evaluation takes an eighth of the time at most: `within` cuts
-    it, and later ones measure as much as the first one did.
+    for one more step, a last evaluation and what comes after it. An evaluation takes an eighth of the time at most:
+    `within` cuts it, and later ones measure as much as the first one did.
 
     All processes follow the clock of the first one, so that their learning rates and last steps are the same.
 
@@ -45,7 +45,8 @@ class TimeBudget(TrainerCallback, ExportableState):
         self.evaluation_seconds: float | None = None
         self.measured: dict[str, int] = {}
         self.ended = 0.0
-        self._begin = 0.0
+        self._begin = time.monotonic() - spent
+        self._step, self._since = math.inf, spent  # seconds of the shortest step; when this one began
 
     @classmethod
     def resumed(cls, minutes: float, stored: Mapping[str, Any]) -> TimeBudget:
@@ -53,6 +54,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         budget = cls(minutes)
         for name, value in stored.items():
             setattr(budget, name, value)
+        budget._begin, budget._since = time.monotonic() - budget.spent, budget.spent
         return budget
 
     @property
@@ -61,13 +63,19 @@ class TimeBudget(TrainerCallback, ExportableState):
         return _EVALUATION * 60.0 * self.minutes
 
     @property
+    def remaining(self) -> float:
+        """Seconds until all of the time is over, that for saving included; at least 0."""
+        return max(60.0 * self.minutes - (time.monotonic() - self._begin), 0.0)
+
+    @property
     def _evaluation(self) -> float:
         return self.evaluation_limit if self.evaluation_seconds is None else self.evaluation_seconds
 
     @property
     def _reserve(self) -> float:
-        """Seconds kept for the last evaluation and for what comes after it."""
-        return self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
+        """Seconds kept for another step, the last evaluation and what comes after it."""
+        step = self._step if math.isfinite(self._step) else 0.0
+        return step + self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
 
     @property
     def _left(self) -> float:
@@ -109,11 +117,9 @@ class TimeBudget(TrainerCallback, ExportableState):
     def _read_clock(self) -> None:
         [self.spent] = broadcast_object_list([time.monotonic() - self._begin])
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin = time.monotonic() - self.spent
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._read_clock()
+        self._step, self._since = min(self._step, self.spent - self._since), self.spent
         if self._left <= 0.0:
             self.ended = self.minutes
             control.should_evaluate = control.should_save = control.should_training_stop = True
@@ -123,6 +129,7 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self._read_clock()
+        self._since = self.spent
         self.evaluation_seconds = (metrics or {}).get("eval_seconds", self.evaluation_seconds)
 
     def state(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Stage:
         left = self.seconds_left()
         if ended:
             return f"{text}; took {span(time.perf_counter() - self._begin)}"
-        return text if left is None else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
+        return text if not left or left < 0.5 else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
 
 
 class TrainingProgress(TrainerCallback):
@@ -216,7 +216,8 @@ _EVALUATION = {
 def figures_in_words(logs: Mapping[str, float]) -> str:
     """Formats the figures of a log entry, which is of training or of an evaluation."""
     words = _TRAINING if "loss" in logs else _EVALUATION
-    return ", ".join(text.format(float(logs[name])) for name, text in words.items() if name in logs)
+    known = {name: float(logs.get(name, math.nan)) for name in words}
+    return ", ".join(text.format(known[name]) for name, text in words.items() if not math.isnan(known[name]))
 
 
 def span(seconds: float) -> str:

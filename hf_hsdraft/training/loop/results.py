@@ -28,7 +28,8 @@ from .progress import Reporter
 from .run_folder import ended_untrained
 from .trainer import DrafterTrainer
 
-_UNTRAINED = 0.2  # share of first tokens right
+_UNTRAINED, _HARDLY_TRAINED = 0.2, 0.4  # shares of first tokens right; frequent pairs of tokens alone give the first
+_FEW_STEPS = 200  # after so few, a fresh drafter may be right about frequent tokens alone
 
 
 def save(
@@ -54,8 +55,11 @@ def save(
     held_out += f"{trainer.args.eval_new_tokens} tokens each"
     training = {"history": figures, "calibration": calibration, "held_out": held_out, "tau": _tau(trainer)}
     write_json(out / FIGURES, {"training": training})
-    with report.stage("drawing", "pictures") as stage:
-        draw_pictures(history, calibration, out, stage)
+    if trainer.budget is not None and not trainer.budget.remaining:
+        report("no pictures: the time is over")
+    else:
+        with report.stage("drawing", "pictures") as stage:
+            draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **_recipe(trainer, plan, family)}}
     recipe["target"] = trainer.drafter.config.target_name  # a language model's config.json does not name it
     if plan.dataset is not None:
@@ -75,10 +79,10 @@ def _tau(trainer: DrafterTrainer) -> float | None:
     return measured.get(int(best.rsplit("-", 1)[1]), last) if best else last
 
 
-def untrained(history: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last evaluation says that drafts are still noise."""
+def untrained(history: Sequence[Mapping[str, Any]], steps: int) -> bool:
+    """Whether the last evaluation says that drafts are still noise; after few steps, more is asked of them."""
     found = [entry["eval_accuracy_1"] for entry in history if "eval_accuracy_1" in entry]
-    return bool(found) and found[-1] < _UNTRAINED
+    return bool(found) and found[-1] < (_HARDLY_TRAINED if steps < _FEW_STEPS else _UNTRAINED)
 
 
 def what_is_needed(out: Path, goes_on: bool) -> str:
@@ -88,10 +92,11 @@ def what_is_needed(out: Path, goes_on: bool) -> str:
     """
     if not (ended := ended_untrained(out)):
         return ""
+    steps = ended["steps"]
     how = "the same command goes on for as long again" if goes_on else "the same command with a wider limit goes on"
     return (
-        f"this drafter is untrained and will not speed anything up: the machine made {ended['steps']} steps, it needs "
-        f"some hundreds; {how}"
+        f"this drafter is untrained and will not speed anything up: the machine made {steps} step{'s' * (steps != 1)}, "
+        f"it needs some hundreds; {how}"
     )
 
 

@@ -25,7 +25,7 @@ from ..data.conversations import (
     Conversation,
     Prompt,
     TokenizedConversation,
-    check_template_keeps_turns,
+    keeps_turns,
     tokenize_conversation,
 )
 from ..data.features import FeatureCache, feature_bytes, keep_likely, read_features
@@ -186,8 +186,9 @@ class _Run:
         plan.check_publishes(len(prompts))
         if plan.invents:
             kinds_to_invent(plan, self.tokenizer)
-        if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
-            check_template_keeps_turns(self.tokenizer)
+        several = plan.invented_turns or any(len(chat.texts("assistant")) > 1 for chat in finished)
+        if (several or any(len(prompt.turns) > 1 for prompt in prompts)) and not keeps_turns(self.tokenizer):
+            self.report("the chat template changes earlier turns once later ones follow: only the last one is learned")
         return finished, prompts
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
@@ -235,12 +236,7 @@ class _Run:
             clock: the time of the whole run, if it is limited.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
-        known = BEFORE_LEARNING if clock is None or clock.first is None else clock.first
-        first = len(conversations) if groups is None else min(known, len(conversations))
-        held_out = plan.eval_conversations
-        if clock is not None and not plan.stream:  # a slow machine has answered few
-            held_out = min(held_out, first // 2)
+        first, held_out = self._divided(len(conversations), groups is not None, clock)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
@@ -282,6 +278,13 @@ class _Run:
         _learn(trainer, last, report)
         self._keep(trainer, counts, begin)
 
+    def _divided(self, count: int, grows: bool, clock: RunClock | None) -> tuple[int, int]:
+        """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
+        if grows:  # what a resumed stream has answered since changes neither
+            count = min(BEFORE_LEARNING if clock is None or clock.first is None else clock.first, count)
+        most = self.plan.eval_conversations
+        return count, most if clock is None or self.plan.stream else min(most, count // 2)  # a slow machine has few
+
     def _model(
         self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
     ) -> torch.nn.Module:
@@ -302,7 +305,10 @@ class _Run:
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
-                family.record_target(trainer.drafter, target, self.tokenizer, plan.drafter.get("target_name"))
+                budget = None if is_sharded(target) else trainer.budget  # all processes have to write as much
+                seconds = None if budget is None else budget.remaining
+                name = plan.drafter.get("target_name")
+                family.record_target(trainer.drafter, target, self.tokenizer, name, seconds)
             except Exception as error:  # the drafter is saved all the same
                 report(f"what the target writes could not be recorded: {error}")
         if state.is_main_process:
@@ -312,7 +318,8 @@ class _Run:
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(self.args), untrained(trainer.state.log_history))
+            steps = trainer.state.global_step
+            finish(out, steps, limits_of(self.args), untrained(trainer.state.log_history, steps))
         state.wait_for_everyone()
 
     def _answered(

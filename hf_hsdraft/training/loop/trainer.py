@@ -201,12 +201,13 @@ class DrafterTrainer(Trainer):
                 stage.advance(batch.stop)
             self.held_out = (batch.stop, 0)
             if self.tau_prompts:
+                end = begin + self._limit
                 with _in_lockstep(self.target):
                     left = 0.8 * self._limit - (time.monotonic() - begin)
-                    for call in self._decode(self._within(self.tau_prompts, "prompts", left)):
+                    for call in self._decode(self._within(self.tau_prompts, "prompts", left), end):
                         calls.append(call)
                         stage.advance(batch.stop + len(calls))
-                    distance = self._parity(self.tau_prompts[: min(2, len(calls))])
+                    distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
                 self.held_out = (batch.stop, len(calls))
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
             calibration = Calibration.of(parts, len(parts[0].count))
@@ -260,18 +261,28 @@ class DrafterTrainer(Trainer):
         else:  # an earlier process measured it
             self.evaluate()
 
-    def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
+    def _seconds(self, end: float) -> float | None:
+        """Seconds left for a text of an evaluation that ends at `end`; `None` for no limit."""
+        if self.budget is None or is_sharded(self.target):  # all processes have to decode the same tokens
+            return None
+        return max(end - time.monotonic(), 0.0)
+
+    def _parity(self, prompts: Sequence[dict[str, torch.Tensor]], end: float) -> float:
         """Returns the greatest total variation between training and decoding over all depths.
 
-        A `ParityError` is raised if it is more than rounding explains: such training would never improve tau.
+        After `end`, if there is a time budget, nothing is compared: not a number. A `ParityError` is raised if it is
+        more than rounding explains: such training would never improve tau.
         """
+        if (seconds := self._seconds(end)) == 0.0:
+            return math.nan
         ids = [prompt["input_ids"] for prompt in prompts]
-        report = parity(self.snapshot(), self.target, ids, self.args.eval_new_tokens, labels_of=true_labels)
+        limits: dict[str, Any] = {"max_new_tokens": self.args.eval_new_tokens, "max_time": seconds}
+        report = parity(self.snapshot(), self.target, ids, **limits, labels_of=true_labels)
         if report.depths and not report.passed:
             raise ParityError("\n".join([*report.lines(), report.explain()]))
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
-    def _decode(self, prompts: Iterable[dict[str, torch.Tensor]]) -> Iterator[DraftStatistics]:
+    def _decode(self, prompts: Iterable[dict[str, torch.Tensor]], end: float) -> Iterator[DraftStatistics]:
         drafter = copy.copy(self.snapshot())  # shares the weights, not the options
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # tau must not depend on repetitions in the texts
@@ -283,6 +294,7 @@ class DrafterTrainer(Trainer):
                 assistant_model=drafter,
                 do_sample=False,
                 max_new_tokens=self.args.eval_new_tokens,
+                max_time=self._seconds(end),
                 return_dict_in_generate=True,
             ).statistics
 
