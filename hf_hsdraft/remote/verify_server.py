@@ -85,7 +85,6 @@ class VerifyServer:
             max_queue=2,
             create_connection=self._callers.connection_class(),
             open_timeout=self.limits.hello_seconds,
-            **({} if tls is None else {"ssl_handshake_timeout": self.limits.hello_seconds}),
             close_timeout=2.0,
             ping_interval=20.0,
             ping_timeout=20.0,

@@ -7,15 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
+from transformers.cli.serving.response import ResponseHandler
 
 from ..core.checks import printable
 
@@ -71,12 +66,6 @@ def _as_parts(value: Any) -> Any:
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
-
-
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MOST_BIASED:
-        raise ValueError(f"expected at most {MOST_BIASED} tokens")
-    return value
 
 
 Whole = Annotated[int, Field(ge=1)]
@@ -232,6 +221,7 @@ class Asked(_Strict):
     """Fields that all routes have, and the checks and the configuration that follow from them."""
 
     limit_name: ClassVar[str] = "max_tokens"
+    stream_end: ClassVar[str] = "data: [DONE]\n\n"
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -303,30 +293,43 @@ def _check_tokens(options: Mapping[str, Any], vocabulary: int, param: str = "gen
 
 
 _Penalty = Annotated[float, Field(gt=-1, le=2)] | None
-_Bias = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number], BeforeValidator(_few)] | None
+_Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Bias = Annotated[dict[_Id, Number], Field(max_length=MOST_BIASED)] | None
 _Stop = Annotated[list[Name], Field(fail_fast=True, min_length=1), BeforeValidator(_listed)] | None
-_Tools = Annotated[list[Tool], Field(fail_fast=True)] | None
-_Variables = dict[str, Any] | None
 
 
-class ChatRequest(Asked):
+class Chatting(Asked):
+    """Fields of routes that use the chat template."""
+
+    chat_param: ClassVar[str]  # the field with the conversation
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> list[dict[str, Any]]:
+        """Returns the messages for the chat template."""
+        raise NotImplementedError
+
+    def nested_tools(self) -> list[dict[str, Any]] | None:
+        """Returns the tools for the chat template, `None` for none."""
+        return ResponseHandler._normalize_tools([tool.model_dump() for tool in self.tools or ()]) or None
+
+
+class ChatRequest(Chatting):
     """`/v1/chat/completions`."""
 
+    chat_param = "messages"
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     frequency_penalty: _Penalty = None
     logit_bias: _Bias = None
     stop: _Stop = None
-    tools: _Tools = None
-    chat_template_kwargs: _Variables = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def chat(self) -> list[dict[str, Any]]:
-        """Returns the messages for the chat template."""
         return [message.for_template() for message in self.messages]
 
 
@@ -340,18 +343,15 @@ class TextRequest(Asked):
     stop: _Stop = None
 
 
-class ResponsesRequest(Asked):
-    """`/v1/responses`."""
+class ResponsesRequest(Chatting):
+    """`/v1/responses`; `instructions` replace the system message."""
 
-    limit_name: ClassVar[str] = "max_output_tokens"
+    limit_name, chat_param, stream_end = "max_output_tokens", "input", ""
     input: Annotated[list[Item], Field(fail_fast=True, min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    tools: _Tools = None
-    chat_template_kwargs: _Variables = None
 
     def chat(self) -> list[dict[str, Any]]:
-        """Returns the messages for the chat template; `instructions` replace the system message."""
         messages = messages_of(self.input)
         if not self.instructions:
             return messages
