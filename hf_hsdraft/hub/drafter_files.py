@@ -30,6 +30,7 @@ CODE = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")  # o
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON, _LARGEST_INDEX = 8 * 2**20, 64 * 2**20  # bytes; a million token ids take most of the former
+_MOST_LISTS = 140_000  # and objects: enough for texts of one token each, of which a drafter takes 131,072
 _DEEPEST_JSON = 32  # levels; what transformers does with a configuration recurses
 _STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL), re.compile(r"[\[\]{}]")
 # Dtypes of weights, as headers name them.
@@ -56,6 +57,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedFile(f"{path} has {path.stat().st_size:,} bytes: expected at most {largest:,}", path)
     try:
         text = path.read_text(encoding="utf-8")
+        if sum(map(text.count, "[{")) > _MOST_LISTS:  # they take the time, and memory too
+            raise ValueError(f"expected at most {_MOST_LISTS:,} lists and objects")
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {printable(error)})", path) from error
