@@ -101,7 +101,7 @@ class CascadeDrafter(nn.Module, Drafter):
         check_is_drafter(folder, CascadeConfig.model_type)
         document = read_json(folder / CONFIG)
         names, tokens = document.get("levels"), document.get("tokens")
-        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+        if not isinstance(names, list) or not all(isinstance(each, str) and 0 < len(each) < 1024 for each in names):
             raise ValueError(
                 f"{folder / CONFIG} is damaged: expected names of drafters as levels, found {printable(names)}"
             )
