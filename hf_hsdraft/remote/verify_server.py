@@ -104,6 +104,7 @@ class VerifyServer:
                     await self.tend()
                 finally:  # while the waiting devices can still be answered
                     await asyncio.to_thread(self.close)
+                    self._callers.drop_before()
 
     async def tend(self) -> None:
         """Drops abandoned texts forever; raises a RuntimeError once the thread that runs the target has ended."""
