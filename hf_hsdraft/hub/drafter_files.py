@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ CODE = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")  # o
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
 _LARGEST_JSON, _LARGEST_INDEX = 8 * 2**20, 64 * 2**20  # bytes; a million token ids take most of the former
+_MOST_LISTS = 140_000  # and objects: enough for texts of one token each, of which a drafter takes 131,072
 _DEEPEST_JSON = 32  # levels; what transformers does with a configuration recurses
+_STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL), re.compile(r"[\[\]{}]")
 # Dtypes of weights, as headers name them.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
@@ -53,24 +56,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > largest:
         raise DamagedFile(f"{path} has {path.stat().st_size:,} bytes: expected at most {largest:,}", path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if sum(map(text.count, "[{")) > _MOST_LISTS:  # they take the time, and memory too
+            raise ValueError(f"expected at most {_MOST_LISTS:,} lists and objects")
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {printable(error)})", path) from error
     if not isinstance(document, dict):
         raise DamagedFile(f"{path} is damaged: expected a JSON object", path)
-    if _depth(document) > _DEEPEST_JSON:
+    if _depth(text) > _DEEPEST_JSON:
         raise DamagedFile(f"{path} is damaged: expected at most {_DEEPEST_JSON} levels of lists and objects", path)
     return document
 
 
-def _depth(document: Any) -> int:
-    """Levels of lists and objects, counted up to one more than are allowed."""
-    level, depth = [document], 0
-    while level and depth <= _DEEPEST_JSON:
-        depth += 1
-        parts = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
-    return depth
+def _depth(text: str) -> int:
+    """Levels of lists and objects of a valid JSON text."""
+    steps = {"[": 1, "{": 1, "]": -1, "}": -1}
+    brackets = _BRACKETS.findall(_STRINGS.sub("", text))
+    return max(accumulate(map(steps.__getitem__, brackets)), default=0)
 
 
 def type_in(config: Mapping[str, Any]) -> str | None:

@@ -75,6 +75,11 @@ class Callers:
         for held in (self._silent, self._speaking, self._since):
             held.pop(connection, None)
 
+    def drop_before(self) -> None:
+        """Ends connections whose handshake has not ended: a server that is closed would wait for them."""
+        for each in self._before:
+            each.transport.abort()
+
     def _make_room(self) -> None:
         if len(self._before) > self._most and (dropped := _drop_one(self._before)) is not None:
             del self._before[dropped]

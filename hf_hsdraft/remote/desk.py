@@ -56,26 +56,28 @@ class Desk:
     longest: int
     vocab_size: int
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)  # tokenizers are not thread-safe
-    steps: asyncio.Lock = field(default_factory=asyncio.Lock)  # one step at a time, in the order of asking
+    # One step at a time, in the order of asking. Short steps do not wait for texts that skip random numbers.
+    steps: asyncio.Lock = field(default_factory=asyncio.Lock)
+    skips: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def opened(self, message: Open, is_open: Callable[[], bool]) -> VerifiedText:
         """Prepares a text in short steps, so that others take turns with one that was sampled for long.
 
         Raises `DeviceGone` once its device has left.
         """
-        text = await self._step(VerifiedText, self.target, message, self.longest, self.vocab_size)
-        while await self._step(text.skip_some):
+        text = await self._step(self.steps, VerifiedText, self.target, message, self.longest, self.vocab_size)
+        while text.skips and await self._step(self.skips, text.skip_some):
             if not is_open():
                 raise DeviceGone
         return text
 
-    async def _step(self, work: Callable[..., Any], *args: Any) -> Any:
-        async with self.steps:
+    async def _step(self, turns: asyncio.Lock, work: Callable[..., Any], *args: Any) -> Any:
+        async with turns:
             return await asyncio.to_thread(on_own_thread, work, *args)
 
     async def rows(self, message: Rows) -> Message:
         rows = self.tables.rows
-        return RowData(await self._step(rows, message.table, message.first, message.count))
+        return RowData(await self._step(self.steps, rows, message.table, message.first, message.count))
 
     async def encode(self, message: Encode) -> Message:
         def ids(tokenizer: Any) -> list[int]:

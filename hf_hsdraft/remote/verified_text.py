@@ -122,14 +122,14 @@ class VerifiedText:
         self._texts: Any = None  # `SeededTexts`, once the prompt was read
         self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options, longest)
         self._draws: Draws | None = None
-        self._skipping: Iterator[None] = iter(())
+        self.skips = self._rules[2].do_sample and len(ids) > opening.prompt_length
         if self._rules[2].do_sample:
             generator = torch.Generator(self._ids.device).manual_seed(opening.seed)
             self._skipping = skipped_draws(generator, vocab_size, len(ids) - opening.prompt_length)
             self._draws = Draws(generator, vocab_size)
 
     def skip_some(self) -> bool:
-        """Skips earlier draws of a text that was opened again, for a few milliseconds; returns whether any are left."""
+        """Skips earlier draws of a text that `skips` them, for a few milliseconds; returns whether any are left."""
         return next(self._skipping, self) is not self
 
     @property

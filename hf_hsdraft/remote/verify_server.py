@@ -85,7 +85,6 @@ class VerifyServer:
             max_queue=2,
             create_connection=self._callers.connection_class(),
             open_timeout=self.limits.hello_seconds,
-            **({} if tls is None else {"ssl_handshake_timeout": self.limits.hello_seconds}),
             close_timeout=2.0,
             ping_interval=20.0,
             ping_timeout=20.0,
@@ -105,6 +104,7 @@ class VerifyServer:
                     await self.tend()
                 finally:  # while the waiting devices can still be answered
                     await asyncio.to_thread(self.close)
+                    self._callers.drop_before()
 
     async def tend(self) -> None:
         """Drops abandoned texts forever; raises a RuntimeError once the thread that runs the target has ended."""

@@ -21,13 +21,11 @@ from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
@@ -40,8 +38,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .guards import RequestLimits, error_document
-from .prompts import Prompts
-from .requests import Asked, ChatRequest, ResponsesRequest, TextRequest, refused
+from .requests import Asked, refused
 from .stops import CutStream, CutTokenizer, StopWatch
 
 
@@ -53,7 +50,6 @@ class Decoder:
     tokenizer: Any
     name: str
     limits: RequestLimits
-    prompts: Prompts
     thread: GenerateManager = field(default_factory=GenerateManager)
     stopped: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0  # requests that have not been answered
@@ -73,15 +69,27 @@ class Decoder:
         if self.waiting >= limits.max_requests:
             raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
 
-    def answer(self, asked: Asked, ids: torch.Tensor, receive: Receive) -> Answer:
-        """Returns what decodes a request; raises an HTTPException (400) if the prompt or a setting does not fit."""
+    async def respond(
+        self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, **further: Any
+    ) -> Response:
+        """Answers a request with the prompt `ids` in the form of transformers' `handler`, which takes `further`.
+
+        Raises an HTTPException (400) if the prompt or a setting does not fit.
+        """
         try:
             room = room_left(self.target, ids.shape[-1])
         except ValueError as error:
             raise refused("messages", str(error)) from None
         own = self.target.generation_config
         config = asked.config(own, room, self.limits.max_beams, self.target.get_input_embeddings().num_embeddings)
-        return Answer(self, asked, ids.to(self.target.device), config, receive)
+        answer = Answer(self, asked, ids.to(self.target.device), config, request.receive)
+        further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
+        further |= {"processor": answer.tokenizer, "inputs": answer.inputs, "gen_config": config, "gen_manager": answer}
+        if not asked.stream:
+            return await handler._non_streaming(**further)
+        response = handler._streaming(**further)
+        response.body_iterator = _with_documents(response.body_iterator, answer, asked.stream_end)
+        return response
 
 
 class Answer(BaseStreamer):
@@ -231,72 +239,11 @@ def told(error: Any) -> tuple[int, str, str | None]:
     return 500, f"{type(error).__name__}: {error}", None
 
 
-async def _with_documents(parts: AsyncIterator[str], answer: Answer) -> AsyncIterator[str]:
+async def _with_documents(parts: AsyncIterator[str], answer: Answer, end: str) -> AsyncIterator[str]:
     """Ends a stream as OpenAI's servers do. transformers puts an error's message alone where its object belongs."""
     async for part in parts:
         if answer.failure:
             document = json.dumps(error_document(answer.failed_status, answer.failure))
             part = part.replace(f'data: {{"error": "{answer.failure}"}}\n\n', f"data: {document}\n\n")
         yield part
-    yield "data: [DONE]\n\n"
-
-
-class ChatHandler(ChatCompletionHandler):
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(None, None)
-        self._decoder = decoder
-
-    async def answer(self, asked: ChatRequest, name: str, receive: Receive) -> Response:
-        decoder = self._decoder
-        decoder.check(asked)
-        tools = [tool.model_dump() for tool in asked.tools or ()] or None
-        ids = await decoder.prompts.of_chat(asked.chat(), tools, asked.chat_template_kwargs, "messages")
-        answer = decoder.answer(asked, ids, receive)
-        args = name, decoder.target, answer.tokenizer, decoder.name, answer.inputs, answer.config
-        if not asked.stream:
-            return await self._non_streaming(*args, gen_manager=answer, tools=tools)
-        response = self._streaming(*args, gen_manager=answer, tools=tools)
-        response.body_iterator = _with_documents(response.body_iterator, answer)
-        return response
-
-
-class TextHandler(CompletionHandler):
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(None, None)
-        self._decoder = decoder
-
-    async def answer(self, asked: TextRequest, name: str, receive: Receive) -> Response:
-        decoder = self._decoder
-        decoder.check(asked)
-        answer = decoder.answer(asked, await decoder.prompts.of_text(asked.prompt), receive)
-        args = name, decoder.target, answer.tokenizer, decoder.name, answer.inputs, answer.config, answer
-        if not asked.stream:
-            return await self._non_streaming(*args)
-        response = self._streaming(*args)
-        response.body_iterator = _with_documents(response.body_iterator, answer)
-        return response
-
-
-class ResponsesHandler(ResponseHandler):
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(None, None)
-        self._decoder = decoder
-
-    async def answer(self, asked: ResponsesRequest, name: str, receive: Receive) -> Response:
-        decoder = self._decoder
-        decoder.check(asked)
-        tools = self._normalize_tools([tool.model_dump() for tool in asked.tools or ()]) or None
-        ids = await decoder.prompts.of_chat(asked.chat(), tools, asked.chat_template_kwargs, "input")
-        answer = decoder.answer(asked, ids, receive)
-        args = (
-            name,
-            decoder.target,
-            answer.tokenizer,
-            decoder.name,
-            asked.model_extra or {},
-            answer.inputs,
-            answer.config,
-        )
-        answering = self._streaming if asked.stream else self._non_streaming
-        response = answering(*args, gen_manager=answer, tools=tools)
-        return response if asked.stream else await response
+    yield end

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import hmac
 import os
+import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import FrameType
@@ -15,11 +15,10 @@ from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..core.checks import demand
+from ..core.checks import demand, printable
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _LINGER_SECONDS = 5.0  # in which the rest of a refused body is read and dropped
@@ -75,54 +74,54 @@ class PromptServer(uvicorn.Server):
 
 
 class Guard:
-    """Middleware: refuses requests without the key, posts that are not JSON, and bodies of more than `most` bytes.
+    """Middleware: refuses hosts that are not allowed, requests without the key, posts that are not JSON, long bodies.
 
     A browser sends a JSON post for a page from elsewhere only after the server has agreed, which this one never does.
-    `/health` needs no key; an empty `key` is none. A body that is too long or comes in too slowly is an HTTPException
-    for the application, as soon as that is known. The rest of a long one is read and dropped, so that its sender sees
-    the answer.
+    `/health` needs no key; an empty `key` is none. The application gets a body once all of it has come in.
     """
 
-    def __init__(self, app: ASGIApp, key: str, most: int) -> None:
-        self.app, self._key, self._most = app, key.encode(), most
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str, most: int) -> None:
+        self.app, self._hosts, self._key, self._most = app, [host.lower() for host in hosts], key.encode(), most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if refusal := self._refusal(scope):
+        if refusal := self._refusal(Headers(scope=scope), scope):
             return await refusal(scope, receive, send)
-        until, taken, too_long = time.monotonic() + _READ_SECONDS, 0, False
-        length = int(Headers(scope=scope).get("content-length") or 0)
+        body = await self._body(receive)
+        if isinstance(body, JSONResponse):
+            return await body(scope, receive, send)
+        waiting: list[Message] = [{"type": "http.request", "body": body}]
 
-        async def timely() -> Message:
-            nonlocal until, taken
-            if max(length, taken) > self._most:
-                raise HTTPException(413, f"the request is too long: this server takes {self._most} bytes")
-            try:
-                message = await asyncio.wait_for(receive(), until - time.monotonic() if until else None)
-            except TimeoutError:
-                raise HTTPException(408, f"the request did not come in within {_READ_SECONDS:.0f} s") from None
-            taken += len(message.get("body", b""))
-            if not message.get("more_body"):
-                until = 0.0  # it has been read: what comes next is that the client leaves
-            return message
+        async def received() -> Message:
+            return waiting.pop() if waiting else await receive()
 
-        async def lingering(message: Message) -> None:
-            nonlocal too_long
-            if message["type"] == "http.response.start" and message["status"] == 413:
-                too_long = True
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            elif too_long and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(_dropped(receive), _LINGER_SECONDS)
-                message = {"type": "http.response.body"}
-            await send(message)
+        await self.app(scope, received, send)
 
-        await self.app(scope, timely, lingering)
+    async def _body(self, receive: Receive) -> bytes | JSONResponse:
+        """Reads a body. The rest of one that is too long is dropped, so that its sender sees the answer."""
+        body, more, now = bytearray(), True, asyncio.get_running_loop().time
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_SECONDS) as limit:
+                while more:
+                    message = await receive()
+                    more = message.get("more_body", False)
+                    if len(body) <= self._most:
+                        body += message.get("body", b"")
+                        if len(body) > self._most:
+                            limit.reschedule(now() + _LINGER_SECONDS)
+        closing = {"Connection": "close"}
+        if len(body) > self._most:
+            said = f"the request is too long: this server takes {self._most} bytes"
+            return error_response(413, said, headers=closing)
+        if more:
+            return error_response(408, f"the request did not come in within {_READ_SECONDS:.0f} s", headers=closing)
+        return bytes(body)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
-        headers = Headers(scope=scope)
+    def _refusal(self, headers: Headers, scope: Scope) -> JSONResponse | None:
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if not any(host == each or (each[:1] == "*" and host.endswith(each[1:])) for each in self._hosts):
+            return error_response(400, f"this server does not answer to the host {printable(host, 60)!r}")
         scheme, _, key = headers.get("authorization", "").partition(" ")
         known = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         if self._key and not known and scope["path"] != "/health":
@@ -132,8 +131,3 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD", "OPTIONS") and kind != "application/json":
             return error_response(415, f"found the content type {kind[:60]!r}: expected application/json")
         return None
-
-
-async def _dropped(receive: Receive) -> None:
-    while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-        pass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import json
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .guards import RequestLimits
-from .requests import refused
+from .requests import Chatting, refused
 
 # What `apply_chat_template` does besides rendering; the other names are variables of the template.
 _NO_VARIABLES = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents", "kwargs"}
+_VARIABLES = "chat_template_kwargs"
 # As a file, for it needs nothing of this package; without its folder on the path.
 _RENDER = [sys.executable, "-P", str(Path(__file__).with_name("render_template.py"))]
 
@@ -41,19 +42,15 @@ class Prompts:
         """Returns the ids `[1, n]` of a text; raises an HTTPException (400) if there are none."""
         return await self._timely(lambda: self._ids("prompt", text, True), "prompt")
 
-    async def of_chat(
-        self, messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any] | None, param: str
-    ) -> torch.Tensor:
-        """Returns the ids `[1, n]` of a conversation, which the field `param` holds; raises an HTTPException (400)."""
-        variables = dict(variables or {})
+    async def of_chat(self, asked: Chatting) -> torch.Tensor:
+        """Returns the ids `[1, n]` of a request's conversation; raises an HTTPException (400)."""
+        messages, tools, param = asked.chat(), asked.nested_tools(), asked.chat_param
+        variables = dict(asked.chat_template_kwargs or {})
         template = variables.pop("chat_template", None)
         if wrong := sorted(_NO_VARIABLES.intersection(variables)):
-            raise refused(
-                "chat_template_kwargs", f"`chat_template_kwargs.{wrong[0]}` is not a variable of a chat template"
-            )
+            raise refused(_VARIABLES, f"`{_VARIABLES}.{wrong[0]}` is not a variable of a chat template")
         if template is not None:
-            self._check_template(template)
-            text = await self._rendered_apart(template, messages, tools, variables)
+            text = await asyncio.to_thread(self._rendered_apart, template, messages, tools, variables)
             return await self._timely(lambda: self._ids(param, text, False), param)
 
         def ids() -> torch.Tensor:
@@ -66,13 +63,6 @@ class Prompts:
             return self._ids(param, text, False)
 
         return await self._timely(ids, param)
-
-    def _check_template(self, template: Any) -> None:
-        name = "chat_template_kwargs"
-        if not self._client_templates:
-            raise refused(name, f"`{name}.chat_template` is not taken here: a server takes it with --client-templates")
-        if not isinstance(template, str):
-            raise refused(name, f"`{name}.chat_template` has to be a text")
 
     def _ids(self, param: str, text: str, special: bool) -> torch.Tensor:
         if len(text) > self._limits.max_prompt:
@@ -94,26 +84,21 @@ class Prompts:
     def _late(self, param: str) -> Exception:
         return refused(param, f"`{param}` was not rendered within {self._limits.prompt_seconds:g} s", 503)
 
-    async def _rendered_apart(
-        self, template: str, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
-    ) -> str:
+    def _rendered_apart(self, template: Any, messages: list[Any], tools: Any, variables: dict[str, Any]) -> str:
+        if not self._client_templates:
+            said = f"`{_VARIABLES}.chat_template` is not taken here: a server takes it with --client-templates"
+            raise refused(_VARIABLES, said)
         variables = {**self._tokenizer.special_tokens_map, **variables}
         asked = {"chat_template": template, "messages": messages, "tools": tools, "variables": variables}
-        asked |= {"seconds": self._limits.prompt_seconds, "most": self._limits.max_prompt}
-        pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        child = await asyncio.create_subprocess_exec(*_RENDER, stdin=pipe, stdout=pipe, stderr=nothing)
+        seconds = self._limits.prompt_seconds
+        asked |= {"seconds": seconds, "most": self._limits.max_prompt}
         try:
-            out, _ = await asyncio.wait_for(child.communicate(json.dumps(asked).encode()), self._limits.prompt_seconds)
-        except TimeoutError:
-            raise self._late("chat_template_kwargs") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-        try:
-            answer = json.loads(out)
+            run = subprocess.run(_RENDER, input=json.dumps(asked).encode(), capture_output=True, timeout=seconds)
+            answer = json.loads(run.stdout)
+        except subprocess.TimeoutExpired:
+            raise self._late(_VARIABLES) from None
         except ValueError:  # killed for its memory
             answer = {"error": "it takes too much time or memory"}
         if "error" in answer:
-            raise refused("chat_template_kwargs", f"`chat_template` cannot be rendered: {answer['error']}")
+            raise refused(_VARIABLES, f"`chat_template` cannot be rendered: {answer['error']}")
         return answer["text"]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
+from transformers.cli.serving.response import ResponseHandler
 
 from ..core.checks import printable
 
@@ -27,27 +22,15 @@ LABELS = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_
 _ABOUT_TOOLS = ("parallel_tool_calls", "tool_choice")
 _PLAIN_TEXT = {"type": "text"}
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are the behaviour here
-    "background": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "functions": ([],),
-    "include": ([],),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": (_PLAIN_TEXT,),
-    "service_tier": ("auto", "default"),
-    "reasoning": ({},),
-    "store": (False, True),
-    "suffix": ("",),
+    **dict.fromkeys(("background", "echo", "logprobs"), (False,)),
+    **dict.fromkeys(("best_of", "n"), (1,)),
+    **dict.fromkeys(("functions", "include"), ([],)),
+    **dict.fromkeys(("presence_penalty", "top_logprobs"), (0,)),
+    "modalities": (["text"],), "parallel_tool_calls": (True,), "reasoning": ({},), "response_format": (_PLAIN_TEXT,),
+    "service_tier": ("auto", "default"), "store": (False, True), "suffix": ("",),
     "text": ({"format": _PLAIN_TEXT}, {}, {"format": _PLAIN_TEXT, "verbosity": "medium"}),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "verbosity": ("medium",),
-}
+    "tool_choice": ("auto",), "truncation": ("disabled",), "verbosity": ("medium",),
+}  # fmt: skip
 _NO_SETTING = ("_from_model_config", "transformers_version", "max_length")  # of a generation config, ignored
 MOST_BIASED = 1024  # tokens of `logit_bias`
 
@@ -57,32 +40,18 @@ def refused(param: str | None, message: str, status: int = 400) -> HTTPException
     return HTTPException(status, {"message": message, "param": param})  # type: ignore[arg-type]
 
 
-def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+def _text_as(make: Callable[[str], list[Any]]) -> BeforeValidator:
+    """Takes a text for the list that `make` makes of it."""
+    return BeforeValidator(lambda value: make(value) if isinstance(value, str) else value)
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
-
-
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MOST_BIASED:
-        raise ValueError(f"expected at most {MOST_BIASED} tokens")
-    return value
-
-
+_AS_PARTS = _text_as(lambda text: [{"type": "text", "text": text}])
+_PARSED = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 Whole = Annotated[int, Field(ge=1)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=MOST_BIASED)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]  # ids of tokens too
+Tokens = Annotated[list[Count], Field(fail_fast=True, max_length=MOST_BIASED)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Above = Annotated[Number, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 
@@ -99,12 +68,13 @@ class Part(BaseModel):
     text: str
 
 
-Content = Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_as_parts)]
+Arguments = Annotated[dict[str, Any], _PARSED]  # templates iterate them as a mapping
+Content = Annotated[list[Part], Field(fail_fast=True), _AS_PARTS]
 
 
 class Function(_Strict):
     name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]  # templates iterate it as a mapping
+    arguments: Arguments
 
 
 class ToolCall(_Strict):
@@ -140,11 +110,11 @@ class Item(_Strict):
         "message", "reasoning", "function_call", "function_call_output", "text", "input_text", "output_text"
     ] = "message"
     role: Name | None = None
-    content: Annotated[list[ItemPart], Field(fail_fast=True), BeforeValidator(_as_parts)] | None = None
+    content: Annotated[list[ItemPart], Field(fail_fast=True), _AS_PARTS] | None = None
     text: str | None = None
     call_id: Name | None = None
     name: Name | None = None
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = None
+    arguments: Arguments | None = None
     output: Content | None = None
 
     @model_validator(mode="after")
@@ -195,24 +165,24 @@ class Generation(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     do_sample: bool | None = None
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Above | None = None
+    top_k: Count | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     top_h: Share | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    epsilon_cutoff: Annotated[float, Field(ge=0, lt=1)] | None = None
-    eta_cutoff: Annotated[float, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    typical_p: Annotated[Share, Field(gt=0)] | None = None
+    epsilon_cutoff: Annotated[Share, Field(lt=1)] | None = None
+    eta_cutoff: Annotated[Share, Field(lt=1)] | None = None
+    repetition_penalty: Above | None = None
+    no_repeat_ngram_size: Count | None = None
     max_new_tokens: Whole | None = None
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_new_tokens: Count | None = None
     num_beams: Whole | None = None
     length_penalty: Number | None = None
     early_stopping: bool | Literal["never"] | None = None
-    eos_token_id: Token | Tokens | None = None
-    pad_token_id: Token | None = None
-    bos_token_id: Token | None = None
+    eos_token_id: Count | Tokens | None = None
+    pad_token_id: Count | None = None
+    bos_token_id: Count | None = None
     suppress_tokens: Tokens | None = None
     begin_suppress_tokens: Tokens | None = None
     bad_words_ids: Annotated[list[Tokens], Field(fail_fast=True, max_length=MOST_BIASED)] | None = None
@@ -232,12 +202,13 @@ class Asked(_Strict):
     """Fields that all routes have, and the checks and the configuration that follow from them."""
 
     limit_name: ClassVar[str] = "max_tokens"
+    stream_end: ClassVar[str] = "data: [DONE]\n\n"
     model: str | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Share | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    generation_config: Annotated[Generation, BeforeValidator(_parsed)] | None = None
+    generation_config: Annotated[Generation, _PARSED] | None = None
 
     def check_ignored(self) -> None:
         """Raises an HTTPException (400) for a field that would be ignored."""
@@ -303,30 +274,43 @@ def _check_tokens(options: Mapping[str, Any], vocabulary: int, param: str = "gen
 
 
 _Penalty = Annotated[float, Field(gt=-1, le=2)] | None
-_Bias = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number], BeforeValidator(_few)] | None
-_Stop = Annotated[list[Name], Field(fail_fast=True, min_length=1), BeforeValidator(_listed)] | None
-_Tools = Annotated[list[Tool], Field(fail_fast=True)] | None
-_Variables = dict[str, Any] | None
+_Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Bias = Annotated[dict[_Id, Number], Field(max_length=MOST_BIASED)] | None
+_Stop = Annotated[list[Name], Field(fail_fast=True, min_length=1), _text_as(lambda text: [text])] | None
 
 
-class ChatRequest(Asked):
+class Chatting(Asked):
+    """Fields of routes that use the chat template."""
+
+    chat_param: ClassVar[str]  # the field with the conversation
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> list[dict[str, Any]]:
+        """Returns the messages for the chat template."""
+        raise NotImplementedError
+
+    def nested_tools(self) -> list[dict[str, Any]] | None:
+        """Returns the tools for the chat template, `None` for none."""
+        return ResponseHandler._normalize_tools([tool.model_dump() for tool in self.tools or ()]) or None
+
+
+class ChatRequest(Chatting):
     """`/v1/chat/completions`."""
 
+    chat_param = "messages"
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     frequency_penalty: _Penalty = None
     logit_bias: _Bias = None
     stop: _Stop = None
-    tools: _Tools = None
-    chat_template_kwargs: _Variables = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def chat(self) -> list[dict[str, Any]]:
-        """Returns the messages for the chat template."""
         return [message.for_template() for message in self.messages]
 
 
@@ -340,18 +324,19 @@ class TextRequest(Asked):
     stop: _Stop = None
 
 
-class ResponsesRequest(Asked):
-    """`/v1/responses`."""
+class ResponsesRequest(Chatting):
+    """`/v1/responses`; `instructions` replace the system message."""
 
-    limit_name: ClassVar[str] = "max_output_tokens"
-    input: Annotated[list[Item], Field(fail_fast=True, min_length=1), BeforeValidator(_as_items)]
+    limit_name, chat_param, stream_end = "max_output_tokens", "input", ""
+    input: Annotated[
+        list[Item],
+        Field(fail_fast=True, min_length=1),
+        _text_as(lambda text: [{"role": "user", "content": text}] if text else []),
+    ]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    tools: _Tools = None
-    chat_template_kwargs: _Variables = None
 
     def chat(self) -> list[dict[str, Any]]:
-        """Returns the messages for the chat template; `instructions` replace the system message."""
         messages = messages_of(self.input)
         if not self.instructions:
             return messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import socket
 import uuid
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
 
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
@@ -45,38 +48,38 @@ def build_app(
     template.
     """
     limits = limits or RequestLimits()
-    decoder = answers.Decoder(target, tokenizer, name, limits, Prompts(tokenizer, limits, client_templates))
-    chat, text, responses = (
-        handler(decoder) for handler in (answers.ChatHandler, answers.TextHandler, answers.ResponsesHandler)
-    )
+    decoder, prompts = answers.Decoder(target, tokenizer, name, limits), Prompts(tokenizer, limits, client_templates)
+    chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)
     app.state.decoder = decoder
 
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: requests.ChatRequest, request: Request) -> Response:
-        return await chat.answer(asked, request.state.name, request.receive)
+        decoder.check(asked)
+        return await decoder.respond(chat, asked, await prompts.of_chat(asked), request, tools=asked.nested_tools())
 
     @app.post("/v1/completions")
     async def completions(asked: requests.TextRequest, request: Request) -> Response:
-        return await text.answer(asked, request.state.name, request.receive)
+        decoder.check(asked)
+        return await decoder.respond(text, asked, await prompts.of_text(asked.prompt), request)
 
     @app.post("/v1/responses")
     async def respond(asked: requests.ResponsesRequest, request: Request) -> Response:
-        return await responses.answer(asked, request.state.name, request.receive)
+        decoder.check(asked)
+        further = {"tools": asked.nested_tools(), "body": asked.model_extra or {}}
+        return await decoder.respond(responses, asked, await prompts.of_chat(asked), request, **further)
 
     @app.post("/load_model")
     async def load_model(asked: requests.LoadRequest) -> Response:
         """Says that the model is loaded, to `transformers chat`."""
         known = asked.model == name
         status = {"status": "ready", "cached": True} if known else {"status": "error", "message": "another model"}
-        line = f"data: {JSONResponse({**status, 'model': asked.model}).body.decode()}\n\n"
-        return Response(line, media_type="text/event-stream")
+        return Response(f"data: {json.dumps({**status, 'model': asked.model})}\n\n", media_type="text/event-stream")
 
     _add_reports(app, name, attachment)
     for kind in (StarletteException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Guard, key=api_key, most=limits.max_body)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(Guard, hosts=hosts, key=api_key, most=limits.max_body)
     app.add_middleware(EachRequest, attachment=attachment)
     return app
 
@@ -155,7 +158,7 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
 
 async def _answer_error(_: Request, error: Any) -> JSONResponse:
     if isinstance(error, RequestValidationError):
-        param, message = requests.told(error.errors()[0])
-        return error_response(400, message, param or None)
+        field, said = requests.told(error.errors()[0])
+        return error_response(400, said, field or None)
     status, message, param = answers.told(error)
     return error_response(status, message, param, getattr(error, "headers", None))

@@ -151,6 +151,11 @@ def test_a_large_file_of_phrases_is_loaded_in_a_moment_and_in_part(tmp_path):
     path.write_text(json.dumps({"model_type": "cacheback", "format_version": 2, "texts": texts * 12}))
     with pytest.raises(ValueError, match="bytes: expected at most"):
         CachebackDrafter.from_pretrained(path.parent)
+    path.write_text(json.dumps({"model_type": "cacheback", "format_version": 2, "texts": [[]] * 1_000_000}))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="lists and objects"):
+        CachebackDrafter.from_pretrained(path.parent)
+    assert time.monotonic() - began < SECONDS
 
 
 OPTIONS = {"verification": "rejection", "tree_builder": "gumbel", "compiled_layers": True, "history": "memory"}

@@ -341,6 +341,16 @@ def test_connections_that_say_nothing_make_room_for_devices(target) -> None:
         assert all(map(closed, silent))  # the last ones had two seconds for their handshake
 
 
+def test_a_server_that_is_stopped_waits_for_no_handshake(target) -> None:
+    with contextlib.ExitStack() as stack:
+        with serving(target, hello_seconds=60.0) as served:
+            for _ in range(5):
+                stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            served.link().close()  # so these have been accepted
+            began = time.monotonic()
+        assert time.monotonic() - began < 20.0
+
+
 def test_connections_of_an_address_are_limited_and_silent_ones_are_closed(target) -> None:
     with serving(target, max_connections=8, max_per_address=2, hello_seconds=1.0) as served:
         first, second = served.link(), served.link()

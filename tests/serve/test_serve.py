@@ -208,10 +208,10 @@ def test_other_routes_refuse_what_they_would_ignore(endless, route, field):
 
 def test_every_field_of_openai_is_either_answered_or_refused_or_a_label():
     """By the types of OpenAI's client: transformers takes each of them, and ignores what it does not read."""
-    from fastapi import HTTPException
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
     from openai.types.completion_create_params import CompletionCreateParamsBase as Text
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
+    from starlette.exceptions import HTTPException
 
     from hf_hsdraft.serve import requests
 

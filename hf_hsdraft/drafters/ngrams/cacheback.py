@@ -136,6 +136,7 @@ class CachebackDrafter(WeightlessDrafter):
 
 def _last(texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """The last `_MOST_TOKENS` tokens; a warning says what is left out."""
+    texts = [text for text in texts if len(text)]
     left, count = _MOST_TOKENS, sum(map(len, texts))
     if count <= left:
         return texts

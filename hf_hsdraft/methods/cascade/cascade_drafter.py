@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import FORMAT_VERSION, is_integer
+from ...core.checks import FORMAT_VERSION, is_integer, printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
@@ -101,10 +101,12 @@ class CascadeDrafter(nn.Module, Drafter):
         check_is_drafter(folder, CascadeConfig.model_type)
         document = read_json(folder / CONFIG)
         names, tokens = document.get("levels"), document.get("tokens")
-        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
-            raise ValueError(f"{folder / CONFIG} is damaged: expected names of drafters as levels, found {names!r}")
+        if not isinstance(names, list) or not all(isinstance(each, str) and 0 < len(each) < 1024 for each in names):
+            raise ValueError(
+                f"{folder / CONFIG} is damaged: expected names of drafters as levels, found {printable(names)}"
+            )
         if not isinstance(tokens, list):
-            raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {tokens!r}")
+            raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {printable(tokens)}")
         _check_tokens(tokens, len(names))  # before weights are loaded
         _check_names(names, folder, "" if subfolder else str(name))
         levels = []
@@ -313,10 +315,14 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
 
 def _check_tokens(tokens: Sequence[int], count: int) -> None:
     if len(tokens) != count:
-        raise ValueError(f"tokens={list(tokens)} is invalid for {count} levels: expected a number for each level")
+        raise ValueError(
+            f"tokens={printable(list(tokens))} is invalid for {count} levels: expected a number for each level"
+        )
     for index, each in enumerate(tokens):
         if not is_integer(each) or not 1 <= each <= _MOST:
-            raise ValueError(f"tokens[{index}]={each!r} is invalid: expected an integer from 1 to {_MOST}")
+            raise ValueError(
+                f"tokens[{index}]={printable(repr(each))} is invalid: expected an integer from 1 to {_MOST}"
+            )
 
 
 def _named(level: Drafter) -> str:
