@@ -145,10 +145,6 @@ class DecodedTexts:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         return self.ids.all()
 
-    def padded(self) -> torch.Tensor:
-        """`[B, longest]`, with padding tokens after rows that have ended: what plain decoding reads."""
-        return self.sequences(max(self.ids.lengths))
-
     @property
     def stops_together(self) -> bool:
         """Whether criteria look at all rows, so that an end may be found after further tokens of that row."""

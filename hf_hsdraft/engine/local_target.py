@@ -128,7 +128,8 @@ class LocalTarget:
     def verify(self, trees: Sequence[DraftTree]) -> Read:
         read = {row: self._undrafted(row) for row in self.rows}
         read.update(zip(self._texts.active, trees, strict=True))
-        batch = self._texts.padded() if self._runtime.in_step else self._texts.batch()
+        texts = self._texts  # in step, chains read what plain decoding reads, with padding after rows that have ended
+        batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.batch()
         output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
         if self._limits.steps is not None:
             self._limits.steps.add([self._texts.last_token(0)], output.logits[:, 0])
