@@ -83,10 +83,8 @@ class DecodedTexts:
         self.ids = TextIds(input_ids)  # prompts and new tokens
         self.rows = [_Row() for _ in input_ids]
         self.prompt_length = input_ids.shape[1]
-        self._config = generation_config
-        self._process = logits_processor
-        self._streamer = streamer
-        self._streamed = 0
+        self._config, self._process = generation_config, logits_processor
+        self._streamer, self._streamed = streamer, 0
         self.verifier = verifier
         self.foresight: Foresight | None = None  # what drafts may know of coming draws; None without draws
         wanted = generation_config.return_dict_in_generate
@@ -95,6 +93,7 @@ class DecodedTexts:
         by_row = [len(self.rows) == 1 or type(one) in _ROW_WISE_CRITERIA for one in stopping_criteria]
         self._stop = StoppingCriteriaList(itertools.compress(stopping_criteria, by_row))
         self._stop_batch = StoppingCriteriaList(itertools.compress(stopping_criteria, (not one for one in by_row)))
+        self.stops_together = not all(by_row)  # then an end may be found after further tokens of that row
         self._steps_asked = 0  # steps that `_stop_batch` was asked about
         self._step_scores: tuple[torch.Tensor, ...] = ()  # `[B, V]` for each, if scores are returned
         # Plain decoding pads rows that a token ended, and lets rows grow that ended otherwise.
@@ -144,11 +143,6 @@ class DecodedTexts:
     def batch(self) -> torch.Tensor:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         return self.ids.all()
-
-    @property
-    def stops_together(self) -> bool:
-        """Whether criteria look at all rows, so that an end may be found after further tokens of that row."""
-        return bool(self._stop_batch)
 
     def foresee(self, vocab_size: int) -> None:
         """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own."""
