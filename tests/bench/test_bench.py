@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import itertools
 import json
@@ -20,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter
-from hf_hsdraft.bench import peers, run
+from hf_hsdraft.bench import run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
@@ -267,7 +268,8 @@ def test_wrong_variants_are_refused_by_their_name(text, message):
 
 
 def test_what_is_not_installed_is_said_at_once(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "economize" else find(name))
     with pytest.raises(ImportError, match="pip install --no-deps economize"):
         Variant.parse("economize-lookup")
 
@@ -419,8 +421,8 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     assert lone["summary"]["default"]["identical"] == 2 and pairs["summary"]["default"]["identical"] is None
     assert document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] == 2
     assert str(saved) not in json.dumps(document)
-    assert "time_ratio: seconds of all calls" in result.output and "first calls: plain" in result.output
-    assert "limit" in result.output and "tokens_per_second: new tokens" in result.output
+    assert "time: seconds of all calls" in result.output and "first calls: plain" in result.output
+    assert "limit" in result.output and "tokens/s: new tokens" in result.output
     pictures = sorted(path.name for path in saved.glob("*.png"))
     found = {f"report_{name}.png" for name in ("speed_up", "round", "context_lengths", "batch_sizes", "new_tokens")}
     assert found <= set(pictures) and not list(saved.glob("*partial*"))
