@@ -10,13 +10,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
-from documents import main as write_documents
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -40,7 +38,6 @@ from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.engine.divergence import Divergence, first_divergence
 from hf_hsdraft.methods.process_bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
-from hf_hsdraft.training.data.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
 
@@ -504,13 +501,3 @@ def test_variants_fit_drafters_of_any_depth(target, drafter):
     assert [system.options["num_assistant_tokens"] for system in two] == [4, 5, 4, 9, 4, 6]
     with pytest.raises(ValueError, match="two variants come to the same row of the table: chain4"):
         make_systems(parse_variants("chain4,chain9"), target, {"a": drafter})
-
-
-def test_prompts_about_documents_can_be_measured_with(tmp_path):
-    write_documents([str(tmp_path / "documents.jsonl")])
-    _, prompts = read_jsonl(tmp_path / "documents.jsonl")
-    assert [prompt.category for prompt in prompts[::6]] == ["summary", "question", "extraction", "retrieval"]
-    assert len({prompt.key for prompt in prompts}) == len(prompts) == 24
-    assert all(len(prompt.turns[0]) > 1500 for prompt in prompts)
-    before = prompts[18].turns[0].partition(topics["global"].strip())[0]
-    assert before == "Text 1:\n"  # what a prompt of retrieval asks about

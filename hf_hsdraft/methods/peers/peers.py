@@ -58,7 +58,7 @@ def parse_economize(text: str) -> Callable[[Any], System]:
     title = f"economize {ECONOMIZE[kind]}, cycle {length}" + ("" if stop is None else f", above {stop}")
 
     def system(target: Any) -> System:
-        decode = economize_decoder(kind, target, folder and Path(folder), length, stop)
+        decode = economize_decoder(kind, target, Path(folder) if folder else None, length, stop)
         return System(title, decode=decode, draws_as_plain=False)
 
     return system
