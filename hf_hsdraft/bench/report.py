@@ -15,7 +15,7 @@ from . import profile as profiling
 from .profile import Profile
 from .prompts import formats_of
 from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
-from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
+from .summary import DEFINITIONS, FIGURES, Summary, by_category, number, round_costs, shown, summarise
 from .systems import PLAIN
 
 _SHOWN_DEPTHS = 8
@@ -25,15 +25,6 @@ _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
 LOSSY = "lossy"  # marks a system whose verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
-# Columns of the main table, by the names of their figures in `DEFINITIONS`
-_COLUMNS = {
-    "tau": "tau", "tokens_per_second": "tokens/s", "speed_up": "speed-up", "spread": "spread",
-    "decode_speed_up": "after 1st token", "first_token_ms": "1st token ms", "peak_memory_mb": "peak MB",
-    "identical": "identical", "ties": "ties", "divergent": "divergent",
-}  # fmt: skip
-_PERCENTILES = (
-    "10th and 90th percentile of the prompts' own speed-ups, each from its median seconds per token over repeats"
-)
 
 
 @dataclass
@@ -47,6 +38,11 @@ class BenchResult:
     measured: Measured = field(default_factory=Measured)
     profiles: dict[str, Profile] = field(default_factory=dict)
     sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)  # points of each sweep, by axis
+
+    @property
+    def several(self) -> bool:
+        """Whether systems decoded each prompt several times."""
+        return int(self.settings.get("repeats", 1)) > 1
 
     @property
     def categories(self) -> list[str]:
@@ -73,7 +69,6 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
     measured, drafted = result.measured, result.drafted()
-
     formats = formats_of(result.questions)
 
     def point(each: SweepPoint) -> dict[str, Any]:
@@ -137,13 +132,7 @@ def print_report(result: BenchResult, console: Console) -> None:
 
 def _glossary(result: BenchResult) -> dict[str, str]:
     """What the tables show, by the titles of their columns."""
-    several = int(result.settings.get("repeats", 1)) > 1
-    texts = {
-        **DEFINITIONS,
-        "spread": DEFINITIONS["speed_up_repeats"] if several else _PERCENTILES,
-        "peak_memory_mb": f"{DEFINITIONS['peak_memory_mb']}; in brackets {DEFINITIONS['peak_growth_mb']}",
-    }
-    found = {title: texts[name] for name, title in _COLUMNS.items()}
+    found = {FIGURES[name][0]: DEFINITIONS[name] for name in shown(result.several)}
     if result.measured.first:
         found["first calls"] = DEFINITIONS["first_calls"]
     if result.drafted():
@@ -175,22 +164,11 @@ def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Tabl
 
 
 def _main_table(result: BenchResult) -> Table:
-    table = Table("variant", *_COLUMNS.values())
-    several, lossy = int(result.settings.get("repeats", 1)) > 1, result.settings.get("lossy", ())
+    names, lossy = shown(result.several), result.settings.get("lossy", ())
+    table = Table("variant", *(FIGURES[name][0] for name in names))
     for name, row in result.summaries().items():
-        spread = row.speed_up_repeats if several else (row.speed_up_prompts[0], row.speed_up_prompts[2])
-        memory = _EMPTY if row.peak_memory_mb is None else f"{row.peak_memory_mb:.0f} (+{row.peak_growth_mb:.0f})"
-        table.add_row(
-            escape(name) + (f" ({LOSSY})" if name in lossy else ""),
-            number(row.tau),
-            f"{row.tokens_per_second:.1f}",
-            f"{row.speed_up:.2f}",
-            f"{spread[0]:.2f}..{spread[1]:.2f}",
-            number(row.decode_speed_up),
-            number(row.first_token_ms, 0),
-            memory,
-            *(_EMPTY if count is None else str(count) for count in (row.identical, row.ties, row.divergent)),
-        )
+        title = escape(name) + (f" ({LOSSY})" if name in lossy else "")
+        table.add_row(title, *map(row.cell, names))
     if lossy:
         table.caption = f"{LOSSY}: its rule of verification may change the text"
     return table
@@ -263,7 +241,3 @@ def _sweep_cell(axis: str, row: Summary, total: int) -> str:
     same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
     time = f"{row.time_ratio:.2f}, " if axis == NEW else ""
     return f"{time}{row.speed_up:.2f}, {number(row.tau)}, {same}"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return _EMPTY if value is None else f"{value:.{digits}f}"

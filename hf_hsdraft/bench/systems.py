@@ -30,7 +30,6 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 _DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrained)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
 _CHAINS, LONGEST_CHAIN = "chains", 7  # as other speculators report
-_LOOKUP_TOKENS = 10  # transformers' own example
 
 
 # Variants of methods, by name. Each entry parses a whole variant, such as `mtp` or `dflash=FOLDER`, and returns what
@@ -206,16 +205,6 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
         setattr(drafter.generation_config, name, value)
 
 
-def _lookup(target: Any) -> System:
-    # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
-    kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
-    return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
-
-
-def _static(target: Any) -> System:
-    return System("plain, static cache", {"cache_implementation": "static"}, static=True)
-
-
 def _packed(target: Any) -> System:
     if not linears_to_pack(target, True):
         raise ValueError("variant 'packed': no weight of this target can be packed here")
@@ -227,7 +216,14 @@ def _cacheback(target: Any) -> System:
     return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
 
 
-_FIXED = {"lookup": _lookup, "static": _static, "packed": _packed, "cacheback": _cacheback}
+_LOOKUP = {"prompt_lookup_num_tokens": 10}  # transformers' own example
+_FIXED: dict[str, Callable[[Any], System]] = {
+    # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
+    "lookup": lambda target: System("prompt lookup (transformers)", _LOOKUP, draws_as_plain=False),
+    "static": lambda target: System("plain, static cache", {"cache_implementation": "static"}, static=True),
+    "packed": _packed,
+    "cacheback": _cacheback,
+}
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:

@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 from ...bench.calls import Run
 from ...bench.prompts import FORMATS, PromptFormat
-from ...bench.report import BenchResult, number
-from ...bench.summary import Summary, by_category
+from ...bench.report import BenchResult
+from ...bench.summary import Summary, by_category, number
 from ...training.data.conversations import Prompt
 
 logger = logging.get_logger(__name__)
