@@ -24,10 +24,9 @@ from ..training.loop.progress import Reporter
 from .calls import Settings
 from .machine import processor
 from .profile import profile
-from .prompts import length_of, read_questions
+from .prompts import formats_of, length_of, read_questions
 from .report import BenchResult, as_document
 from .run import Measured, check_points, measure, positions_of, sweep
-from .speed_bench import SpeedPrompt
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # greatest number of prompts in a profile
@@ -83,15 +82,16 @@ class BenchPlan:
         return [question.turns[0] for question in self.questions]
 
     def fitting(self, target: Any, tokenizer: Any) -> tuple[BenchPlan, str]:
-        """Returns the plan without prompts of SPEED-Bench that the target has no positions for, and says which.
+        """Returns the plan without published prompts that the target has no positions for, and says which.
 
         Raises a ValueError if none is left.
         """
         room = positions_of(target) - self.settings.max_new_tokens
+        published = tuple(each.prompt for each in formats_of(self.questions).values())
         kept = [
             each
             for each in self.questions
-            if not isinstance(each, SpeedPrompt) or length_of(tokenizer, each.turns[0]) <= room
+            if not isinstance(each, published) or length_of(tokenizer, each.turns[0]) <= room
         ]
         if len(kept) == len(self.questions):
             return self, ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ from rich.table import Column, Table
 from ..training.data.conversations import Prompt
 from . import profile as profiling
 from .profile import Profile
+from .prompts import formats_of
 from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
-from .speed_bench import DEFINITION, GroupFigures, SpeedPrompt, speed_document, speed_figures
-from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
+from .summary import DEFINITIONS, FIGURES, Summary, by_category, number, round_costs, shown, summarise
 from .systems import PLAIN
 
 _SHOWN_DEPTHS = 8
@@ -25,15 +25,6 @@ _EMPTY = "-"
 _HIDDEN = ("variants", "lossy")  # settings that the tables show
 LOSSY = "lossy"  # marks a system whose verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
-# Columns of the main table, by the names of their figures in `DEFINITIONS`
-_COLUMNS = {
-    "tau": "tau", "tokens_per_second": "tokens/s", "speed_up": "speed-up", "spread": "spread",
-    "decode_speed_up": "after 1st token", "first_token_ms": "1st token ms", "peak_memory_mb": "peak MB",
-    "identical": "identical", "ties": "ties", "divergent": "divergent",
-}  # fmt: skip
-_PERCENTILES = (
-    "10th and 90th percentile of the prompts' own speed-ups, each from its median seconds per token over repeats"
-)
 
 
 @dataclass
@@ -49,6 +40,11 @@ class BenchResult:
     sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)  # points of each sweep, by axis
 
     @property
+    def several(self) -> bool:
+        """Whether systems decoded each prompt several times."""
+        return int(self.settings.get("repeats", 1)) > 1
+
+    @property
     def categories(self) -> list[str]:
         """Of each prompt."""
         return [each.category for each in self.questions]
@@ -61,13 +57,6 @@ class BenchResult:
         plain = self.measured.runs.get(PLAIN, [])
         return {name: by_category(runs, plain, self.categories) for name, runs in self.measured.others.items()}
 
-    def speed_bench(self) -> dict[str, dict[str, dict[str, GroupFigures]]]:
-        """SPEED-Bench's figures of each system, see `speed_figures`; empty if no prompt is of it."""
-        if not any(isinstance(each, SpeedPrompt) for each in self.questions):
-            return {}
-        plain = self.measured.runs.get(PLAIN, [])
-        return {name: speed_figures(runs, plain, self.questions) for name, runs in self.measured.others.items()}
-
     def drafted(self) -> dict[str, dict[str, float]]:
         costs = {name: round_costs(runs) for name, runs in self.measured.others.items()}
         return {name: row for name, row in costs.items() if row}
@@ -79,7 +68,8 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
-    measured, drafted, speed = result.measured, result.drafted(), result.speed_bench()
+    measured, drafted = result.measured, result.drafted()
+    formats = formats_of(result.questions)
 
     def point(each: SweepPoint) -> dict[str, Any]:
         figures = {name: asdict(row) for name, row in _summaries(each.measured).items()}
@@ -104,7 +94,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         "left_out": measured.left_out,
         **{axis: list(map(point, points)) for axis, points in result.sweeps.items()},
         "categories": result.categories,
-        **({"speed_bench": speed_document(speed, result.questions)} if speed else {}),
+        **{name.replace("-", "_"): each.document(result) for name, each in formats.items() if measured.others},
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
     }
 
@@ -119,11 +109,10 @@ def print_report(result: BenchResult, console: Console) -> None:
     note(console, *(f"left out: {name}: {reason}" for name, reason in measured.left_out.items()))
     if result.drafted():
         console.print(_cost_table(result))
-    speed = result.speed_bench()
-    if speed:
-        for table in _speed_tables(speed):
-            console.print(table)
-        note(console, DEFINITION)
+    formats = formats_of(result.questions)
+    if formats and measured.others:
+        for part in (part for each in formats.values() for part in each.tables(result)):
+            note(console, part) if isinstance(part, str) else console.print(part)
     elif len(set(result.categories)) > 1 and measured.others:
         console.print(_category_table(result))
     if result.profiles:
@@ -143,13 +132,7 @@ def print_report(result: BenchResult, console: Console) -> None:
 
 def _glossary(result: BenchResult) -> dict[str, str]:
     """What the tables show, by the titles of their columns."""
-    several = int(result.settings.get("repeats", 1)) > 1
-    texts = {
-        **DEFINITIONS,
-        "spread": DEFINITIONS["speed_up_repeats"] if several else _PERCENTILES,
-        "peak_memory_mb": f"{DEFINITIONS['peak_memory_mb']}; in brackets {DEFINITIONS['peak_growth_mb']}",
-    }
-    found = {title: texts[name] for name, title in _COLUMNS.items()}
+    found = {FIGURES[name][0]: DEFINITIONS[name] for name in shown(result.several)}
     if result.measured.first:
         found["first calls"] = DEFINITIONS["first_calls"]
     if result.drafted():
@@ -181,22 +164,11 @@ def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Tabl
 
 
 def _main_table(result: BenchResult) -> Table:
-    table = Table("variant", *_COLUMNS.values())
-    several, lossy = int(result.settings.get("repeats", 1)) > 1, result.settings.get("lossy", ())
+    names, lossy = shown(result.several), result.settings.get("lossy", ())
+    table = Table("variant", *(FIGURES[name][0] for name in names))
     for name, row in result.summaries().items():
-        spread = row.speed_up_repeats if several else (row.speed_up_prompts[0], row.speed_up_prompts[2])
-        memory = _EMPTY if row.peak_memory_mb is None else f"{row.peak_memory_mb:.0f} (+{row.peak_growth_mb:.0f})"
-        table.add_row(
-            escape(name) + (f" ({LOSSY})" if name in lossy else ""),
-            _number(row.tau),
-            f"{row.tokens_per_second:.1f}",
-            f"{row.speed_up:.2f}",
-            f"{spread[0]:.2f}..{spread[1]:.2f}",
-            _number(row.decode_speed_up),
-            _number(row.first_token_ms, 0),
-            memory,
-            *(_EMPTY if count is None else str(count) for count in (row.identical, row.ties, row.divergent)),
-        )
+        title = escape(name) + (f" ({LOSSY})" if name in lossy else "")
+        table.add_row(title, *map(row.cell, names))
     if lossy:
         table.caption = f"{LOSSY}: its rule of verification may change the text"
     return table
@@ -208,7 +180,7 @@ def _cost_table(result: BenchResult) -> Table:
     depths = range(1, min(deepest, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
     table = Table("per round", *_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths))
     for name, row in rows.items():
-        cells = [*(_number(row.get(part), 1) for part in ROUND_PARTS), _number(summaries[name].acceptance_length)]
+        cells = [*(number(row.get(part), 1) for part in ROUND_PARTS), number(summaries[name].acceptance_length)]
         table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths))
     return table
 
@@ -218,25 +190,8 @@ def _category_table(result: BenchResult) -> Table:
     table = Table("tau (speed-up) by category", *map(escape, columns))
     for category in next(iter(columns.values())):
         rows = [column[category] for column in columns.values()]
-        table.add_row(escape(category) or "(none)", *(f"{_number(row.tau)} ({row.speed_up:.2f})" for row in rows))
+        table.add_row(escape(category) or "(none)", *(f"{number(row.tau)} ({row.speed_up:.2f})" for row in rows))
     return table
-
-
-def _speed_tables(speed: Mapping[str, Mapping[str, Mapping[str, GroupFigures]]]) -> Iterator[Table]:
-    """SPEED-Bench's figure and ours, by category, by entropy tier and by length of the prompt."""
-    for kind, groups in next(iter(speed.values())).items():
-        columns = (f"{escape(name)}: AL, tau, tokens/s, speed-up" for name in speed)
-        table = Table(f"SPEED-Bench by {kind}", "prompts", *columns)
-        for group, first in groups.items():
-            table.add_row(
-                escape(group), str(first.prompts), *(_speed_cell(kinds[kind][group]) for kinds in speed.values())
-            )
-        yield table
-
-
-def _speed_cell(found: GroupFigures) -> str:
-    row = found.summary
-    return f"{_number(found.acceptance_length)}, {_number(row.tau)}, {row.tokens_per_second:.1f}, {row.speed_up:.2f}"
 
 
 def _profile_table(result: BenchResult) -> Table:
@@ -285,8 +240,4 @@ def sweep_table(axis: str, points: Sequence[SweepPoint]) -> Table:
 def _sweep_cell(axis: str, row: Summary, total: int) -> str:
     same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
     time = f"{row.time_ratio:.2f}, " if axis == NEW else ""
-    return f"{time}{row.speed_up:.2f}, {_number(row.tau)}, {same}"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return _EMPTY if value is None else f"{value:.{digits}f}"
+    return f"{time}{row.speed_up:.2f}, {number(row.tau)}, {same}"

@@ -18,39 +18,58 @@ _TIES = ", ".join(
     for dtype in (torch.float32, torch.float16, torch.bfloat16)
 )
 
-DEFINITIONS = {
-    "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
-    "acceptance_length": "tokens emitted per verifying forward, the bonus token included and the prompt's forward not: "
-    "1 + accepted drafted tokens / rounds",
-    "tokens_per_second": "new tokens of all prompts over the seconds of their calls, the prompt's forward included; "
-    "median over repeats",
-    "speed_up": "tokens/s over plain generate(), same settings, process and repeat, in changing order; median over "
-    "repeats",
-    "time_ratio": "seconds of all calls over those of plain generate(), same settings, process and repeat, in changing "
-    "order; median over repeats; below 1 is quicker",
-    "first_calls": "seconds of the first call of each system in this process, which are in no other figure; plain "
-    "generate() comes first, so its call includes what a process does only once",
-    "speed_up_repeats": "least and greatest of the repeats' speed-ups",
-    "speed_up_prompts": "10th percentile, median and 90th percentile of the prompts' own speed-ups, each from its "
-    "median seconds per token over repeats",
-    "decode_speed_up": "speed-up after the first token: tokens/s after the tokens that came first, over those of plain "
-    "generate()",
-    "first_token_ms": "milliseconds until the first new token was handed to a streamer; median over calls",
-    "peak_memory_mb": "most memory held during a call, in 10^6 bytes, all loaded weights included (GPU: allocated; "
-    "CPU: resident memory of the process); greatest of all calls",
-    "peak_growth_mb": "the same less the memory held when the call began, which may include memory kept for reuse; "
-    "median",
-    "identical": "prompts whose text is plain decoding's in every repeat (sampled: with the same seed)",
-    "ties": f"prompts that parted where the target's top-1/top-2 margin is at most {_TIES}; greedy texts only",
-    "divergent": "prompts that parted elsewhere",
-    "round": "milliseconds of a round of our own decoding: draft, verify, commit, and other (Python between them)",
-    "depth_N": "share of rounds that accepted at least N drafted tokens",
-}
+_EMPTY = "-"
+_GROWTH = "the same less the memory held when the call began, which may include memory kept for reuse; median"
+# All figures by name: title and decimals of their column in the main table, if they have one, and definition. "spread"
+# is the first one's where systems decode prompts several times, else the second one's.
+FIGURES: dict[str, tuple[str, int, str]] = {
+    "tau": ("tau", 2, "tokens emitted per target forward, the prompt's forward and the bonus token included (plain "
+        "decoding: 1)"),
+    "acceptance_length": ("", 2, "tokens emitted per verifying forward, the bonus token included and the prompt's "
+        "forward not: 1 + accepted drafted tokens / rounds"),
+    "tokens_per_second": ("tokens/s", 1, "new tokens of all prompts over the seconds of their calls, the prompt's "
+        "forward included; median over repeats"),
+    "speed_up": ("speed-up", 2, "tokens/s over plain generate(), same settings, process and repeat, in changing order; "
+        "median over repeats"),
+    "time_ratio": ("", 2, "seconds of all calls over those of plain generate(), same settings, process and repeat, in "
+        "changing order; median over repeats; below 1 is quicker"),
+    "first_calls": ("", 2, "seconds of the first call of each system in this process, which are in no other figure; "
+        "plain generate() comes first, so its call includes what a process does only once"),
+    "speed_up_repeats": ("spread", 2, "least and greatest of the repeats' speed-ups"),
+    "speed_up_prompts": ("spread", 2, "10th percentile, median and 90th percentile of the prompts' own speed-ups, each "
+        "from its median seconds per token over repeats; the table has the first and the last"),
+    "decode_speed_up": ("after 1st token", 2, "speed-up after the first token: tokens/s after the tokens that came "
+        "first, over those of plain generate()"),
+    "first_token_ms": ("1st token ms", 0, "milliseconds until the first new token was handed to a streamer; median "
+        "over calls"),
+    "peak_memory_mb": ("peak MB", 0, "most memory held during a call, in 10^6 bytes, all loaded weights included (GPU: "
+        f"allocated; CPU: resident memory of the process); greatest of all calls; in brackets {_GROWTH}"),
+    "peak_growth_mb": ("", 0, _GROWTH),
+    "identical": ("identical", 0, "prompts whose text is plain decoding's in every repeat (sampled: with the same "
+        "seed)"),
+    "ties": ("ties", 0, f"prompts that parted where the target's top-1/top-2 margin is at most {_TIES}; greedy texts "
+        "only"),
+    "divergent": ("divergent", 0, "prompts that parted elsewhere"),
+    "round": ("", 1, "milliseconds of a round of our own decoding: draft, verify, commit, and other (Python between "
+        "them)"),
+    "depth_N": ("", 2, "share of rounds that accepted at least N drafted tokens"),
+}  # fmt: skip
+DEFINITIONS = {name: text for name, (_, _, text) in FIGURES.items()}
+
+
+def shown(several: bool) -> list[str]:
+    """Returns the figures of the main table, where systems decode prompts several times or once."""
+    other = "speed_up_prompts" if several else "speed_up_repeats"
+    return [name for name, (title, _, _) in FIGURES.items() if title and name != other]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return _EMPTY if value is None else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the table, see `DEFINITIONS`. `None` stands for unknown or meaningless."""
+    """The figures of one system, see `FIGURES`. `None` stands for unknown or meaningless."""
 
     tau: float | None
     acceptance_length: float | None
@@ -66,6 +85,14 @@ class Summary:
     identical: int | None
     ties: int | None
     divergent: int | None
+
+    def cell(self, name: str) -> str:
+        """Returns a figure as the main table shows it."""
+        value, digits = getattr(self, name), FIGURES[name][1]
+        if isinstance(value, tuple):
+            return f"{value[0]:.{digits}f}..{value[-1]:.{digits}f}"
+        grown = self.peak_growth_mb if name == "peak_memory_mb" else None
+        return number(value, digits) + (f" (+{grown:.0f})" if grown is not None else "")
 
 
 def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:

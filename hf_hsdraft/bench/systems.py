@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core.checks import public_name
+from ..core.methods import Registry
 from ..cpu.packed_weights import linears_to_pack
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..verify.registry import OPTION_NAMES, is_lossy
-from . import peers
+from . import VARIANTS
 
 PLAIN = "plain"
-EXPECTED = (
-    "default, untrained, chain, chain3 (depth), tree, tree8 (nodes), tree8x3 (and depth), any of them +none, "
-    "+ensemble, +resample, +ngrams, +cost or +option=value; chains (of 1 to 7 tokens); lookup, static, packed, "
-    "cacheback, draft-model=FOLDER, mtp, dflash=FOLDER, economize-lookup, economize-eagle3=FOLDER, "
-    "economize-hybrid=FOLDER"
-)
 # Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
 SHORT: dict[str, dict[str, Any]] = {
     "none": {"reuse": "none"},
@@ -35,11 +29,12 @@ SHORT: dict[str, dict[str, Any]] = {
     "cost": {"tree_sizing": "cost"},
 }
 _DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrained)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
-_ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
-_PEER = re.compile(rf"({'|'.join(peers.NAMES)})(?:=(.+))?")
 _CHAINS, LONGEST_CHAIN = "chains", 7  # as other speculators report
-_FIXED = (_CHAINS, "lookup", "static", "packed", "cacheback")
-_LOOKUP_TOKENS = 10  # transformers' own example
+
+
+# Variants of methods, by name. Each entry parses a whole variant, such as `mtp` or `dflash=FOLDER`, and returns what
+# makes its system for a target. It raises errors as `Variant.parse` does.
+OTHERS: Registry[Callable[[str], Callable[[Any], System]]] = Registry("variant")
 
 
 @dataclass(frozen=True)
@@ -47,24 +42,22 @@ class Variant:
     """A variant as the user named it, before any model is loaded."""
 
     text: str
-    # `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`, `packed`,
-    # `cacheback`, or one of `peers.NAMES` or `peers.ECONOMIZE`
+    # `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, or one of `_FIXED` or `OTHERS`
     kind: str
     size: int | None = None  # of `treeSIZExDEPTH` or `chainSIZE`, if given
     depth: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # named drafting options
-    place: str | None = None  # folder or Hub name of a peer's weights
-    cycle: int = peers.CYCLE  # tokens of economize's cycles
-    confidence: float | None = None  # the probability below which economize stops drafting
+    system: Callable[[Any], System] | None = None  # makes the system of such a name for a target
 
     @property
     def public_text(self) -> str:
         """The name without local paths."""
-        return self.text.replace(self.place, public_name(self.place)) if self.place else self.text
+        kind, sign, place = self.text.partition("=")
+        return f"{kind}={public_name(place)}" if sign and self.system else self.text
 
     @property
     def drafts(self) -> bool:
-        return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
+        return self.system is None
 
     def each(self, drafter: Drafter) -> list[Variant]:
         """Returns the variants it expands to: chains of all lengths for `chains`, otherwise itself."""
@@ -87,32 +80,21 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Parses a variant's name. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
+        """Parses a variant's name.
 
         Raises a ValueError if there is no such variant or folder, an ImportError if a package is missing.
         """
-        if text in _FIXED:
-            return cls(text, text)
+        if text in (_CHAINS, *_FIXED):
+            return cls(text, text, system=_FIXED.get(text))
         match = _DRAFTED.fullmatch(text)
         if match is not None:
             kind, size, depth, suffixes = match.groups()
             options = _options(text, [part for part in suffixes.split("+") if part])
             return cls(text, kind, int(size) if size else None, int(depth) if depth else None, options)
-        match = _PEER.fullmatch(text)
-        if match is not None:
-            peers.check_name(*match.groups())
-            return cls(text, match[1], place=match[2])
-        match = _ECONOMIZE.fullmatch(text)
-        if match is None:
-            raise ValueError(f"unknown variant {text!r}: expected some of {EXPECTED}")
-        kind, folder, cycle, confidence = match.groups()
-        if (folder is None) != (kind == "economize-lookup"):
-            raise ValueError(f"variant {text!r}: " + ("a lookup has no folder" if folder else f"write {kind}=FOLDER"))
-        if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"variant {text!r}: no such folder: {folder}")
-        peers.check_economize()
-        stop = None if confidence is None else float(confidence)
-        return cls(text, kind, place=folder, cycle=int(cycle or peers.CYCLE), confidence=stop)
+        kind = re.split("[=:]", text)[0]
+        if kind not in OTHERS:
+            raise ValueError(f"unknown variant {text!r}: expected some of {VARIANTS}")
+        return cls(text, kind, system=OTHERS[kind](text))
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -122,10 +104,15 @@ def parse_variants(text: str) -> list[Variant]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"no variant is named: expected some of {EXPECTED}")
+        raise ValueError(f"no variant is named: expected some of {VARIANTS}")
     if len(set(names)) < len(names):
         raise ValueError(f"a variant is named twice: {text}")
     return [Variant.parse(name) for name in names]
+
+
+# Takes prompts (each [length]), the greatest number of new tokens, a temperature (0 is greedy), a seed, and a function
+# to call when the first token is there. Returns the new tokens of each, and how many drafted ones each cycle accepted.
+Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[tuple[list[int], list[int]]]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +124,7 @@ class System:
     generate_kwargs: dict[str, Any] = field(default_factory=dict)
     drafter: Any = None
     options: dict[str, Any] = field(default_factory=dict)  # drafting options set on the drafter during a call
-    decode: peers.Decode | None = None  # decodes instead of `generate()`
+    decode: Decode | None = None  # decodes instead of `generate()`
     # whether it drafts with a drafter that the user named. If such a system fails, the comparison fails
     ours: bool = False
     draws_as_plain: bool = True  # whether sampling with the same seed gives plain decoding's text
@@ -218,29 +205,25 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
         setattr(drafter.generation_config, name, value)
 
 
-def other_system(variant: Variant, target: Any) -> System:
-    if variant.kind == "lookup":
-        # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
-        kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
-        return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
-    if variant.kind == "static":
-        return System("plain, static cache", {"cache_implementation": "static"}, static=True)
-    if variant.kind == "packed":
-        if not linears_to_pack(target, True):
-            raise ValueError("variant 'packed': no weight of this target can be packed here")
-        return System("plain, packed weights", packed=True)
-    if variant.kind == "cacheback":
-        drafter = CachebackDrafter()
-        return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
-    if variant.kind in peers.NAMES:
-        kwargs = peers.generate_kwargs(variant.kind, target, variant.place)
-        own = f" {public_name(variant.place)}" if variant.place else ""
-        name = f"{peers.NAMES[variant.kind]}{own} (transformers)"
-        return System(name, kwargs, draws_as_plain=False, drafts_later=variant.kind != "draft-model")
-    shape = f"cycle {variant.cycle}" + ("" if variant.confidence is None else f", above {variant.confidence}")
-    folder = None if variant.place is None else Path(variant.place)
-    decode = peers.economize_decoder(variant.kind, target, folder, variant.cycle, variant.confidence)
-    return System(f"economize {peers.ECONOMIZE[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
+def _packed(target: Any) -> System:
+    if not linears_to_pack(target, True):
+        raise ValueError("variant 'packed': no weight of this target can be packed here")
+    return System("plain, packed weights", packed=True)
+
+
+def _cacheback(target: Any) -> System:
+    drafter = CachebackDrafter()
+    return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
+
+
+_LOOKUP = {"prompt_lookup_num_tokens": 10}  # transformers' own example
+_FIXED: dict[str, Callable[[Any], System]] = {
+    # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
+    "lookup": lambda target: System("prompt lookup (transformers)", _LOOKUP, draws_as_plain=False),
+    "static": lambda target: System("plain, static cache", {"cache_implementation": "static"}, static=True),
+    "packed": _packed,
+    "cacheback": _cacheback,
+}
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:
@@ -250,8 +233,8 @@ def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, D
     """
     several, systems = len(drafters) > 1, []
     for variant in variants:
-        if not variant.drafts:
-            systems.append(other_system(variant, target))
+        if variant.system is not None:
+            systems.append(variant.system(target))
             continue
         for label, drafter in drafters.items():
             shown = label if several else ""

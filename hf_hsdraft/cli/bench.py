@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench import VARIANTS
 from ..core.progress import errors, working
 from ._shared import (
     DeviceOption,
@@ -44,15 +45,7 @@ def bench(
     drafter: DraftersOption = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
-    variants: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: default, untrained, chain, chain3 (depth), tree, tree8x3 (nodes, depth), any "
-            "+ensemble, +resample, +ngrams, +cost or +option=value; chains (of 1 to 7 tokens); lookup, static, packed, "
-            "cacheback, draft-model=FOLDER, mtp, dflash=FOLDER, economize-lookup, economize-eagle3=FOLDER, "
-            "economize-hybrid=FOLDER."
-        ),
-    ] = "default,chain,lookup",
+    variants: Annotated[str, typer.Option(help=f"Comma-separated: {VARIANTS}.")] = "default,chain,lookup",
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling, set before each call; each prompt adds 1.")] = 0,
     top_k: Annotated[

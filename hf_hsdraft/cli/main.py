@@ -13,12 +13,10 @@ import pkgutil
 import sys
 import time
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
 from typer.models import CommandInfo
 
 from .. import cli as commands
@@ -67,17 +65,6 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
 TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find")  # in this order
 
 
-class _Estimate(TyperGroup):
-    """Takes `hsdraft estimate TARGET ...` too, as earlier versions did: decoding with --tau, training without it."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if any(each.startswith("--middle") for each in args):
-            raise typer.BadParameter("it is `hsdraft estimate hierarchy TARGET MIDDLE` now", param_hint="--middle")
-        if args and args[0] not in self.commands and not get_close_matches(args[0], self.commands):
-            args = ["decoding" if any(each.startswith("--tau") for each in args) else "training", *args]
-        return super().resolve_command(ctx, args)
-
-
 def _commands() -> dict[str, CommandInfo]:
     """Returns all commands by their own names: those of the files here, and those of methods."""
     files = [found.name for found in pkgutil.iter_modules(commands.__path__)]
@@ -96,8 +83,7 @@ def _arrange() -> None:
         app.registered_commands.append(_named(known[name], name, hidden=grouped or known[name].hidden))
     for group, (purpose, names) in GROUPS.items():
         here = {name: own for name, own in names.items() if own in known}  # methods may be away
-        cls = _Estimate if group == "estimate" else TyperGroup
-        typed = typer.Typer(cls=cls, help=purpose, no_args_is_help=True, rich_markup_mode=None)
+        typed = typer.Typer(help=purpose, no_args_is_help=True, rich_markup_mode=None)
         typed.registered_commands += [_named(known[own], name, known[own].hidden) for name, own in here.items()]
         app.add_typer(typed, name=group)
 

@@ -70,6 +70,7 @@ def test_the_help_of_training_shows_every_option_with_its_type_and_default():
     from transformers import TrainingArguments
 
     from hf_hsdraft.cli._train_help import PANELS
+    from hf_hsdraft.training.data.plan import TrainingPlan
     from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments, parse_arguments
 
     rows = [row for panel in PANELS.values() for row in panel["fields"]]
@@ -82,7 +83,11 @@ def test_the_help_of_training_shows_every_option_with_its_type_and_default():
         assert default == ("" if value is None or value is MISSING or kind in ("", "bool") else str(value)), name
         given = {"": [], "bool": ["true"], "list": ["1,0.5"], "str": [default or "x"]}.get(kind, [default or "1"])
         assert name in parse_arguments([f"--{name.replace('_', '-')}", *given])
-    listed = [name for panel in PANELS.values() for name in panel["options"]]
+    options = {row[0]: row[2] for panel in PANELS.values() for row in panel["options"]}
+    for field in fields(TrainingPlan):
+        if options.get(field.name):
+            assert options[field.name] == field.default, field.name
+    listed = [*options, "help"]
     command = get_command(cli.app).commands["train"]
     assert sorted(listed) == sorted([*(option.name for option in command.params), "help"])
     shown = CliRunner().invoke(cli.app, ["train", "--help"]).output

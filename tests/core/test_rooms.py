@@ -33,12 +33,7 @@ FLOORS = (
 )
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent == PACKAGE)
 
-_PARTS = {
-    "runner.py",
-    "quantised_loaders.py",
-    "rival_workers.py",
-    "vllm_decoding.py",
-}  # of scripts, and run or imported by these
+_PARTS = {"runner.py", "rival_workers.py", "vllm_decoding.py"}  # of scripts, and run or imported by these
 SCRIPTS = [path for path in sorted((PACKAGE.parent / "benchmarks").glob("*.py")) if path.name not in _PARTS]
 
 

@@ -196,4 +196,4 @@ def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(fo
     drafted = "--tau", "2", "--drafter", folders["block"]
     assert "41 rows" in run("estimate", "decoding", folders["target"], *drafted)
     assert "hidden_size=96" in refused("estimate", "decoding", str(tmp_path), *drafted)
-    assert CliRunner().invoke(app, ["estimate", folders["target"], "--family", "block"]).exit_code == 2
+    assert CliRunner().invoke(app, ["estimate", "training", folders["target"], "--family", "block"]).exit_code == 2

@@ -89,7 +89,7 @@ class _ForcedSession(Session):
 
     def _forced(self, tree: DraftTree, ask: Ask) -> DraftTree:
         wanted = self._accepted[(self._round + 7 * ask.row) % len(self._accepted)]
-        return _along(tree, min(wanted, ask.depth, len(tree) - 1), ask.chain, self._vocab_size)
+        return _along(tree, min(wanted, ask.depth, len(tree) - 1), ask.depth, ask.chain, self._vocab_size)
 
     def observe(self, news: Sequence[Accepted]) -> None:
         self._round += 1
@@ -102,8 +102,8 @@ class _ForcedSession(Session):
         self._session.end()
 
 
-def _along(tree: DraftTree, length: int, chain: bool, vocab_size: int) -> DraftTree:
-    """Returns a tree of the same size with a path of `length` right tokens. The other nodes are wrong siblings of it.
+def _along(tree: DraftTree, length: int, depth: int, chain: bool, vocab_size: int) -> DraftTree:
+    """Returns a tree of the same size: a path of `length` right tokens, and wrong siblings of it, down to `depth`.
 
     As in drafted trees, the path's nodes are not neighbours, so that a commit has to move them; in a chain they are.
     """
@@ -112,8 +112,9 @@ def _along(tree: DraftTree, length: int, chain: bool, vocab_size: int) -> DraftT
     tokens, parents, depths, tip = [tree.tokens[0]], [-1], [0], 0
     for node in range(1, size):
         step = 1 if node in path else 1 + node
-        tokens.append((tokens[tip] + step) % vocab_size)
-        parents.append(tip)
-        depths.append(depths[tip] + 1)
+        parent = tip if depths[tip] < depth else parents[tip]
+        tokens.append((tokens[parent] + step) % vocab_size)
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
         tip = node if chain or node in path else tip
     return DraftTree(tuple(tokens), tuple(parents), tuple(depths), tuple(-float(each) for each in depths))

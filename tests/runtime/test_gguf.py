@@ -109,8 +109,8 @@ def test_a_folder_that_holds_only_a_file_means_that_file(tmp_path):
 def test_what_drafting_takes_is_estimated_for_a_file(tmp_path):
     write(tmp_path / "downloaded" / "model.gguf", 0)
     for name in ("downloaded", "downloaded/model.gguf"):
-        for options in ([], ["--tau", "2"]):
-            outcome = CliRunner().invoke(cli.app, ["estimate", str(tmp_path / name), *options])
+        for options in (["training"], ["decoding", "--tau", "2"]):
+            outcome = CliRunner().invoke(cli.app, ["estimate", options[0], str(tmp_path / name), *options[1:]])
             assert outcome.exit_code == 0, outcome.exception
 
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench import speed_bench
 from hf_hsdraft.bench.calls import Run, Settings
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.prompts import read_questions
 from hf_hsdraft.bench.report import as_document, print_report
-from hf_hsdraft.bench.speed_bench import SpeedPrompt, acceptance_length, read_speed_bench, speed_figures
 from hf_hsdraft.bench.summary import summarise
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.methods.speed_bench import speed_bench
+from hf_hsdraft.methods.speed_bench.speed_bench import SpeedPrompt, acceptance_length, read_speed_bench, speed_figures
 
 CATEGORIES = (
     "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from ..runtime.prompt_inputs import end_tokens
+from ...bench.systems import OTHERS, Decode, System
+from ...core.checks import public_name
+from ...runtime.prompt_inputs import end_tokens
 
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
 _LOADED = ("draft-model", "dflash")  # these need separate weights
@@ -23,9 +26,42 @@ _OF_DFLASH = ("target_layer_ids", "block_size", "mask_token_id", "hidden_size")
 ECONOMIZE = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
 CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's
 
-# Takes prompts (each [length]), the greatest number of new tokens, a temperature (0 is greedy), a seed, and a function
-# to call when the first token is there. Returns the new tokens of each, and how many drafted ones each cycle accepted.
-Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[tuple[list[int], list[int]]]]
+_ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
+
+
+def parse_peer(text: str) -> Callable[[Any], System]:
+    """Parses a variant of transformers' own drafting, such as `mtp` or `dflash=FOLDER`; see `systems.OTHERS`."""
+    kind, sign, place = text.partition("=")
+    name = place if sign else None
+    check_name(kind, name)
+    title = f"{NAMES[kind]}{f' {public_name(name)}' if name else ''} (transformers)"
+
+    def system(target: Any) -> System:
+        kwargs = generate_kwargs(kind, target, name)
+        return System(title, kwargs, draws_as_plain=False, drafts_later=kind != "draft-model")
+
+    return system
+
+
+def parse_economize(text: str) -> Callable[[Any], System]:
+    """Parses a variant of economize: `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4."""
+    match = _ECONOMIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"unknown variant {text!r}: expected a name such as economize-eagle3=FOLDER:6:0.4")
+    kind, folder, cycle, confidence = match.groups()
+    if (folder is None) != (kind == "economize-lookup"):
+        raise ValueError(f"variant {text!r}: " + ("a lookup has no folder" if folder else f"write {kind}=FOLDER"))
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"variant {text!r}: no such folder: {folder}")
+    check_economize()
+    length, stop = int(cycle or CYCLE), None if confidence is None else float(confidence)
+    title = f"economize {ECONOMIZE[kind]}, cycle {length}" + ("" if stop is None else f", above {stop}")
+
+    def system(target: Any) -> System:
+        decode = economize_decoder(kind, target, Path(folder) if folder else None, length, stop)
+        return System(title, decode=decode, draws_as_plain=False)
+
+    return system
 
 
 def check_name(kind: str, name: str | None) -> None:
@@ -33,10 +69,10 @@ def check_name(kind: str, name: str | None) -> None:
 
     `kind` is one of `NAMES`, `name` a folder or Hub name.
     """
-    if (name is None) == (kind in _LOADED):
+    if (not name) if kind in _LOADED else (name is not None):
         raise ValueError(
             f"variant {kind!r}: write {kind}=FOLDER, or the name of a model on the Hub"
-            if name is None
+            if kind in _LOADED
             else f"variant {kind!r} has no folder: its layers are the target's own"
         )
     if name is not None and not os.path.isdir(name) and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
@@ -164,3 +200,9 @@ def _economize_model(kind: str, target: Any, folder: Path | None) -> Any:
     technique = model.techniques[config.technique]
     (technique.fallback if config.technique != found else technique).load_state_dict(checkpoint.states[found])
     return model.eval()
+
+
+for _name in NAMES:
+    OTHERS[_name] = parse_peer
+for _name in ECONOMIZE:
+    OTHERS[_name] = parse_economize

@@ -17,11 +17,15 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from rich.markup import escape
+from rich.table import Table
 from transformers.utils import logging
 
-from ..training.data.conversations import Prompt
-from .calls import Run
-from .summary import Summary, by_category
+from ...bench.calls import Run
+from ...bench.prompts import FORMATS, PromptFormat
+from ...bench.report import BenchResult
+from ...bench.summary import Summary, by_category, number
+from ...training.data.conversations import Prompt
 
 logger = logging.get_logger(__name__)
 
@@ -86,11 +90,11 @@ def read_speed_bench(path: Path) -> list[SpeedPrompt]:
         raise ValueError(f"{path} holds no SPEED-Bench: expected .parquet or .jsonl files of its splits; {_FETCH}")
     prompts, empty = [], 0
     for split, file in files:
-        for number, row in enumerate(_rows(file), 1):
+        for place, row in enumerate(_rows(file), 1):
             try:
                 prompt = _prompt(row, split)
             except (KeyError, TypeError) as error:
-                raise ValueError(f"{file}, row {number}: no usable field {error}; {_FETCH}") from None
+                raise ValueError(f"{file}, row {place}: no usable field {error}; {_FETCH}") from None
             if not prompt.turns or any(turn.startswith(_PLACEHOLDER) for turn in prompt.turns):
                 empty += 1
             else:
@@ -188,11 +192,40 @@ def acceptance_length(runs: Sequence[Run]) -> float | None:
     return fmean(map(fmean, steps.values())) if steps else None
 
 
-def speed_document(figures: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Returns the part of the report: the figures of each system, and what each prompt is, without its text."""
-    rows = [{name: value for name, value in asdict(prompt).items() if name != "turns"} for prompt in prompts]
+Figures = dict[str, dict[str, dict[str, GroupFigures]]]  # by system, kind of group and group
+
+
+def _figures(result: BenchResult) -> Figures:
+    measured = result.measured
+    return {name: speed_figures(runs, measured.plain, result.questions) for name, runs in measured.others.items()}
+
+
+def _tables(result: BenchResult) -> Iterator[Table | str]:
+    """SPEED-Bench's figure and ours, by category, by entropy tier and by length of the prompt."""
+    speed = _figures(result)
+    for kind, groups in next(iter(speed.values())).items():
+        columns = (f"{escape(name)}: AL, tau, tokens/s, speed-up" for name in speed)
+        table = Table(f"SPEED-Bench by {kind}", "prompts", *columns)
+        for group, first in groups.items():
+            cells = (_cell(kinds[kind][group]) for kinds in speed.values())
+            table.add_row(escape(group), str(first.prompts), *cells)
+        yield table
+    yield DEFINITION
+
+
+def _cell(found: GroupFigures) -> str:
+    row = found.summary
+    return f"{number(found.acceptance_length)}, {number(row.tau)}, {row.tokens_per_second:.1f}, {row.speed_up:.2f}"
+
+
+def _document(result: BenchResult) -> dict[str, Any]:
+    """The figures of each system, and what each prompt is, without its text."""
+    rows = [{name: value for name, value in asdict(prompt).items() if name != "turns"} for prompt in result.questions]
     groups = {
         system: {kind: {name: asdict(each) for name, each in of.items()} for kind, of in kinds.items()}
-        for system, kinds in figures.items()
+        for system, kinds in _figures(result).items()
     }
     return {"definition": DEFINITION, "figures": groups, "prompts": rows}
+
+
+FORMATS[NAME] = PromptFormat(SpeedPrompt, is_speed_bench, read_speed_bench, _tables, _document)

@@ -1,0 +1,1 @@
+"""Drafting of other projects as variants of `hsdraft bench`."""
