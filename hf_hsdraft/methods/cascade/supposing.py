@@ -14,8 +14,8 @@ from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.roll_out import Pairs
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.ngrams.cacheback import CachebackDrafter
-from ...drafters.ngrams.ngram_session import NgramSession
+from ...drafters.lookup.cacheback import CachebackDrafter
+from ...drafters.lookup.ngrams import NgramSession
 
 _LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 
@@ -45,11 +45,11 @@ class SupposingNgrams(NgramSession):
             self._supposed.pop(each.row, None)
         super().observe(news)
 
-    def _tree(self, ask: Ask) -> DraftTree:
+    def tree(self, ask: Ask) -> DraftTree:
         settled = self._caches[ask.row]
         self._caches[ask.row] = settled.followed_by(self._supposed.get(ask.row, ()))
         try:
-            return super()._tree(ask)
+            return super().tree(ask)
         finally:
             self._caches[ask.row] = settled
 
