@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,16 @@ from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
 from hf_hsdraft.hub import pushing
+from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.families import hidden_state
 from hf_hsdraft.training.loop import results
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
+
+
+def chat_of(pairs: Iterable[tuple[str, str]]) -> Conversation:
+    return Conversation.of([{"role": role, "content": text} for role, text in pairs])
 
 
 def planned(folder: Path, family: str, **fields: Any) -> TrainingPlan:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -260,3 +261,9 @@ def load_plain_or_pair(
     if verification is not None:
         set_verification(loaded, verification)
     return model, tokenizer, loaded
+
+
+def need_extra(command: str, extra: str, modules: Sequence[str]) -> None:
+    """Raises an ImportError that names the extra of the package if a command lacks a module, before any work."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise ImportError(f"`hsdraft {command}` needs {', '.join(missing)}: pip install -e '.[{extra}]' in a checkout")

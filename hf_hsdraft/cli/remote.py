@@ -53,6 +53,12 @@ def verify_server(
         typer.Option(min=0.0, help="Time that a batch waits for drafting devices; default: chosen from their delays."),
     ] = None,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds until a silent connection is closed.")] = 120.0,
+    hello_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds until a connection that has said nothing yet is closed.")
+    ] = 10.0,
+    max_per_address: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of connections of an address; default: half of all.")
+    ] = None,
     keep_seconds: Annotated[
         float, typer.Option(min=0.1, help="Seconds to keep a text for a disconnected device.")
     ] = 30.0,
@@ -75,6 +81,8 @@ def verify_server(
         max_sessions=max_sessions,
         max_bytes=max_mebibytes << 20,
         max_connections=4 * max_sessions,
+        max_per_address=max_per_address,
+        hello_seconds=hello_seconds,
         idle_seconds=idle_seconds,
         keep_seconds=keep_seconds,
         max_length=max_length,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from ..core.methods import offered
-from ._shared import Dtype, Injector, TargetOption, checked_device, console
+from ._shared import Dtype, Injector, TargetOption, checked_device, console, need_extra
 from ._train_help import TrainCommand
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ def train(
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     began = time.monotonic()
+    also = ["openai"] * (answers_from is not None) + ["peft"] * (lora is not None)
+    need_extra("train", "train", ["accelerate", "datasets", "matplotlib", "pyarrow", *also])
     from dataclasses import fields as fields_of
 
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
@@ -205,7 +207,7 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    _run(model, tokenizer, plan, arguments, began, target, dtype)
+    _run(model, tokenizer, plan, arguments, began, target, dtype, quick)
 
 
 def _run(
@@ -216,10 +218,11 @@ def _run(
     began: float,
     target: str | None,
     dtype: Dtype,
+    quick: bool,
 ) -> None:
     """Trains; says on Ctrl-C that the work so far is not lost."""
     from ..training.loop.progress import Reporter
-    from ..training.loop.results import result_of
+    from ..training.loop.results import result_of, what_is_needed
     from ..training.loop.run import train as run
 
     try:
@@ -229,8 +232,9 @@ def _run(
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
         if plan.lora is None:
+            needed = what_is_needed(Path(plan.out), quick and "max_minutes" in arguments)
             options = ["--drafter", plan.out, *(["--target", target] if target else []), "--dtype", dtype.value]
-            _say(f"next: hsdraft bench {shlex.join(options)}")
+            _say(needed or f"next: hsdraft bench {shlex.join(options)}")
         _say(result_of(plan.results))
 
 

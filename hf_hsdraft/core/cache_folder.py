@@ -23,9 +23,12 @@ _MOST_LINKS = 40  # on a path, as in Linux
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the user's cache, which may not exist yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache.expanduser().absolute() / "hf_hsdraft" / name
+    """A folder of the user's cache, which may not exist yet; raises an OSError for a user without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    except RuntimeError as error:
+        raise OSError("the user has no home folder: set XDG_CACHE_HOME to a folder for caches") from error
+    return cache.absolute() / "hf_hsdraft" / name
 
 
 def private_folder(name: str) -> Path:
@@ -141,5 +144,10 @@ def _refused(entry: Path) -> OSError:
 @functools.cache
 def _of_this_process() -> Path:
     folder, process = Path(tempfile.mkdtemp(prefix="hf_hsdraft-", dir=check_place(tempfile.gettempdir()))), os.getpid()
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == process:  # not in a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
 LONGEST_NAME = 256  # characters of a name in a configuration
+_ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio`
 MOST_NODES = 2**12  # limit of tree_size and beam_width
 
 
@@ -42,6 +44,16 @@ def printable(value: Any, length: int = 120) -> str:
     """Untrusted text made safe for a terminal or a message."""
     text = "".join(character if character.isprintable() else " " for character in str(value))
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def nearest_option(name: str, options: Collection[str]) -> str:
+    """Returns the option with the most similar name, or ""."""
+    return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
+
+
+def is_misspelt(name: str, option: str) -> bool:
+    """Whether a name is similar enough to an option's to be a typo."""
+    return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

@@ -49,6 +49,13 @@ def device_of(model: Any) -> torch.device:
     return next((torch.device(place) for place in places if place is not None), device)
 
 
+def embedded_tokens(model: Any) -> int:
+    """Number of tokens that a model embeds; by its configuration where its embedding is a module without a table."""
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    rows: int = model.config.get_text_config(decoder=True).vocab_size
+    return len(table) if isinstance(table, torch.Tensor) and table.dim() == 2 else rows
+
+
 def side_by_side(*modules: nn.Module) -> Transform:
     """Applies modules to the same input and concatenates in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)

@@ -49,6 +49,7 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 _KNOWN = _WITHOUT_EFFECT | {"scaling"}
+_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own: other libraries replace the name in `functional`
 _OFF = ("dropout", "output_attentions")  # handled only if off
 
 
@@ -97,7 +98,7 @@ def _install() -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # First, as a context variable would break a compiled graph in each layer.
-        ours = None if torch.compiler.is_compiling() else _grouped.get()
+        ours = None if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not _SDPA else _grouped.get()
         if ours and query.device.type == "cpu" and not args and all(map(_is_known, kwargs, kwargs.values())):
             mixed = ours(query, key, value, attention_mask, kwargs.get("scaling"))
             if mixed is not None:
@@ -110,7 +111,8 @@ def _install() -> None:
 
 def is_in_place() -> bool:
     """Whether layers with sdpa attend by this module within `attention_by`, and no other library replaced that."""
-    return getattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_hsdraft", None) is _grouped
+    registered = getattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_hsdraft", None) is _grouped
+    return registered and F.scaled_dot_product_attention is _SDPA
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -145,7 +147,7 @@ def attend(
         query = query.reshape(batch, -1, groups * n, size)
         mask = mask if mask is None or n == 1 else mask.repeat(1, 1, groups, 1)  # of one query it is broadcast
     shared = query.shape[1] != key.shape[1]
-    mixed = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=shared)
+    mixed = _SDPA(query, key, value, mask, scale=scaling, enable_gqa=shared)
     return mixed.reshape(batch, heads, n, value.shape[-1]).transpose(1, 2).contiguous()
 
 

@@ -22,6 +22,7 @@ import torch
 from transformers.utils import logging
 
 from ..core.cache_folder import compiler_places, is_own, private_folder
+from ..core.forks import new_lock
 from .private_operators import works
 
 logger = logging.get_logger(__name__)
@@ -41,8 +42,8 @@ class Kernel:
 
     def __init__(self, source: Path, what: str, trial: Callable[[Any], bool]) -> None:
         self._source, self._what, self._trial = source, what, trial
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._thread, self._process = threading.Thread(), 0  # which loads, and in which process
+        self._starting = new_lock()
         self._found: Any = None
 
     def operators(self, wait: bool = False) -> Any:
@@ -53,9 +54,13 @@ class Kernel:
         """
         if self._found is None and self._may_run:
             with self._starting:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="hsdraft-kernel", daemon=True)
-                    self._thread.start()
+                if self._process != os.getpid():  # a forked child has no threads of its parent
+                    thread = threading.Thread(target=self._run, name="hsdraft-kernel", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError:  # no more threads may be started
+                        return None
+                    self._thread, self._process = thread, os.getpid()
                     wait = wait or is_own(self._file)  # it only loads
             if wait:
                 self._thread.join()

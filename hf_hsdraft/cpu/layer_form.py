@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 MASK, CACHE = "attention_mask", "cache"
+_DEEPEST = 2  # of the functions called by a layer's forward that its digest covers
 _OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not read it
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -53,13 +54,16 @@ def _describe(module: nn.Module, described: dict[int, str]) -> str:
     return " ".join(parts)
 
 
-@functools.cache
-def _code(function: Any) -> str:
+def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
+    """A digest of a function's code, and of what it calls now: names in a module may be replaced at any time."""
     code = function.__code__
     constants = [each for each in code.co_consts if not hasattr(each, "co_code")]
-    called = [function.__globals__.get(name) for name in code.co_names]
-    names = [
-        f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}" for each in called if callable(each)
+    called = [each for name in code.co_names if callable(each := function.__globals__.get(name))]
+    names = [f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}" for each in called]
+    names += [
+        _code(each, (*within, function))
+        for each in called
+        if inspect.isfunction(each) and each is not function and each not in within and len(within) < _DEEPEST
     ]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants, names)).encode()).hexdigest()[:16]
 

@@ -23,6 +23,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..core.cache_folder import check_temporary_folders, compiler_places, is_own, private_folder
+from ..core.forks import new_lock, new_rlock
 from ..core.tuning import TUNING
 from .kernel import cpp_compiler
 from .layer_form import Form
@@ -56,7 +57,7 @@ class Program:
         load: Any = torch._C._aoti.AOTIModelPackageLoader  # what `aoti_load_package` wraps, without its imports
         self._package = load(str(package), "model", True, 1, -1)
         self.needs = Needs(**json.loads(self._package.get_metadata()[METADATA]))
-        self._lock = threading.RLock()  # the package runs for a single thread
+        self._lock = new_rlock()  # the package runs for a single thread
 
     def __call__(self, inputs: Sequence[torch.Tensor], step: Step) -> Any:
         """The layer's outputs. `inputs` are its weights, and the tensors of its call."""
@@ -88,7 +89,7 @@ class Entry:
     why_not: str = ""
     _forwards: int = 0
     _compiler: subprocess.Popen[bytes] | None = None
-    _advancing: threading.Lock = field(default_factory=threading.Lock)
+    _advancing: threading.Lock = field(default_factory=new_lock)
 
     def after_forward(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         """Counts a forward without a program; returns whether there is one now. `at_once` compiles and waits."""
@@ -136,7 +137,7 @@ class Entry:
 
 
 _entries: dict[str, Entry] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def entry_of(description: str, form: Form) -> Entry:
@@ -166,7 +167,12 @@ def _compiler(layer: nn.Module, form: Form, package: Path) -> subprocess.Popen[b
         env={**os.environ, **compiler_places(), "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
     )
-    threading.Thread(target=_hand_over, args=(process, request), name="hsdraft-compiler", daemon=True).start()
+    try:
+        threading.Thread(target=_hand_over, args=(process, request), name="hsdraft-compiler", daemon=True).start()
+    except RuntimeError:  # no more threads may be started
+        process.kill()
+        process.communicate()
+        raise
     return process
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.forks import new_lock, new_rlock
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
 from .gguf_blocks import copy_of_blocks
@@ -133,7 +134,7 @@ class PackedWeight:
         self._weights = weights
         self._copy: _Copy | None = None
         self._sums: list[torch.Tensor] | None = None
-        self._shared, self._failed, self._making = shared, False, threading.Lock()
+        self._shared, self._failed, self._making = shared, False, new_lock()
         self._stamps = _stamps_of(weights)
         self.size = sum(weight.numel() * weight.element_size() for weight in weights)  # of the copy, in bytes, or more
 
@@ -256,7 +257,7 @@ def joined_product(linears: tuple[nn.Linear, ...], x: torch.Tensor) -> torch.Ten
 # Copies that new calls may share, by each of their layers, and all copies; only calls keep them alive.
 _to_share: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PackedLinears]] = weakref.WeakKeyDictionary()
 _alive: weakref.WeakSet[PackedLinears] = weakref.WeakSet()
-_sharing = threading.RLock()
+_sharing = new_rlock()
 
 
 class PackedWeights:

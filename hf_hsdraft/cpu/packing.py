@@ -11,12 +11,12 @@ without it (the rule of "ski rental").
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.forks import new_rlock
 from ..core.tuning import TUNING
 from .packed_weights import PackedWeights, linears_to_pack
 
@@ -30,7 +30,7 @@ class _Stock:
 
 
 _stocks: weakref.WeakKeyDictionary[Any, _Stock] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = new_rlock()
 
 
 class Packing:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules import module as _of_all_modules
+
+from ..core.forks import new_rlock
 
 
 class StandIn(Protocol):
@@ -40,7 +41,7 @@ def standing_in(stand_ins: Mapping[Any, StandIn]) -> Iterator[None]:
 # torch calls this attribute instead of a module's hooks and forward, as `Module.compile` uses it. Copies of a module,
 # in memory or stored, lack it, and no `forward` is touched.
 _PLACE = "_compiled_call_impl"
-_placing = threading.RLock()
+_placing = new_rlock()
 
 
 class Placed:

@@ -18,8 +18,10 @@ from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
+from ..runtime.foreign_parts import why_untriable
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_forwards import TargetOutput, picked_taps
+from ..runtime.target_limits import refusal
 from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
@@ -62,12 +64,15 @@ def speculative_decoding(
             cache is as it was given; only `refused` may be called later.
         OSError: the folder of the option `history` cannot be used. Nothing has been done then either.
     """
-    check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    columns = options.shared_by(len(input_ids)).tree_size + 1
+    check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
+    untriable = why_untriable(target, len(input_ids) * columns)
+    if untriable and refused is not refuse:  # plain decoding is at hand
+        raise refusal(target, f"{untriable}.")
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
-    columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
@@ -85,7 +90,8 @@ def speculative_decoding(
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
-        session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, refused)
+        limits = DraftLimits(call, output.taps.shape[1], refused, untriable)
+        session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
     texts.end_stream()
     if session is not None and not synced_gpus:
         session.end()
@@ -146,7 +152,7 @@ def _grow(
     output: TargetOutput,
     inputs_embeds: torch.Tensor | None,
     keeper: Keeper,
-    refused: Callable[[DraftingRefused], None],
+    limits: DraftLimits,
 ) -> Session | None:
     """Grows the texts to their ends after the prompts' forward, which returned `output`.
 
@@ -156,7 +162,7 @@ def _grow(
     runtime, texts, session = call.runtime, call.texts, None
     if texts.active or call.synced_gpus:
         with call.target._optimize_model_for_decode():  # experts run as in plain decoding
-            session = _run_rounds(call, drafter, output, inputs_embeds, keeper, refused)
+            session = _run_rounds(call, drafter, output, inputs_embeds, keeper, limits)
     texts.stream()
     runtime.finish(texts.sequences())
     # The drafter's state for a single text stays with the cache, for a call that continues the text.
@@ -173,10 +179,9 @@ def _run_rounds(
     output: TargetOutput,
     inputs_embeds: torch.Tensor | None,
     keeper: Keeper,
-    refused: Callable[[DraftingRefused], None],
+    limits: DraftLimits,
 ) -> Session:
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
-    limits = DraftLimits(call, output.taps.shape[1], refused)
     limits.find(output.logits[:, -1])
     target = LocalTarget(call, limits, drafter.taps_of(call.target))
     drafting = Drafting(drafter, replace(call, options=limits.options))
@@ -186,13 +191,14 @@ def _run_rounds(
     if memory is not None and call.rows == 1:
         drafting.session.resume(memory, runtime.cached_before)
     room = max(map(texts.room, range(call.rows)))
-    # Asked again as the text grows: its length is part of the kind.
-    runtime.acceleration.begin(
-        call.options.packed_weights,
-        room,
-        lambda: slower_packed(call.target, target.kind(drafting.session)),
-        call.options.compiled_layers,
-    )
+    if limits.options.depth:
+        # Asked again as the text grows: its length is part of the kind.
+        runtime.acceleration.begin(
+            call.options.packed_weights,
+            room,
+            lambda: slower_packed(call.target, target.kind(drafting.session)),
+            call.options.compiled_layers,
+        )
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))

@@ -77,6 +77,7 @@ class DraftLimits:
     Args:
         tapped: number of prompt positions that have taps.
         refused: called if the target turns out to read no drafts. If it does not raise, the texts grow without drafts.
+        untriable: why no trial can tell whether it does; nothing is drafted then. Empty otherwise.
 
     Attributes:
         options: the effective options: chains where the target reads no trees, depth 0 for no drafts.
@@ -89,11 +90,13 @@ class DraftLimits:
         alike_until: first cache slot beyond those that the target reads alike, as of `look_ahead`.
     """
 
-    def __init__(self, call: Call, tapped: int, refused: Callable[[DraftingRefused], None] = refuse) -> None:
+    def __init__(
+        self, call: Call, tapped: int, refused: Callable[[DraftingRefused], None] = refuse, untriable: str = ""
+    ) -> None:
         self._runtime, self._texts, self._synced_gpus = call.runtime, call.texts, call.synced_gpus
         self.positions = TextPositions.of(call.runtime, tapped, call.rows)
         self.options, self.kind, self.reason = call.options, "tree", ""
-        self._refused = refused
+        self._refused, self._untriable = refused, untriable
         self.presumed = False
         self.known_until = sys.maxsize
         self.steps: Steps | None = None
@@ -105,6 +108,10 @@ class DraftLimits:
         Raises a DraftingRefused if it reads no drafts at all.
         """
         runtime, rows, doubling = self._runtime, len(self.positions.roots), not self._synced_gpus
+        if self._untriable:
+            logger.warning_once(f"Nothing is drafted for {type(runtime.target).__name__}: {self._untriable}.")
+            self._draft_nothing(self._untriable)
+            return
         if runtime.refusal is not None:
             self._refused(runtime.refusal)
             self._draft_nothing(str(runtime.refusal))
@@ -124,6 +131,7 @@ class DraftLimits:
         if self._in_any_process(known is None):
             if self._tries_with_own_steps:
                 known, self.presumed = presumed_ability(runtime), True
+                runtime.acceleration.off = True  # it may be refused, and its steps are the text
             else:
                 known = tried_ability(runtime, self._texts.batch(), logits, doubling=doubling, chains=bool(in_step))
         assert known is not None
@@ -193,7 +201,7 @@ class DraftLimits:
 
     def _draft_nothing(self, reason: str) -> None:
         """From here on the texts grow as in plain decoding."""
-        self._runtime.trees = False
+        self._runtime.trees, self._runtime.acceleration.off = False, True
         self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
 
     def _refusal(self, ability: Ability) -> DraftingRefused | None:
@@ -242,6 +250,8 @@ class DraftLimits:
         if refusal is not None:
             self._refuse(refusal)
         first, self.presumed, self.steps, self.known_until = self.presumed, False, None, known.until
+        if first and known.chains:
+            runtime.acceleration.off = False
         if known.trees or (known.chains and not runtime.trees):
             return False
         if known.chains and not ragged:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.draft_tree import DraftTree, certainty, merge_trees
+from ..core.tensors import embedded_tokens
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.lookup.ngrams import NgramSession
@@ -48,7 +49,7 @@ class Drafting:
         self._paced = None if session.free else session
         self._late = LateReader(session) if self._paced is not None else None
         self._rests = False
-        self._vocab_size = call.target.get_input_embeddings().weight.shape[0]
+        self._vocab_size = embedded_tokens(call.target)
         self._drafted: dict[int, DraftTree] = {}  # the paced session's last drafts, by text
 
     def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:

@@ -15,7 +15,6 @@ import functools
 import inspect
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
+from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
@@ -134,11 +134,9 @@ class Attachment:
         self.drafter = drafter
         self.last: DraftStatistics | None = None
         self._model, self._owned = weakref.ref(model), owned
-        self._statistics, self._lock = AttachmentStatistics(), threading.Lock()
+        self._statistics, self._lock = AttachmentStatistics(), new_lock()
         self._failed: dict[int, str] = {}  # why a call ended mid-text, by the model's fingerprint
-        self._before, self._in_block = _attachments.get(model), False
-        if self._before is not None and not self._before._in_block:
-            self._before._before = None  # replaced for good, so not restored
+        self._in_block = False
 
     def __repr__(self) -> str:
         model = self._model()
@@ -157,21 +155,26 @@ class Attachment:
             self._statistics, self.last = AttachmentStatistics(), None
 
     def detach(self) -> None:
-        """Ends the attachment, if the model still has it."""
+        """Ends the attachment, if the model still has it, and those that it has replaced for good."""
+        self._leave(with_replaced=True)
+
+    def _leave(self, with_replaced: bool = False) -> None:
         model = self._model()
-        if model is not None and _attachments.get(model) is self:
-            del _attachments[model]
+        with _changing:
+            held = [] if model is None else _attachments.get(model, [])
+            if self in held:
+                place = held.index(self)
+                while with_replaced and place and not held[place - 1]._in_block:
+                    del held[(place := place - 1)]
+                held.remove(self)
 
     def __enter__(self) -> Attachment:
         self._in_block = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        model = self._model()
-        if model is not None and _attachments.get(model) is self:
-            self.detach()
-            if self._before is not None:
-                _attachments[model] = self._before
+        self._in_block = False
+        self._leave()
 
     def step_aside(self, reason: str) -> None:
         """Counts a call that is decoded without drafts, and logs a new reason."""
@@ -227,7 +230,23 @@ class Attachment:
             self.last = done
 
 
-_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+# The last one of a model drafts. Below are those of enclosing and overlapping blocks, and the one from before these.
+_attachments: weakref.WeakKeyDictionary[Any, list[Attachment]] = weakref.WeakKeyDictionary()
+_changing = new_lock()
+
+
+def _current(target: Any) -> Attachment | None:
+    held = _attachments.get(target)
+    return next(iter(held[-1:]), None) if held else None
+
+
+def _hold(target: Any, attachment: Attachment) -> None:
+    """Makes an attachment the model's; of those that none ends by a block, only the last before it can return."""
+    with _changing:
+        held = _attachments.setdefault(target, [])
+        if len(held) > 1 and not held[-1]._in_block and not held[-2]._in_block:
+            del held[-2]
+        held.append(attachment)
 
 
 def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, **loading: Any) -> Attachment:
@@ -271,7 +290,7 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
     check_drafter(drafter, target)
     DraftOptions.of(drafter)
     attachment = Attachment(target, drafter, owned=owned)
-    _attachments[target] = attachment
+    _hold(target, attachment)
     if getattr(target, "_cached_continuous_batching_manager", None) is not None:
         attachment.step_aside(_BATCHING)
     return attachment
@@ -284,7 +303,7 @@ def detach(model: Any) -> None:
 
 def attached(model: Any) -> Attachment | None:
     """Returns the attachment of a model, or `None`."""
-    return _attachments.get(decoding_model(model))
+    return _current(decoding_model(model))
 
 
 def allow_attachments() -> None:
@@ -293,7 +312,7 @@ def allow_attachments() -> None:
 
 
 def _sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    attachment = _attachments.get(target)
+    attachment = _current(target)
     if attachment is None or args:  # `generate()` passes keywords only
         return original(target, input_ids, *args, **kwargs)
     return attachment.decode(original, target, input_ids, **kwargs)
@@ -302,7 +321,7 @@ def _sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs:
 def _counted(reason_of: Callable[..., str], original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A method of `generate()` that counts calls which do not reach `_sample`, by reason."""
     result = original(target, *args, **kwargs)
-    attachment = _attachments.get(target)
+    attachment = _current(target)
     if attachment is not None and (reason := reason_of(*args, **kwargs)):
         attachment.step_aside(reason)
     return result

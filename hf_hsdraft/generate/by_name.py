@@ -9,7 +9,6 @@ assistant itself, from transformers' own registries; see `register_drafter`.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.forks import new_rlock
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.lookup.cacheback import CachebackDrafter
@@ -25,7 +25,7 @@ from ..drafters.mtp.drafter import MtpDrafter
 from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = new_rlock()
 _MTP, NGRAMS = "mtp", "ngrams"  # no files; a folder of such a name is "./mtp", or a `Path`
 
 

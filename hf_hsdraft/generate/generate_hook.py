@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from transformers import LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
+from transformers.utils import logging
 
 from ..drafters.base.draft_options import option_names
 from ..drafters.base.protocol import Drafter
 from ..engine.call_checks import check_drafter, told_of_class
+from ..engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import no_hooks_left
-from ..runtime.target_limits import check_inputs
+from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow
 from .wrapping import wrap
+
+logger = logging.get_logger(__name__)
 
 
 def install() -> None:
@@ -77,8 +82,21 @@ def _assisted_decoding(original: Any, target: Any, /, input_ids: Any, *args: Any
     if isinstance(assistant, _Lent) and kwargs["generation_config"].begin_suppress_tokens is None:
         processors, tokens = kwargs["logits_processor"], assistant.begin_suppress_tokens
         kwargs["logits_processor"] = _with_suppressed_begin(processors, tokens, input_ids)
+    if gradients_flow(target, kwargs):
+        return _plainly(target, drafter, input_ids, *args, **kwargs)
     with no_hooks_left(target):
         return speculative_decoding(target, drafter, input_ids, *args, **kwargs)
+
+
+def _plainly(target: Any, drafter: Drafter, input_ids: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+    """Decodes a call without drafts, whose output a backward pass may start from."""
+    logger.warning_once(f"A call of generate() is decoded without drafts: {GRADIENTS}.")
+    output = target._sample(input_ids, *args, **kwargs)
+    if isinstance(output, torch.Tensor):
+        return output
+    statistics = DraftStatistics(reason=GRADIENTS, drafter=type(drafter).__name__, target=named_target(target))
+    kind = HSDraftEncoderDecoderOutput if target.config.is_encoder_decoder else HSDraftGenerateOutput
+    return kind(**output, statistics=statistics)
 
 
 def _with_suppressed_begin(processors: Any, tokens: Any, input_ids: Any) -> Any:

@@ -13,6 +13,8 @@ from huggingface_hub.repocard import metadata_load
 from .checkpoint import Checkpoint
 from .drafter_files import CARD, CONFIG, RECIPE, read_json
 
+_LARGEST_CARD = 2**20  # bytes
+
 
 @dataclass(frozen=True)
 class CachedModel:
@@ -41,7 +43,8 @@ def named_targets(folder: Path) -> set[str]:
     """Returns the names of targets that a card's `base_model` and a training recipe give."""
     named = [_read(folder / RECIPE).get("target")]
     try:
-        metadata: Mapping[str, Any] = metadata_load(folder / CARD) or {}
+        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
+        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
     except Exception:  # no card, or one whose metadata is damaged in any way
         metadata = {}
     bases = metadata.get("base_model")

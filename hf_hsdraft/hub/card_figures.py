@@ -15,7 +15,8 @@ GAP = "not measured"
 
 _SPEED = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). speed-up: tokens/s over plain "
-    "`generate()`, same settings and process, alternating. identical: texts equal to those of plain `generate()`."
+    "`generate()`, same settings and process, alternating. "
+    "identical: texts equal to those of plain `generate()`."
 )
 _CHAINS = (
     "A chain of k drafts k tokens per round in a row, without a tree, n-grams or reuse. Acceptance length: tokens "
@@ -84,14 +85,16 @@ def read_document(path: Path) -> dict[str, Any]:
         return {}
 
 
-def figures_section(training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str) -> str:
+def figures_section(
+    training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str, from_scratch: bool
+) -> str:
     """The training figures and the entries of `figures.json`, with definitions and commands, and visible gaps."""
     measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
     blocks = [_SPEED, *(_benchmark(benchmark, name) for benchmark in benchmarks)]
     blocks += [] if any(not is_chain(variant) for variant in measured) else [f"Speed: {GAP}."]
     blocks += [] if any(is_chain(variant) for variant in measured) else [f"Acceptance of chains: {GAP}."]
     if training is not None:
-        blocks.append(_held_out(training))
+        blocks.append(_held_out(training, from_scratch))
     return "\n\n".join(blocks)
 
 
@@ -127,7 +130,22 @@ def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
     best = benchmark["by_category"].get(ours[0], {})
     shown = ", ".join(f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items())
     by_category = [f"tau (speed-up) of {code(ours[0])} by category: {cell(shown)}."] if shown else []
-    return [table(["", "tau", "speed-up", "tokens/s", "identical"], rows), *by_category]
+    return [
+        table(["", "tau", "speed-up", "tokens/s", "identical"], rows),
+        *_share(benchmark["summary"], ours),
+        *by_category,
+    ]
+
+
+def _share(summary: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
+    """Says how much of a speed-up greater than tau drafting can give at most."""
+    more = [name for name in ours if summary[name]["speed_up"] > summary[name]["tau"]]
+    if not more:
+        return []
+    shares = [f"{code(each)} at most {summary[each]['tau']:.2f} of {summary[each]['speed_up']:.2f}" for each in more]
+    return [
+        f"Drafting's share of the speed-up: {', '.join(shares)}. The rest is from packed weights and other operators."
+    ]
 
 
 def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str]:
@@ -172,7 +190,7 @@ def _shape(variant: str, settings: Mapping[str, Any]) -> str:
     return f"{variant} ({depth} deep{lossy})" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep{lossy})"
 
 
-def _held_out(training: Mapping[str, Any]) -> str:
+def _held_out(training: Mapping[str, Any], from_scratch: bool) -> str:
     history = training["history"]
     last: Mapping[str, Any] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
     depths = sorted(int(key.rpartition("_")[2]) for key in last if re.fullmatch(r"eval_accuracy_\d{1,3}", key))
@@ -189,11 +207,12 @@ def _held_out(training: Mapping[str, Any]) -> str:
     )
     sizes = training.get("held_out")
     size = f" ({cell(sizes)})" if isinstance(sizes, str) else ""
+    earlier = "The drafter that this run started from may have been trained on these conversations."
     return (
         f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy "
         f"decoding); loss {shown_figure(last, 'eval_loss')} nats. The distributions of training and of decoding "
-        f"differ by at most {shown_figure(last, 'eval_parity')} (total variation; 0 means equal). The drafter that "
-        f"this run started from may have been trained on these conversations.\n\n{accuracy}"
+        f"differ by at most {shown_figure(last, 'eval_parity')} (total variation; 0 means "
+        f"equal).{'' if from_scratch else f' {earlier}'}\n\n{accuracy}"
     )
 
 

@@ -28,7 +28,7 @@ DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and fi
 CODE = ("*.py", "custom_generate/*.py", "custom_generate/requirements.txt")  # of all versions
 SPECULATOR = "speculator_model"  # type of all drafters in speculators' format
 
-_LARGEST_JSON = 16 * 2**20  # bytes; a million token ids take half of it
+_LARGEST_JSON, _LARGEST_INDEX = 8 * 2**20, 64 * 2**20  # bytes; a million token ids take most of the former
 _DEEPEST_JSON = 32  # levels; what transformers does with a configuration recurses
 # Dtypes of weights, as headers name them.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -49,8 +49,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON object of a drafter's folder. Raises an OSError if it is missing, and a DamagedFile."""
     if not path.is_file():
         raise OSError(f"{path.parent} has no {path.name}: it is no drafter's folder, or not all of one")
-    if path.stat().st_size > _LARGEST_JSON:
-        raise DamagedFile(f"{path} has {path.stat().st_size:,} bytes: expected at most {_LARGEST_JSON:,}", path)
+    largest = _LARGEST_INDEX if path.name == INDEX else _LARGEST_JSON
+    if path.stat().st_size > largest:
+        raise DamagedFile(f"{path} has {path.stat().st_size:,} bytes: expected at most {largest:,}", path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

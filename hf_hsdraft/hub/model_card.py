@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .speculators_format import target_of
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
 _OLD_MARK = "<!-- written by hsdraft train -->"
 PAPER = "2602.21224"  # arXiv
+_GROUPS = {"average": "make", "prune": "make", "overlap": "data", "coverage": "data"}  # of commands, by earlier names
+_EARLIER = re.compile(rf"hsdraft ({'|'.join(_GROUPS)})\b")
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
     "learning_curves.png": "Loss and tau by training step",
@@ -83,7 +86,7 @@ def render_card(folder: Path, name: str) -> str:
         f"# {name.rsplit('/', 1)[-1]}",
         _what_it_is(folder, config, target, adapts) if of_paper else _briefly(config, reads_states),
         _use(name, target, adapts, config.get("auto_map"), recipe.get("adapter_name")),
-        "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
+        "## Figures\n\n" + figures_section(figures["training"], benchmarks, name, _is_from_scratch(recipe)),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
         lossy,
@@ -201,11 +204,13 @@ tokenizer = AutoTokenizer.from_pretrained({of_target})
 model = AutoModelForCausalLM.from_pretrained({of_target})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 ```"""
+    installation = "pip install .  # in a checkout of the package hf_hsdraft"
     package = f"from hf_hsdraft import AutoDrafter\n\ndrafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
     call = "out = model.generate(**inputs, assistant_model=drafter)"
     if adapts is not None:
         named = f", adapter_name={json.dumps(adapter)}" if adapter else ""
-        return f"## Use\n\n{model}\n\n{_python(package, f'drafter.load_adapter({quoted}{named})', call)}"
+        adapted = _python(package, f"drafter.load_adapter({quoted}{named})", call)
+        return f"## Use\n\n{_bash(installation)}\n\n{model}\n\n{adapted}"
     installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
     parts = [
         "## Use",
@@ -213,6 +218,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
         installed
         + ("" if alone or not auto_map else " and the module that registers this family is imported")
         + " (no code of this repository is run):",
+        _bash(installation),
         _python(package, call),
     ]
     if not auto_map:
@@ -236,14 +242,30 @@ def _python(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
+def _bash(*lines: str) -> str:
+    return "\n".join(["```bash", *lines, "```"])
+
+
+def _is_from_scratch(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe says how the drafter was trained, and names no drafter that training started from."""
+    started = any(title.endswith("started from") for title in recipe["training"])
+    started = started or any("--init-from" in command for command in recipe.get("commands", []))
+    return bool(recipe["training"]) and not started
+
+
+def _renamed(text: str) -> str:
+    """Replaces names of commands in recipes of earlier versions."""
+    return _EARLIER.sub(lambda match: f"hsdraft {_GROUPS[match[1]]} {match[1]}", text)
+
+
 def _training(recipe: Mapping[str, Any]) -> str:
     if not recipe.get("training"):
         return "No recipe is recorded."
     changed = "The weights were changed after this training." if recipe["changed_since"] else ""
     blocks = [changed] * bool(changed) + [table(["", ""], recipe["training"].items())]
     if recipe.get("commands"):
-        blocks.append("```bash\n" + "\n".join(recipe["commands"]) + "\n```")
-    blocks += recipe.get("notes", [])
+        blocks.append(_bash(*map(_renamed, recipe["commands"])))
+    blocks += map(_renamed, recipe.get("notes", []))
     return "\n\n".join(blocks)
 
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -14,8 +15,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, logging
 
-from ..core.checks import demand, few, settings
-from ..verify.common_options import free_options
+from ..core.checks import demand, few, is_misspelt, nearest_option, printable, settings
+from ..verify.common_options import COMMON_OPTIONS, free_options
 from ..verify.registry import is_lossy, rule_options
 from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
@@ -91,6 +92,7 @@ class PretrainedDrafter(PreTrainedModel):
 
         Raises:
             OSError: There is no such folder or repository, or it holds no configuration or no weights.
+            TypeError: There is no such argument; the message names the nearest.
             ValueError: It is no drafter, of a newer format, or damaged; or weights and configuration do not match.
         """
         if pretrained_model_name_or_path is None:
@@ -111,7 +113,11 @@ class PretrainedDrafter(PreTrainedModel):
             check_weights(folder, shapes, getattr(config, "weights_digest", None))
             options = stored_options(folder / OPTIONS)
         # Pass tensors, not the folder, where transformers would look for adapters and other weights.
-        loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
+        try:
+            loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
+        except TypeError as error:
+            _name_nearest(cls.__name__, error, kwargs, fields)
+            raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
         model.loaded_from = folder
@@ -235,6 +241,19 @@ class PretrainedDrafter(PreTrainedModel):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **saving)
             return push(Path(folder), repo_id, **kwargs)
+
+
+def _name_nearest(kind: str, error: TypeError, given: Collection[str], fields: Collection[str]) -> None:
+    """Raises a TypeError about an unknown argument, for the one of Python, which names no other."""
+    name = next((name for name in given if f"unexpected keyword argument '{name}'" in str(error)), None)
+    if name is None:
+        return
+    if name in COMMON_OPTIONS:
+        hint = f"it is a drafting option: set drafter.generation_config.{name}, or call AutoDrafter.from_pretrained"
+    else:
+        near = nearest_option(name, {*fields, *COMMON_OPTIONS})
+        hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
+    raise TypeError(f"{kind}.from_pretrained has no argument {printable(name)}: {hint}") from error
 
 
 def fields_of(config_class: Any) -> set[str]:

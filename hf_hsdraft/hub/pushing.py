@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from ..core.checks import is_code_file, public_name
+from ..core.checks import is_code_file, printable, public_name
 from .code_files import former_code
 from .drafter_files import (
     ADAPTER_CONFIG,
@@ -28,6 +28,7 @@ from .drafter_files import (
 )
 from .model_card import is_generated, read_recipe, write_card
 from .publication import is_ours
+from .speculators_format import target_of
 
 
 def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
@@ -76,11 +77,28 @@ def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], fold
         except ValueError as error:
             message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
             raise ValueError(message.replace(place, repo_id)) from None
+        _check_target(repo_id, read_json(Path(place) / CONFIG), read_json(folder / CONFIG))
         if read_json(Path(place) / CONFIG).get("code_files") is None:
             for name in filter(is_code_file, there):
                 api.hf_hub_download(repo_id, name, revision=revision, local_dir=place)
         code = former_code(Path(place))
     return sorted(name for name in there if is_ours(name, code) and name != CARD and not (folder / name).is_file())
+
+
+def _check_target(repo_id: str, former: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises a ValueError if a repository holds the drafter of another target, which a push would replace."""
+    names = [str(each.get("target_name") or "") or target_of(each)[0] for each in (former, new)]
+    sizes = "vocab_size", "target_hidden_size", "target_num_hidden_layers"
+    parts = [name.rsplit("/", 1)[-1] if not all("/" in each for each in names) else name for name in names]
+    told = [f"{name} {former[name]} instead of {new[name]}" for name in sizes
+            if None not in (former.get(name), new.get(name)) and former[name] != new[name]]  # fmt: skip
+    if all(names) and parts[0] != parts[1]:
+        told.insert(0, f"{printable(names[0])} instead of {printable(names[1])}")
+    if told:
+        raise ValueError(
+            f"{repo_id} holds a drafter for another target ({printable(', '.join(told))}), nothing was sent: push to "
+            "another repository or revision, or delete that drafter first"
+        )
 
 
 def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:

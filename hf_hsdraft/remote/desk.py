@@ -56,10 +56,26 @@ class Desk:
     longest: int
     vocab_size: int
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)  # tokenizers are not thread-safe
+    steps: asyncio.Lock = field(default_factory=asyncio.Lock)  # one step at a time, in the order of asking
+
+    async def opened(self, message: Open, is_open: Callable[[], bool]) -> VerifiedText:
+        """Prepares a text in short steps, so that others take turns with one that was sampled for long.
+
+        Raises `DeviceGone` once its device has left.
+        """
+        text = await self._step(VerifiedText, self.target, message, self.longest, self.vocab_size)
+        while await self._step(text.skip_some):
+            if not is_open():
+                raise DeviceGone
+        return text
+
+    async def _step(self, work: Callable[..., Any], *args: Any) -> Any:
+        async with self.steps:
+            return await asyncio.to_thread(on_own_thread, work, *args)
 
     async def rows(self, message: Rows) -> Message:
         rows = self.tables.rows
-        return RowData(await asyncio.to_thread(on_own_thread, rows, message.table, message.first, message.count))
+        return RowData(await self._step(rows, message.table, message.first, message.count))
 
     async def encode(self, message: Encode) -> Message:
         def ids(tokenizer: Any) -> list[int]:
@@ -127,7 +143,7 @@ class Conversation:
     async def _open(self, message: Open) -> Message | None:
         self._forget()
         desk = self._desk
-        text = await asyncio.to_thread(on_own_thread, VerifiedText, desk.target, message, desk.longest, desk.vocab_size)
+        text = await desk.opened(message, self._is_open)
         session = self._session = desk.sessions.open(text, self)
         try:
             found = await self._first(text)

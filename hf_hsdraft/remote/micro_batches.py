@@ -31,6 +31,8 @@ from .tree_reader import TreeReader, TreesRead
 from .verified_text import VerifiedText
 from .wire import log_failure
 
+_FORWARDS_A_PIECE, _LEAST_PIECE = 2, 32  # by hand
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -260,12 +262,19 @@ class MicroBatches:
                 self._arrivals.asked(job.text, job.came)
                 self._trees.append(job)
 
+    def _fair_piece(self) -> int:
+        """Tokens of a prompt to read at once: while others decode, about as many as a few of their forwards take."""
+        seconds = self.prompt_seconds(1)
+        if not seconds or not (self._trees or self._arrivals.away):
+            return self._piece
+        return min(max(int(_FORWARDS_A_PIECE * self._last_seconds / seconds), _LEAST_PIECE), self._piece)
+
     def _read_piece(self, job: Job) -> None:
         """Reads the next piece of a prompt; after the last one, emits the first token."""
         text = job.text
         try:
             began, before = time.monotonic(), text.cache.get_seq_length()
-            ids = text.unread[:, : self._piece]
+            ids = text.unread[:, : self._fair_piece()]
             output = self._reader.read_prompt(text.cache, ids, text.taps)
             wanted = output.taps[0, text.wants_taps(before, before + ids.shape[1])]
             taps = packed_states(wanted) if text.taps else b""

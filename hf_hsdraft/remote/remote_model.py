@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..core.checks import demand, is_integer, short
+from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions, option_names
@@ -52,7 +52,7 @@ class RemoteModel:
         self._links = LinkPool(address, patience, timeout)
         self._hello = self._links.hello
         self._shell = TargetShell(self._hello)
-        self._loading, self._with_rows = threading.Lock(), dict[torch.device, TargetShell]()
+        self._loading, self._with_rows = new_lock(), dict[torch.device, TargetShell]()
 
     @property
     def config(self) -> Any:

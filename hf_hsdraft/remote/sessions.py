@@ -21,6 +21,8 @@ class ServerLimits:
     max_sessions: int = 64  # texts at a time
     max_bytes: int = 2**31  # of their keys and values at full length
     max_connections: int = 256  # connections at a time
+    max_per_address: int | None = None  # connections of one address; `None` for half of `max_connections`
+    hello_seconds: float = 10.0  # after which a connection is closed that has said nothing yet
     idle_seconds: float = 120.0  # after which a silent connection is closed, and a text without new drafts dropped
     keep_seconds: float = 30.0  # that a text is kept after its connection has ended
     max_length: int = 4096  # tokens of a text
@@ -36,8 +38,8 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            waits_not = name == "wait_seconds" and value in (None, 0)
-            demand(waits_not or (value is not None and value > 0), name, value, "expected a positive number")
+            is_default = (name, value) in (("wait_seconds", None), ("wait_seconds", 0), ("max_per_address", None))
+            demand(is_default or (value is not None and value > 0), name, value, "expected a positive number")
         for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
             wanted = f"expected at most {most}, where max_columns is {self.max_columns}"
             demand(getattr(self, name) <= most, name, getattr(self, name), wanted)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ OPTIONS = frozenset(
         "repetition_penalty", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
     }
 )  # fmt: skip
+
+
+_SKIP_SECONDS = 0.02  # after which the texts that other devices open have their turn
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -59,26 +63,35 @@ class SeededTexts(DecodedTexts):
         self._draws = [draws]
 
 
-def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torch.Generator:
-    """Returns the RNG of a local call after `torch.manual_seed(seed)` and `drawn` draws from logits of `vocab_size`.
+def skipped_draws(generator: torch.Generator, size: int, count: int) -> Iterator[None]:
+    """Lets an RNG make the random numbers of `count` draws from logits of `size`; yields every few milliseconds.
 
-    A draw consumes the same random numbers whatever its outcome. On some devices it consumes as many for one candidate
-    as for the whole vocabulary; there, earlier draws are skipped by draws from one candidate.
+    A draw consumes the same random numbers whatever its outcome. They are made without a draw where that leads to the
+    same state: as bare numbers, or by a draw from one candidate.
     """
+    if not count:
+        return
+    begin, device = generator.get_state(), generator.device
+    numbers = torch.empty(2 * size, dtype=torch.int32, device=device)
 
-    def after_draw(size: int) -> torch.Tensor:
-        torch.multinomial(torch.ones(1, size, device=device), num_samples=1, generator=generator)
+    def draw(candidates: int) -> None:
+        torch.multinomial(torch.ones(1, candidates, device=device), num_samples=1, generator=generator)
+
+    def after(step: Callable[[], Any]) -> torch.Tensor:
+        generator.set_state(begin)
+        step()
         return generator.get_state()
 
-    generator = torch.Generator(device).manual_seed(seed)
-    if drawn:
-        begin, whole = generator.get_state(), after_draw(vocab_size)
-        generator.set_state(begin)
-        size = 1 if torch.equal(after_draw(1), whole) else vocab_size
-        generator.set_state(whole)
-        for _ in range(drawn - 1):
-            after_draw(size)
-    return generator
+    ways: list[Callable[[], Any]] = [lambda: draw(1), lambda: numbers.random_(generator=generator), lambda: draw(size)]
+    whole = after(ways[-1])
+    step = next(way for way in ways if torch.equal(after(way), whole))
+    generator.set_state(begin)
+    until = time.monotonic() + _SKIP_SECONDS
+    for _ in range(count):
+        step()
+        if time.monotonic() > until:
+            yield
+            until = time.monotonic() + _SKIP_SECONDS
 
 
 class VerifiedText:
@@ -109,9 +122,15 @@ class VerifiedText:
         self._texts: Any = None  # `SeededTexts`, once the prompt was read
         self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options, longest)
         self._draws: Draws | None = None
+        self._skipping: Iterator[None] = iter(())
         if self._rules[2].do_sample:
-            drawn = len(ids) - opening.prompt_length
-            self._draws = Draws(seeded(opening.seed, self._ids.device, vocab_size, drawn), vocab_size)
+            generator = torch.Generator(self._ids.device).manual_seed(opening.seed)
+            self._skipping = skipped_draws(generator, vocab_size, len(ids) - opening.prompt_length)
+            self._draws = Draws(generator, vocab_size)
+
+    def skip_some(self) -> bool:
+        """Skips earlier draws of a text that was opened again, for a few milliseconds; returns whether any are left."""
+        return next(self._skipping, self) is not self
 
     @property
     def unread(self) -> torch.Tensor:

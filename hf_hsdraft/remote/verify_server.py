@@ -23,6 +23,7 @@ from websockets.typing import Subprotocol
 
 from ..core.tensors import device_of
 from ..runtime.target_limits import text_config
+from .callers import Callers
 from .desk import Conversation, Desk, DeviceGone
 from .messages import PROTOCOL, TO_SERVER, Hello, Refused, most_request
 from .micro_batches import MicroBatches
@@ -69,7 +70,7 @@ class VerifyServer:
             longest,
             self.limits.max_nodes,
         )
-        self._connections = 0
+        self._callers = Callers(self.limits)
 
     async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> Server:
         """Starts to listen on a bound socket; `tls` encrypts the connections."""
@@ -82,8 +83,9 @@ class VerifyServer:
             compression=None,  # so a small message cannot expand to a large one
             max_size=most_request(self._desk.longest),
             max_queue=2,
-            create_connection=_counted(2 * self.limits.max_connections),
-            open_timeout=10.0,
+            create_connection=self._callers.connection_class(),
+            open_timeout=self.limits.hello_seconds,
+            **({} if tls is None else {"ssl_handshake_timeout": self.limits.hello_seconds}),
             close_timeout=2.0,
             ping_interval=20.0,
             ping_timeout=20.0,
@@ -122,7 +124,7 @@ class VerifyServer:
             "target": self._hello.target,
             "sessions": len(self.sessions),
             "attached": self.sessions.attached,
-            "connections": self._connections,
+            "connections": len(self._callers),
             "reserved_bytes": self.sessions.reserved_bytes,
             "held_bytes": sum(bytes_of(each.text.cache) for each in self.sessions),
             "opened": self.sessions.opened,
@@ -149,7 +151,7 @@ class VerifyServer:
             return answer
         if path != "/":
             return connection.respond(http.HTTPStatus.NOT_FOUND, "there are / and /status\n")
-        if self._connections >= self.limits.max_connections:
+        if not self._callers.has_room_for(connection):
             full = connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections, try again later\n")
             full.headers["Retry-After"] = str(max(round(self.sessions.retry_seconds()), 1))
             return full
@@ -169,12 +171,13 @@ class VerifyServer:
                 raise DeviceGone from error
 
         conversation = Conversation(self._desk, send, lambda: connection.state is State.OPEN)
-        self._connections += 1
+        self._callers.add(connection)
+        patience = min(self.limits.hello_seconds, self.limits.idle_seconds)
         try:
             await send(self._hello)
             while True:
                 try:
-                    data = await asyncio.wait_for(connection.recv(), self.limits.idle_seconds)
+                    data = await asyncio.wait_for(connection.recv(), patience)
                 except TimeoutError:
                     await connection.close(1001, "nothing was said for too long")
                     break
@@ -184,6 +187,8 @@ class VerifyServer:
                     await send(Refused("malformed", str(error), 0.0))
                     await connection.close(1002)
                     break
+                self._callers.spoke(connection)
+                patience = self.limits.idle_seconds
                 await conversation.answer(message)
         except (DeviceGone, ConnectionClosed, OSError):
             pass  # the device has gone; its text waits to be resumed
@@ -192,28 +197,8 @@ class VerifyServer:
             with contextlib.suppress(Exception):
                 await connection.close(1011)
         finally:
-            self._connections -= 1
+            self._callers.remove(connection)
             conversation.end()
-
-
-def _counted(most: int) -> type[ServerConnection]:
-    """A connection class that aborts connections beyond `most`, before their handshake."""
-    count = 0
-
-    class Counted(ServerConnection):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            nonlocal count
-            count += 1
-            super().connection_made(transport)
-            if count > most:
-                self.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            nonlocal count
-            count -= 1
-            super().connection_lost(exc)
-
-    return Counted
 
 
 def token_bytes(reader: TreeReader) -> int:

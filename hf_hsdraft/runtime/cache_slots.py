@@ -202,6 +202,11 @@ class CacheSlots:
         else:
             self.static.fill(self.static.filled - count)
 
+    def clear_rest(self) -> None:
+        """Empties the slots of a static cache behind the filled ones, as before the call."""
+        for states in () if self.static is None else self.static.states:
+            states[:, :, self.length :] = 0
+
     def move(self, source: torch.Tensor, goal: torch.Tensor, move_slots: Callable[..., None]) -> None:
         """Copies slots `source` to slots `goal` in every layer, each `[B, m]`; `move_slots` may be compiled."""
         if self.static is not None:

@@ -13,17 +13,20 @@ import functools
 import inspect
 import itertools
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
+
+from ..core.forks import freed_in_children, new_lock
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -49,6 +52,9 @@ def fingerprint(model: nn.Module) -> int:
         if (name := getattr(own.get("config"), "_attn_implementation", None)) is not None:
             attentions.add(name)
     parts.append(frozenset((kind, _serial(kind.forward)) for kind in kinds))
+    parts.append(F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention)
+    for name in sorted({kind.__module__ for kind in kinds}):  # functions there may be replaced at any time
+        parts += (id(value) for value in vars(sys.modules.get(name, object)).values() if inspect.isfunction(value))
     parts.append(frozenset((str(name), _serial(ALL_ATTENTION_FUNCTIONS.get(name))) for name in attentions))
     return hash(tuple(parts))
 
@@ -102,7 +108,9 @@ class _Calls:
 
 
 _calls: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()
+if hasattr(output_capturing, "_hook_installation_lock"):  # drafted calls install hooks far more often than others
+    freed_in_children(output_capturing._hook_installation_lock)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ class TargetOutput:
     taps: torch.Tensor
 
     def last(self, columns: int) -> TargetOutput:
+        """The last columns; raises a DraftingRefused if there are fewer."""
+        if (found := self.logits.shape[1]) < columns:
+            raise DraftingRefused(f"its forward over {columns} tokens returns logits of {found}: expected one of each")
         return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
 
 
@@ -81,6 +84,7 @@ class Acceleration:
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
         programs: whether decoder layers run as compiled programs.
+        off: whether forwards run transformers' operators alone, as in a call that does not draft.
     """
 
     def __init__(self, target: Any) -> None:
@@ -89,7 +93,7 @@ class Acceleration:
         self._packing: Packing | None = None
         self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
-        self.packed = self.packs = self.programs = False
+        self.packed = self.packs = self.programs = self.off = False
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
         """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
@@ -144,6 +148,8 @@ class Acceleration:
         if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)
         with contextlib.ExitStack() as stack:
+            if self.off:
+                return (self._target if model is None else model)(**inputs, return_dict=True)
             stack.enter_context(grouped_attention(device_of(self._target)))
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())

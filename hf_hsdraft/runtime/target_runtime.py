@@ -23,7 +23,7 @@ from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
 from .static_cache import slots_of_prompts
 from .target_forwards import TargetCall, TargetOutput, dropped, target_output
-from .target_limits import check_cache, decoder_layers, text_config
+from .target_limits import GRADIENTS, check_cache, decoder_layers, text_config
 from .target_parts import LastState, final_norm
 from .tree_reading import (
     AheadReader,
@@ -91,6 +91,8 @@ class TargetRuntime(TargetCall):
             self._outputs = self.target._prefill(input_ids, generation_config, self.kwargs)
             self.hold(self._outputs, self.num_texts)
             read = self._output()
+            if read.logits.requires_grad:  # by something that `why_gradients` does not see, such as a hook
+                raise DraftingRefused(GRADIENTS)
         expected = slots_of_prompts(self.target, input_ids, generation_config, self.kwargs, self.cached_before)
         self.drops = not self.slots.hold(expected)
         self.slots.keep_past()  # not earlier: a sliding layer would keep the whole prompt
@@ -180,6 +182,7 @@ class TargetRuntime(TargetCall):
                 catch_up(self, input_ids[:, :-1])
             if not self.recurrent:
                 self.slots.drop(max(self.length - end, 0))
+        self.slots.clear_rest()
         self._release()
 
     def _end(self, length: int) -> int:
@@ -189,8 +192,11 @@ class TargetRuntime(TargetCall):
     def rejoin(self, new_tokens: Sequence[int]) -> None:
         """Brings all rows back, in order, into a cache that outlives the call.
 
-        `new_tokens` are their numbers of tokens after the prompt. Slots beyond these hold no text.
+        `new_tokens` are their numbers of tokens after the prompt. Slots beyond these hold no text. Chains have read
+        padding already.
         """
+        if not self.trees:
+            return
         close_gaps(self)
         self.leaves_gaps = False
         if self._ended is not None:

@@ -279,7 +279,7 @@ class Asked(_Strict):
         if (config.num_beams or 1) > most_beams:
             raise refused("generation_config", f"`num_beams` is {config.num_beams}: expected at most {most_beams}")
         penalty, bias = (getattr(self, name, None) for name in ("frequency_penalty", "logit_bias"))
-        told = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": self.limit}
+        told: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": self.limit}
         told["repetition_penalty"] = None if penalty is None else 1.0 + penalty
         if bias:
             tokens = [int(token) for token in bias]

@@ -72,6 +72,16 @@ def build_app(
         line = f"data: {JSONResponse({**status, 'model': asked.model}).body.decode()}\n\n"
         return Response(line, media_type="text/event-stream")
 
+    _add_reports(app, name, attachment)
+    for kind in (StarletteException, RequestValidationError, ValueError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(Guard, key=api_key, most=limits.max_body)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(EachRequest, attachment=attachment)
+    return app
+
+
+def _add_reports(app: FastAPI, name: str, attachment: Attachment | None) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "hf_hsdraft", "status": {"value": "loaded"}}
@@ -84,13 +94,6 @@ def build_app(
     @app.get("/drafting")
     async def drafting() -> dict[str, Any]:
         return report(attachment)
-
-    for kind in (StarletteException, RequestValidationError, ValueError, Exception):
-        app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Guard, key=api_key, most=limits.max_body)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    app.add_middleware(EachRequest, attachment=attachment)
-    return app
 
 
 class EachRequest:

@@ -55,6 +55,24 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     write_complete(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def read_kept(path: Path, remedy: str) -> dict[str, Any]:
+    """Returns the JSON object that an earlier run kept; empty if there is no such file.
+
+    Raises:
+        ValueError: the file is damaged. The message names it and the remedy.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document, dict):
+            return document
+        why = f"it holds {type(document).__name__}, not an object"
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is damaged ({why}): {remedy}")
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception says that the disk is full, also where a library has wrapped the system's error."""
     code = getattr(error, "errno", None)

@@ -11,7 +11,6 @@ random numbers, whatever was drafted.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,12 +21,13 @@ from transformers import LogitsProcessor
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..core.draft_tree import DraftTree
+from ..core.forks import new_lock
 from ..core.tensors import on_device
 from ..core.tuning import TUNING
 
 _FORESEEABLE = ("cpu", "cuda")
 _USUAL_TIME = 0.56  # geometric mean of an exponential variable
-_TAKING = threading.Lock()  # held while numbers are taken from a generator, which threads may share
+_TAKING = new_lock()  # held while numbers are taken from a generator, which threads may share
 
 
 @dataclass(frozen=True)

@@ -218,3 +218,12 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_loaded(device, sai
 def test_a_list_without_numbers_is_refused_before_anything_is_loaded(options, like, given):
     outcome = CliRunner().invoke(cli.app, [*options, given])
     assert outcome.exit_code == 2 and f"expected numbers such as {like}, found {given!r}" in outcome.output
+
+
+def test_train_names_its_extra_before_it_loads_anything(monkeypatch, tmp_path):
+    from hf_hsdraft.cli import _shared
+
+    monkeypatch.setattr(_shared, "find_spec", lambda name: None if name == "pyarrow" else name)
+    found = CliRunner().invoke(cli.app, ["train", "--out", str(tmp_path / "out")])
+    assert isinstance(found.exception, ImportError) and not (tmp_path / "out").exists()
+    assert "pyarrow" in str(found.exception) and ".[train]" in str(found.exception)

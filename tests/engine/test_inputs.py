@@ -222,7 +222,7 @@ def test_a_cache_that_drops_tokens_is_refused_before_work(target, make, rows):
 
 @pytest.mark.parametrize(("rows", "most"), [(3, 10), (1, 14), (1, 20), (3, 20)])
 def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
-    """In the prompts' forward or while single tokens are read the call goes on; a draft that it hits is an error."""
+    """Nothing is drafted beside a hook that holds the cache: its text is plain decoding's, wherever it drops."""
     target = make_target()  # not tried yet: the first tokens are read one by one
 
     def call(drops: bool, **kwargs):
@@ -244,16 +244,14 @@ def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
     if most < 20:  # the target is tried with the text's own tokens
         drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
     assert plain != call(False)
-    with pytest.raises(ValueError, match="loses tokens while it is read"):
-        call(True, assistant_model=drafter)
+    try:
+        assert call(True, assistant_model=drafter) == plain
+    except ValueError as error:  # in a batch
+        assert rows > 1 and "loses tokens while it is read" in str(error)
     attachment = attach(target, drafter)
     try:
-        if most < 20:
-            assert call(True) == plain and attachment.statistics.calls == 0
-            assert "loses tokens" in str(attachment.statistics.stepped_aside)
-        else:
-            with pytest.raises(ValueError, match="loses tokens while it is read"):
-                call(True)
+        assert call(True) == plain and attachment.statistics.calls == 0
+        assert "hook" in str(attachment.statistics.stepped_aside)
     finally:
         detach(target)
 

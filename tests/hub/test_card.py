@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.hub import enter_benchmarks
-from hf_hsdraft.hub.model_card import write_card
+from hf_hsdraft.hub.model_card import render_card, write_card
 
 ROW = {"tau": 2.5, "speed_up": 1.25, "tokens_per_second": 30.0, "identical": 3, "ties": 1, "divergent": 0}
 
@@ -280,3 +280,33 @@ def test_a_targets_path_on_this_machine_is_not_published(target, tmp_path):
     text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.*") if path.suffix in (".md", ".json"))
     assert "secret" not in text and '"target_name": "model"' in text
     assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model is None
+
+
+def _trained(folder, training, **further):
+    history = [{"eval_loss": 1.0, "eval_tau": 2.0, "eval_accuracy_1": 0.5}]
+    (folder / "figures.json").write_text(json.dumps({"training": {"history": history}}))
+    (folder / "training_recipe.json").write_text(json.dumps({"training": training, **further}))
+    return render_card(folder, "org/drafter")
+
+
+def test_only_a_drafter_that_started_from_another_may_have_learned_the_held_out_conversations(folder):
+    sentence = "may have been trained on these conversations"
+    assert sentence not in _trained(folder, {"steps": "8"})
+    assert sentence in _trained(folder, {"steps": "8", "started from": "org/first"})
+    assert sentence in _trained(folder, {"a: steps": "8", "a: started from": "org/first"})
+    assert sentence in _trained(folder, {"steps": "8"}, commands=["hsdraft train --init-from first"])
+    assert sentence in _trained(folder, {})
+
+
+def test_a_card_names_commands_by_their_present_names_and_the_installation(folder):
+    notes = ["Compared by `hsdraft overlap`."]
+    card = _trained(folder, {"steps": "8"}, commands=["hsdraft average a b --out c", "hsdraft train"], notes=notes)
+    assert "hsdraft make average a b" in card and "`hsdraft data overlap`" in card and "\nhsdraft train\n" in card
+    assert "pip install ." in card
+
+
+def test_a_card_says_how_much_of_the_speed_is_not_drafting(folder):
+    row = {**ROW, "tau": 1.3, "speed_up": 1.72}
+    enter_benchmarks(folder, [report(folder, summary={"plain": {**ROW, "tau": 1.0}, "tree": row})])
+    card = render_card(folder, "org/drafter")
+    assert "`tree` at most 1.30 of 1.72" in card and "packed weights" in card

@@ -411,6 +411,11 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
     bench.hub.put("user/earlier", {**theirs, **earlier(saved)})
     other = {"config.json": b'{"model_type": "llama"}', "model-00001-of-00002.safetensors": b"somebody's"}
     bench.hub.put("user/other-model", other)
+    config["target_name"] = "org/another-target"
+    bench.hub.put("user/other-target", {"config.json": json.dumps(config).encode()})
+    bench.hub.put(
+        "user/other-sizes", {"config.json": json.dumps(config | {"vocab_size": 7, "target_name": ""}).encode()}
+    )
     found = bench.child(
         """
 drafter = HSDrafter.from_pretrained("drafter")
@@ -420,6 +425,9 @@ drafter.save_pretrained("mine", push_to_hub=True, repo_id="user/saved-and-sent")
 answer([
     outcome(lambda: drafter.push_to_hub("user/lived-in", private=True)),
     outcome(lambda: drafter.push_to_hub("user/other-model")),
+    outcome(lambda: drafter.push_to_hub("user/other-sizes")),
+    setattr(drafter.config, "target_name", "org/target"),
+    outcome(lambda: drafter.push_to_hub("user/other-target")),
 ])
 """,
         home="author",
@@ -432,7 +440,10 @@ answer([
         kept = {file for file in theirs if files.get(file) == theirs[file]}
         assert kept == set(theirs) - gone
         assert set(files) == REPOSITORY | kept
-    assert [kind for kind, _ in found] == ["ValueError"] * 2
+    found = [each for each in found if each]
+    assert [kind for kind, _ in found] == ["ValueError"] * 4
+    assert "another target" in found[2][1] and "vocab_size 7" in found[2][1]
+    assert "org/another-target instead of org/target" in found[3][1]
     assert "is public: nothing was sent" in found[0][1] and "'llama', not a drafter" in found[1][1]
     assert bench.hub.files("user/other-model").items() >= other.items()
     sent = bench.hub.files("user/saved-and-sent")

@@ -8,7 +8,9 @@ import gc
 import logging
 import math
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from oracles.scripted import ScriptedDrafter
 from remote_helpers import at_once, opening, plain, prompts, serving, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
+from hf_hsdraft.remote import verified_text
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
@@ -317,20 +320,73 @@ def test_an_error_is_answered_and_logged_without_what_was_said(target, caplog) -
     assert "KeyError" in caplog.text and SAID not in caplog.text
 
 
-def test_connections_that_say_nothing_are_limited(target) -> None:
-    with serving(target, max_connections=2) as served:
-        silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(4)]
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+def closed(connection: socket.socket) -> bool:
+    connection.settimeout(5.0)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def test_connections_that_say_nothing_make_room_for_devices(target) -> None:
+    ids = prompts(1)[0]
+    with serving(target, max_connections=8, hello_seconds=2.0) as served, contextlib.ExitStack() as stack:
+        silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(40)]
         for each in silent:
-            each.settimeout(0.3)
-        time.sleep(0.3)
-        late = socket.create_connection(("127.0.0.1", served.port))
-        late.settimeout(5.0)
-        with contextlib.suppress(ConnectionResetError):
-            assert late.recv(1) == b""
-        with pytest.raises(TimeoutError):
-            silent[0].recv(1)
-        for each in (*silent, late):
-            each.close()
+            stack.enter_context(each)
+        with served.connect(patience=0) as model:
+            assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
+        assert all(map(closed, silent))  # the last ones had two seconds for their handshake
+
+
+def test_connections_of_an_address_are_limited_and_silent_ones_are_closed(target) -> None:
+    with serving(target, max_connections=8, max_per_address=2, hello_seconds=1.0) as served:
+        first, second = served.link(), served.link()
+        with pytest.raises(ServerRefused, match="too many connections"):
+            served.link()
+        assert until(lambda: served.status()["connections"] == 0)
+        for link in (first, second):
+            link.close()
+        with served.connect(patience=0) as model:
+            assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32
+
+
+def test_texts_that_are_opened_again_hold_no_other_one_up(target, monkeypatch) -> None:
+    """A sampled text skips the random numbers of its tokens in turns with other devices."""
+    skipping = threading.Event()
+
+    def slow_draws(*_):
+        skipping.set()
+        for _ in range(100):
+            time.sleep(0.02)
+            yield
+
+    monkeypatch.setattr(verified_text, "skipped_draws", slow_draws)
+    ids = prompts(1)[0]
+    with serving(target) as served, ThreadPoolExecutor(4) as pool:
+        links = [served.link() for _ in range(4)]
+        for link in links:
+            pool.submit(served.opened, ids, link, do_sample=True)
+        assert skipping.wait(10)
+        began = time.monotonic()
+        with served.connect(patience=0) as model:
+            assert torch.equal(model.generate(ids, CachebackDrafter(), **GREEDY), plain(target, ids, **GREEDY))
+        assert time.monotonic() - began < 3.0
+        for link in links:
+            link.close()
+
+
+@pytest.mark.parametrize("size", [97, 5_000])
+def test_random_numbers_of_earlier_draws_are_skipped(size: int) -> None:
+    weights = torch.rand(1, size)
+    drawn, skipped = (torch.Generator().manual_seed(5) for _ in range(2))
+    for _ in range(7):
+        torch.multinomial(weights, num_samples=1, generator=drawn)
+    for _ in verified_text.skipped_draws(skipped, size, 7):
+        pass
+    assert torch.equal(drawn.get_state(), skipped.get_state())
 
 
 def test_drafts_are_limited_by_what_columns_cost() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, write_prompts
 from datasets import Dataset, load_dataset
-from training_helpers import planned, run
+from training_helpers import chat_of, planned, run
 
 from hf_hsdraft import EagleConfig, EagleDrafter
 from hf_hsdraft.training import files
@@ -209,7 +209,7 @@ def test_prompts_come_from_any_data_set(tmp_path, column, value, turns):
 
 
 def test_only_the_assistants_tokens_are_learned(tokenizer):
-    chat = Conversation((("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")))
+    chat = chat_of((("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")))
     tokenized = tokenize_conversation(tokenizer, chat, 100)
     text = tokenizer.convert_ids_to_tokens(tokenized.input_ids.tolist())
     learned = [word for word, mine in zip(text, tokenized.answer_mask.tolist(), strict=True) if mine]
@@ -217,7 +217,7 @@ def test_only_the_assistants_tokens_are_learned(tokenizer):
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
-    chats = [Conversation((("user", "w9 w9 w9 w9"), ("assistant", "w1 w1 w1 w2 w2 w3")))]
+    chats = [chat_of((("user", "w9 w9 w9 w9"), ("assistant", "w1 w1 w1 w2 w2 w3")))]
     tokenized = [tokenize_conversation(tokenizer, chat, 100) for chat in chats]
     chosen = choose_draft_vocabulary(tokenized, VOCAB, 3, always=[0])
     w1, w2 = tokenizer.convert_tokens_to_ids(["w1", "w2"])
@@ -274,7 +274,12 @@ def test_a_column_costs_as_often_as_a_draft_reads_it(chatty):
         ('{"messages": [{"role": "user"}]}', "`role` and `content`"),
         ('{"messages": [{"role": "user", "content": "w1"}]}', "nothing to learn from"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "`content`, a text"),
-        ('{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}', "`content`, a text"),
+        ('{"messages": [{"content": "w1"}]}', "`role` and `content`"),
+        ('{"messages": {"role": "assistant"}}', "`role` and `content`"),
+        ('{"messages": [{"role": "assistant", "content": "w1"}], "temperature": []}', "`temperature`"),
+        ('{"messages": [{"role": "assistant", "content": "w1"}], "chat_template_kwargs": 1}', "`chat_template_kwargs`"),
+        ('{"turns": ["\\ud800"]}', "surrogate"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_files_name_file_and_line(tmp_path, line, expected):
@@ -318,7 +323,7 @@ def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, m
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(10, 5, 100))
-    chat = tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2"))), 100)
+    chat = tokenize_conversation(tokenizer, chat_of((("user", "w1"), ("assistant", "w2"))), 100)
     with pytest.raises(OSError, match="--no-cache-taps"):
         features.FeatureCache(chatty, [1, 2], tmp_path).dataset([chat])
     assert not list(tmp_path.iterdir())
@@ -338,7 +343,7 @@ def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatt
     monkeypatch.setattr(features, "read_features", spied)
     monkeypatch.setattr(features, "_READ_AT_ONCE", 40)
     chats = [
-        tokenize_conversation(tokenizer, Conversation((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
+        tokenize_conversation(tokenizer, chat_of((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
         for length in (9, 1, 60, 4, 2, 11, 3)
     ]
     dataset = features.FeatureCache(chatty, [1, 2], tmp_path).dataset(chats)

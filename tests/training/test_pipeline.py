@@ -15,14 +15,13 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, needs_peft, write_prompts
 from huggingface_hub import DatasetCard, ModelCard
-from training_helpers import decodes_as_plain, end_briefly, interrupted, own_hub, planned, run
+from training_helpers import chat_of, decodes_as_plain, end_briefly, interrupted, own_hub, planned, run
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.base.adapters import adapted as adapted_by
 from hf_hsdraft.drafters.base.adapters import adapter_names
 from hf_hsdraft.training.data import gather
-from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
@@ -169,10 +168,10 @@ def test_more_data_never_holds_out_what_was_learned():
     """A drafter that goes on from another one's run must not be judged by chats which that one trained on."""
     from hf_hsdraft.training.data.gather import in_order
 
-    chats = [Conversation((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
+    chats = [chat_of((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
     ordered = [in_order(part, 0) for part in (chats[:35], chats[::-1])]
     learned_first, held_out_later = ordered[0][10:], ordered[1][:10]
-    assert not set(learned_first) & set(held_out_later)
+    assert not {chat.key for chat in learned_first} & {chat.key for chat in held_out_later}
     assert sorted(ordered[1], key=chats.index) == chats
     assert ordered[1] != chats
 

@@ -75,7 +75,7 @@ def test_the_time_left_falls_between_two_advances(monkeypatch):
     for _ in range(4):
         clock.now += 10.0
         found.append(stage.seconds_left())
-    assert found == [50.0, 40.0, 40.0, 40.0]  # what follows the two that are late takes 40 seconds
+    assert found == [50.0, 40.0, 60.0, 80.0]  # two that are late are expected to be slow from then on
 
 
 @pytest.mark.parametrize("budget", [None, SimpleNamespace(minutes=2.0, spent=60.0)])
@@ -123,3 +123,11 @@ def test_a_terminal_shows_bars_and_keeps_the_last_lines():
 )
 def test_times_are_short(seconds, text):
     assert span(seconds) == text
+
+
+def test_the_time_left_of_a_stage_in_minutes_is_that_of_the_clock(monkeypatch):
+    clock, stage = Clock(monkeypatch), Stage("answering", "minutes", 2.0)
+    clock.now += 0.1
+    stage.advance(0.5)
+    clock.now += 60.0  # one batch takes long
+    assert stage.seconds_left() == pytest.approx(30.0)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from types import SimpleNamespace
 
 import pytest
 from conftest import write_prompts
-from training_helpers import decodes_as_plain, planned
+from training_helpers import decodes_as_plain, end_briefly, planned, run
 
 from hf_hsdraft.training.loop import budget, run_clock
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loop.budget import TimeBudget
 from hf_hsdraft.training.loop.quick import quick
+from hf_hsdraft.training.loop.results import untrained, what_is_needed
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_clock import RunClock
-from hf_hsdraft.training.loop.run_folder import callback_of, last_checkpoint, steps_done
+from hf_hsdraft.training.loop.run_folder import callback_of, finish, last_checkpoint, steps_done
 
 
 @pytest.fixture
@@ -83,3 +85,31 @@ def test_a_quick_run_keeps_what_is_given():
     assert plan.drafter["draft_vocab_size"] >= run_module._LARGE_VOCABULARY, "candidates are compared by default"
     plan, arguments = quick({"out": "o", "prompts": ["p.jsonl"], "family": "block"}, {})
     assert not plan.kinds and plan.drafter == {} and "candidates" not in arguments and arguments["max_minutes"] < 5
+
+
+def test_a_slow_machine_makes_less_and_ends_in_time(chatty, tokenizer, tmp_path):
+    """Inventing and answering all at this pace would take minutes."""
+    slow = copy.deepcopy(chatty)
+    slow.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    fields = {"kinds": {"question": 1.0, "code": 1.0}, "max_new_tokens": 90, "eval_conversations": 16}
+    plan = planned(tmp_path, "hidden-state", prompts=[], **fields)
+    arguments = {"max_minutes": 1.0, "eval_steps": 10**6, "eval_new_tokens": 4, "disable_tqdm": True}
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        end_briefly(patch)
+        drafter = train(slow, tokenizer, plan, arguments, report=lambda _: None)
+    assert time.monotonic() - begin < 80
+    assert decodes_as_plain(chatty, drafter)
+
+
+def test_an_untrained_drafter_is_called_so_and_the_same_command_goes_on(chatty, tokenizer, tmp_path):
+    plan, limits = planned(tmp_path, "hidden-state"), {"max_minutes": 4.75}
+    run(chatty, tokenizer, plan)
+    out = tmp_path / "out"
+    finish(out, 8, limits, untrained([{"eval_accuracy_1": 0.02}]))
+    assert "untrained" in what_is_needed(out, True) and "8 steps" in what_is_needed(out, True)
+    assert "same command goes on" in what_is_needed(out, True)
+    assert quick({"out": str(out)}, {})[1]["max_minutes"] == pytest.approx(9.5)
+    assert quick({"out": str(out)}, {"max_minutes": 6.0})[1]["max_minutes"] == 6.0
+    finish(out, 800, limits, untrained([{"eval_accuracy_1": 0.02}, {"eval_accuracy_1": 0.5}, {"loss": 1.0}]))
+    assert not what_is_needed(out, True) and quick({"out": str(out)}, {})[1]["max_minutes"] == 4.75

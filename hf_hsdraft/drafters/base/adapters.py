@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...core.checks import demand
+from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
 from ...runtime.target_parts import shallow_copy, why_not_copied, with_modules
 
@@ -140,4 +140,4 @@ _CHOICE = ("_active_adapter", "_disable_adapters", "_modules")
 
 # By drafter: its contents when its views were made, and these by their choices
 _views: weakref.WeakKeyDictionary[Any, tuple[list[Any], dict[tuple[_Choice, ...], Any]]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = new_lock()

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...core.checks import printable
+from ...core.checks import is_misspelt, nearest_option, printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from ..lookup.cacheback import CachebackDrafter
-from .draft_options import is_misspelt, nearest_option, option_names
+from .draft_options import option_names
 from .finding import find, train_command
 from .formats import Format, recognise
 from .loading_arguments import Placement, give_options, refuse_unknown

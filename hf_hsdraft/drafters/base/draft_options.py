@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import MOST_NODES, Limit, choice, demand, few, integer, is_number, printable, short
+from ...core.checks import (
+    MOST_NODES,
+    Limit,
+    choice,
+    demand,
+    few,
+    integer,
+    is_misspelt,
+    is_number,
+    nearest_option,
+    printable,
+    short,
+)
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.costs_and_habits import Costs
@@ -33,7 +44,6 @@ HISTORY_NOT_TAKEN = (
     "the target's generation configuration, or the call, asks for history={value}. It is not used, since a history "
     "keeps users' texts. To use it, set drafter.generation_config.history"
 )
-_ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio`
 
 MOST_LEADING = 16  # longest n-gram leader, in tokens
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
@@ -246,16 +256,6 @@ def option_names(drafter: Any = None) -> set[str]:
         return COMMON_OPTIONS.keys() | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
     return option_names() | _own_options(drafter).keys() | given
-
-
-def nearest_option(name: str, options: Collection[str]) -> str:
-    """Returns the option with the most similar name, or ""."""
-    return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
-
-
-def is_misspelt(name: str, option: str) -> bool:
-    """Whether a name is similar enough to an option's to be a typo."""
-    return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
 
 
 def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:

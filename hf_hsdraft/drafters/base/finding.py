@@ -38,29 +38,18 @@ _PATIENCE = 10.0  # seconds to wait for its first answer
 
 @dataclass(frozen=True)
 class Found:
-    """A way to draft for a target.
+    """A way to draft for a target."""
 
-    Attributes:
-        name: Hub name or folder; of others what they are.
-        kind: class of the drafter, and the format of its files.
-        why: why it drafts for this target.
-        bytes: size of the weights; None if it is unknown.
-        use: a line of code that uses it.
-        trained: whether it was trained for this target, or for one like it.
-        here: whether it can be used without the network.
-        loading: arguments of `AutoDrafter.from_pretrained` beside the name; None where that does not load it.
-        made: makes the drafter from the loaded target, where it is part of the target.
-    """
-
-    name: str
-    kind: str
-    why: str
-    bytes: int | None
-    use: str
-    trained: bool = True
-    here: bool = True
+    name: str  # Hub name or folder; of others what they are
+    kind: str  # class of the drafter, and the format of its files
+    why: str  # why it drafts for this target
+    bytes: int | None  # size of the weights; None if it is unknown
+    use: str  # a line of code that uses it
+    trained: bool = True  # whether it was trained for this target, or for one like it
+    here: bool = True  # whether it can be used without the network
+    # Arguments of `AutoDrafter.from_pretrained` beside the name; None where that does not load it
     loading: Mapping[str, Any] | None = field(default_factory=dict)
-    made: Callable[[Any], Any] | None = None
+    made: Callable[[Any], Any] | None = None  # makes the drafter from the loaded target, where it is part of the target
 
 
 _NGRAMS = Found(
@@ -172,7 +161,9 @@ def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
 def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
     try:
         kind, fit, size = _examined(checkpoint, target, named_targets(checkpoint.folder))
-    except Exception as error:  # a file in the cache may hold anything
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a file in the cache may hold anything; panics of Rust are no Exceptions
         if not isinstance(error, _UNUSABLE) or isinstance(error, DamagedFile):
             told = printable(error, 300) or "no reason given"
             logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")

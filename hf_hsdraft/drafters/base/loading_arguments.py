@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.checks import printable
+from ...core.checks import is_misspelt, nearest_option, printable
 from ...hub.drafter_files import OPTIONS
 from ...hub.pretrained_drafter import stored_options
-from .draft_options import is_misspelt, nearest_option, option_names
+from .draft_options import option_names
 
 PLACEMENT = ("dtype", "device_map", "attn_implementation")  # accepted by every family, beside options
 

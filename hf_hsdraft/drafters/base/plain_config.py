@@ -32,12 +32,6 @@ class PlainConfig:
         return json.dumps(self.to_dict(), indent=2, default=dict) + "\n"
 
 
-def most_of(kind: Any, name: str) -> int:
-    """Returns the upper limit of a configuration field."""
-    [most] = [each.metadata["limit"].most for each in settings(kind) if each.name == name]
-    return int(most)
-
-
 def described(kind: Any) -> Any:
     """Adds field docs to a class's docstring, and fields to its constructor's signature."""
     if "\n    Attributes:\n" in (kind.__doc__ or ""):

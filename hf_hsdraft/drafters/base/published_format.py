@@ -44,13 +44,17 @@ class Files:
 
     def __init__(self, form: PublishedFormat, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:
         self.form, self.checkpoint, self.given = form, checkpoint, given
-        self.top = Fields(checkpoint.config, CONFIG)
-        self._tables = {"": self.top}
-        if form.speculators:
-            check_proposals(self.top)
-        if form.with_defaults:
-            table = self.top.table(form.layers) if form.layers else self.top
-            self._tables[form.layers] = _with_defaults(table, form.with_defaults)
+        top = Fields(checkpoint.config, CONFIG)
+        if speculators_type(checkpoint):
+            check_proposals(top)
+        if form.with_defaults and not form.layers:
+            top = _with_defaults(top, form.with_defaults)
+        self.top, self._tables = top, {"": top}
+        if form.with_defaults and form.layers:
+            self._tables[form.layers] = _with_defaults(top.table(form.layers), form.with_defaults)
+        for name, allowed in form.expected.items():
+            table, own = self.placed(name)
+            table.expect(own, *allowed)
 
     def table(self, name: str) -> Fields:
         """Returns a table of config.json, which is empty if it is not there."""
@@ -72,11 +76,8 @@ class Files:
         return self.checkpoint.shapes.get(self.form.stored_name(name, self.checkpoint.shapes))
 
     def finish(self) -> None:
-        """Raises a ValueError for switches that were not read, or fields whose values are not supported."""
-        for name, allowed in self.form.expected.items():
-            table, own = self.placed(name)
-            table.expect(own, *allowed)
-        for each in {id(each): each for each in (self.top, self.layers, *map(self.table, self.form.checked))}.values():
+        """Raises a ValueError for switches that were not read: each may change what a drafter computes."""
+        for each in (self.top, self.layers, *map(self.table, self.form.checked)):
             each.ignore(*_HARMLESS, *self.form.ignored)
             each.refuse_unread()
 
@@ -95,6 +96,11 @@ def told(*names: str, default: Any = REQUIRED) -> Row:
         return found[0] if found else table.checked(own, limit, usual)
 
     return row
+
+
+def same(*names: str, default: Any = REQUIRED) -> dict[str, Row]:
+    """Returns rows of fields that the files name as we do."""
+    return {name: told(name, default=default) for name in names}
 
 
 def shown(name: str) -> Row:
@@ -126,7 +132,7 @@ def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0) ->
                 f"{', '.join(offsets)}"
             )
         table, own = files.placed(next(iter(offsets)))
-        return next(iter(found)) if found else table.integers(own, default)
+        return next(iter(found), default) if found or default is not REQUIRED else table.integers(own)
 
     return row
 
@@ -137,15 +143,10 @@ def sizes(files: Files, _: Any = None, layer: Fields | None = None, **special: A
     layer.expect("mlp_bias", False)
     for name in _SOMETIMES_READ:
         layer.integer(name, None, least=0)
-    found: dict[str, Any] = {}
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        found[name] = layer.checked(name, limits[name])
-    usual = {
-        "num_key_value_heads": found["num_attention_heads"],
-        "head_dim": found["hidden_size"] // found["num_attention_heads"],
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-    }
+    required = "hidden_size", "intermediate_size", "num_attention_heads"
+    found: dict[str, Any] = {name: layer.checked(name, limits[name]) for name in required}
+    width, heads = found["hidden_size"], found["num_attention_heads"]
+    usual = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
     found |= {name: layer.checked(name, limits[name], default) for name, default in usual.items()}
     parts = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
     found |= {name: files.shape(f"layers.0.self_attn.{part}") is not None for name, part in parts.items()}
@@ -219,23 +220,22 @@ def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
 
     Switches at their default were not set by the drafter, and need no reader.
     """
-    kind, known = given.values.get("model_type", types[0]), [name for name in types if name in CONFIG_MAPPING]
-    if len(types) == 1:
-        known = list(CONFIG_MAPPING)
-    wanted = f"expected {', '.join(types) if len(types) > 1 else f'a model_type of transformers, such as {types[0]}'}"
-    if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"model_type={short(kind)} in {given.place} is invalid: {wanted}")
+    kind = given.values.get("model_type", types[0])
+    if not isinstance(kind, str) or kind not in (types if len(types) > 1 else CONFIG_MAPPING):
+        wanted = " or ".join(types) if len(types) > 1 else f"a model_type of transformers, such as {types[0]}"
+        raise ValueError(f"model_type={short(kind)} in {given.place} is invalid: expected {wanted}")
     read_rope(given, "sliding_attention")  # before transformers replaces some invalid values
     rotation = {name: given.values[name] for name in _ROPE if name in given}
-    kept = {name: value for name, value in given.values.items() if name not in ("model_type", *_ROPE)}
+    left = ("model_type", *_ROPE)
+    kept = {name: value for name, value in given.values.items() if value is not None and name not in left}
     try:
-        defaults = CONFIG_MAPPING[kind]().to_dict()
-        made = CONFIG_MAPPING[kind](**kept).to_dict()
+        defaults, made = CONFIG_MAPPING[kind]().to_dict(), CONFIG_MAPPING[kind](**kept).to_dict()
     except Exception as error:  # transformers raises various types for wrong values
-        wanted = f"expected fields of {CONFIG_MAPPING[kind].__name__}"
-        raise ValueError(f"{given.place} is invalid ({printable(error)}): {wanted}") from error
-    if rotation.keys() & {"rope_theta", "rope_parameters"}:
-        made.pop("rope_parameters", None)
+        message = f"{given.place} is invalid ({printable(error)}): expected fields of {CONFIG_MAPPING[kind].__name__}"
+        raise ValueError(message) from error
+    usual = (made.pop("rope_parameters", None) or {}) if rotation else {}
+    if not rotation.keys() & {"rope_theta", "rope_parameters"} and usual.get("rope_theta") is not None:
+        rotation["rope_theta"] = usual["rope_theta"]
     found = Fields({**made, **given.values, **rotation}, given.place)
     found.ignore(*(name for name, value in found.values.items() if name in defaults and defaults[name] == value))
     return found
@@ -277,10 +277,6 @@ class PublishedFormat:
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
 
-    @property
-    def speculators(self) -> bool:
-        return "speculators_model_type" in self.needed
-
     def read(self, checkpoint: Checkpoint, **given: Any) -> Any:
         """Reads a configuration; raises a ValueError for fields that are missing, invalid or unknown switches."""
         kind = self.drafter.config_class
@@ -321,7 +317,7 @@ class PublishedFormat:
         )
 
 
-def speculators(name: str, kind: str, drafter: Any, rows: Mapping[str, Any], **further: Any) -> PublishedFormat:
+def speculators(kind: str, drafter: Any, rows: Mapping[str, Any], **further: Any) -> PublishedFormat:
     """Returns a format of the package speculators; `kind` is its type there, `further` as in `PublishedFormat`."""
     common = {
         "vocab_size": told("layers.vocab_size"),
@@ -332,16 +328,9 @@ def speculators(name: str, kind: str, drafter: Any, rows: Mapping[str, Any], **f
         "target_name": lambda files, _: target_of(files.top.values)[0],
         "target_architectures": lambda files, _: target_of(files.top.values)[1],
     }
-    return PublishedFormat(
-        name,
-        10,
-        lambda checkpoint: speculators_type(checkpoint) == kind,
-        drafter,
-        {**common, **rows},
-        layers="transformer_layer_config",
-        needed=("speculators_model_type",),
-        **further,
-    )
+    place: dict[str, Any] = {"layers": "transformer_layer_config", "needed": ("speculators_model_type",)}
+    matches = lambda checkpoint: speculators_type(checkpoint) == kind  # noqa: E731
+    return PublishedFormat(f"speculators {kind}", 10, matches, drafter, {**common, **rows}, **place, **further)
 
 
 def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:

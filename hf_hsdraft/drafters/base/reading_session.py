@@ -140,31 +140,6 @@ class RowContext:
         return other
 
 
-@dataclass(frozen=True)
-class AddedNodes:
-    """Nodes of one level: where their keys and values go, and what they see."""
-
-    context: RowContext
-    rows: Sequence[int]
-    slots: Slots
-    ancestors: torch.Tensor  # `[B, n, m]`, bool, True where a node sees a drafted one
-    numbers: torch.Tensor  # `[B, n]`, int64
-
-    def written(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values `[B, n, kv_heads, head_dim]`, and returns all of the layer."""
-        self.context.write(layer, self.slots, keys.flatten(0, 1), values.flatten(0, 1))
-        return self.context.view(layer, self.rows, self.ancestors.shape[2])
-
-    def seen(self, last: torch.Tensor, window: torch.Tensor | None, there: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the mask `[B, n, P]`, as `RowContext.seen`; `there` `[m]` marks the drafted nodes of a layer."""
-        count, drafted = self.ancestors.shape[1:]
-        accepted = self.context.seen(self.rows, last, window, drafted)
-        assert accepted is not None
-        places = self.context.drafted_slots(self.rows, 0, drafted)[:, None].expand(-1, count, -1)
-        ancestors = self.ancestors if there is None else self.ancestors & there
-        return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
-
-
 class DraftedNodes(Levels):
     """Nodes drafted in one round, after the accepted positions of some rows of the batch, which have been read.
 
@@ -175,17 +150,33 @@ class DraftedNodes(Levels):
         self._context, self._rows = context, list(rows)
         self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # `[B, 1 + m, m]`, ancestors
 
-    def added(self, parents: torch.Tensor, causal: bool = False) -> AddedNodes:
-        """Adds nodes below `parents` `[B, n]`, int64; with `causal`, each also sees the earlier ones of this call."""
+    def add(self, parents: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        """Adds nodes below `parents` `[B, n]`, int64, and returns their numbers, likewise.
+
+        With `causal`, each also sees the earlier nodes of this call.
+        """
         (batch, count), before = parents.shape, self._above.shape[2]
         above = self._above.gather(1, parents[..., None].expand(-1, -1, before))
         own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
         own = own.tril() if causal else own.tril().triu()
-        above = torch.cat([above, own.expand(batch, -1, -1)], dim=2)
-        self._above = torch.cat([F.pad(self._above, (0, count)), above], dim=1)
-        numbers = torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
-        slots = self._context.drafted(self._rows, before, count)
-        return AddedNodes(self._context, self._rows, slots, above, numbers)
+        self._added = torch.cat([above, own.expand(batch, -1, -1)], dim=2)  # `[B, n, m]`
+        self._above = torch.cat([F.pad(self._above, (0, count)), self._added], dim=1)
+        self._slots = self._context.drafted(self._rows, before, count)
+        return torch.arange(before + 1, before + 1 + count, device=parents.device).expand(batch, -1)
+
+    def written(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores keys and values `[B, n, kv_heads, head_dim]` of the last added, and returns all of the layer."""
+        self._context.write(layer, self._slots, keys.flatten(0, 1), values.flatten(0, 1))
+        return self._context.view(layer, self._rows, self._added.shape[2])
+
+    def seen(self, last: torch.Tensor, window: torch.Tensor | None, there: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the mask `[B, n, P]` of the last added; `there` `[m]` marks those that a layer has."""
+        count, drafted = self._added.shape[1:]
+        accepted = self._context.seen(self._rows, last, window, drafted)
+        assert accepted is not None
+        places = self._context.drafted_slots(self._rows, 0, drafted)[:, None].expand(-1, count, -1)
+        ancestors = self._added if there is None else self._added & there
+        return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
 
 
 Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions

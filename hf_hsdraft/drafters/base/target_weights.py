@@ -30,7 +30,7 @@ class TargetWeights:
 
 
 def borrow(
-    embedding: nn.Embedding,
+    embedding: nn.Module,
     output_head: nn.Module | None,
     vocab_ids: torch.Tensor,
     device: torch.device,
@@ -46,17 +46,19 @@ def borrow(
     head = None
     if output_head is not None:
         head = _output_rows(output_head, embedding, vocab_ids).to(device, dtype)
-    table = embedding.weight.detach()  # the target is never trained
-    place = table.device
+    weight = getattr(embedding, "weight", None)  # a module of the user's own may have none
+    table = weight.detach() if isinstance(weight, torch.Tensor) else None  # the target is never trained
+    place = device_of(embedding) if table is None else table.device
     is_table = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
-    if is_table and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
+    if is_table and table is not None and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
             if place.type == "meta" and is_accelerate_available():  # offloaded by accelerate
                 from accelerate.utils import align_module_device
 
                 with align_module_device(embedding):
-                    return F.embedding(tokens.to(embedding.weight.device), embedding.weight.detach())
+                    brought: Any = embedding.weight
+                    return F.embedding(tokens.to(brought.device), brought.detach())
             return F.embedding(tokens, table)
 
     else:
@@ -72,7 +74,7 @@ def borrow(
     return TargetWeights(embed, head, vocab_ids)
 
 
-def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
+def _output_rows(output_head: nn.Module, embedding: nn.Module, vocab_ids: torch.Tensor) -> torch.Tensor:
     """Returns the rows `[V', D]`, also of offloaded or quantised layers."""
     weight = getattr(output_head, "weight", None)
     if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
@@ -87,8 +89,11 @@ def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: tor
     # Packed weights have an unknown layout, so recover rows by multiplying, and cache them: it is slow.
     kept = _rows_of_packed.get(output_head)
     if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
-        size, dtype, place = embedding.weight.shape[1], embedding.weight.dtype, device_of(embedding)
-        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place, dtype)
+        place = device_of(embedding)
+        with torch.no_grad():
+            sample = embedding(torch.zeros(1, dtype=torch.int64, device=place))
+        size = sample.shape[-1]
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(sample)
         with torch.inference_mode(False), torch.no_grad():
             columns = output_head(inputs)[:, vocab_ids.to(place)]
         kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()

@@ -139,27 +139,24 @@ class BlockConfig(PublishedConfig):
         return cls(**{**fields, **overrides})
 
     def _check_layout(self) -> None:
-        least = 1 + self.first_slot
+        least, count, width = 1 + self.first_slot, self.num_hidden_layers, self.sizes.hidden_size
         wanted = f"at least {least} with sample_from_anchor={self.sample_from_anchor}, so that something is drafted"
         _demand(self.block_size >= least, "block_size", self.block_size, wanted)
-        count = self.num_hidden_layers
         _demand(len(self.sights) == count, "sights", self.sights, f"one for each of the {count} layers")
         for sight in self.sights:
             valid = sight.reach is None or (is_integer(sight.reach) and sight.reach >= 1)
             _demand(valid, "sliding window", sight.reach, "a distance of 1 or more")
         _demand(self.mask_token_id is not None, "mask_token_id", None, "a token id")
-        width = self.sizes.hidden_size
         wanted = f"target_hidden_size={self.target_hidden_size}: the target's embeddings and output rows are used"
         _demand(width == self.target_hidden_size, "hidden_size", width, wanted)
 
     def _check_heads(self) -> None:
+        heads, size = [self.markov_rank, self.selector_rank, self.domino_rank], self.vocab_size
         valid = self.confidence_head != "markov" or self.markov_rank > 0
         _demand(valid, "confidence_head", self.confidence_head, "'hidden' or 'none' with markov_rank=0")
-        heads = [self.markov_rank, self.selector_rank, self.domino_rank]
         valid = sum(map(bool, heads)) <= 1
         _demand(valid, "markov_rank, selector_rank and domino_rank", heads, "at most one above 0")
-        valid = self.vocab_size is not None or not any(heads)
-        _demand(valid, "vocab_size", self.vocab_size, "a number, as a head has rows for its tokens")
+        _demand(size is not None or not any(heads), "vocab_size", size, "a number, as a head has rows for its tokens")
         if self.conv_kernel_size:
             width, group = self.sizes.hidden_size, self.conv_group_size
             _demand(width % group == 0, "conv_group_size", group, f"a divisor of hidden_size={width}")

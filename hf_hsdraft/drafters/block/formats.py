@@ -19,6 +19,7 @@ from ..base.published_format import (
     Row,
     read_windows,
     rope,
+    same,
     sizes,
     speculators,
     taps,
@@ -35,6 +36,17 @@ _ASSISTANT = "muse_glimmer_assistant"
 
 def _own(name: str, default: Any = REQUIRED) -> Row:
     return told(f"{_OWN}.{name}", name, default=default)
+
+
+def _taps(files: Files, each: Any) -> tuple[int, ...]:
+    place = f"{_OWN}." if "target_layer_ids" in files.table(_OWN) else ""
+    return taps({f"{place}target_layer_ids": 1})(files, each)
+
+
+def _sizes(files: Files, _: Any) -> LayerSizes:
+    """Sizes of Qwen3's layers, whatever the tensors."""
+    bias = files.layers.flag("attention_bias", False)
+    return sizes(files, attention_bias=bias, output_bias=bias, qk_norm=True)
 
 
 def _windows(files: Files) -> tuple[int | None, ...]:
@@ -114,16 +126,15 @@ def _learned_mask(files: Files, _: Any) -> bool:
     return (files.checkpoint.folder / LOOSE_MASK).is_file()
 
 
-_COMMON = {"learned_mask": _learned_mask, "mask_token_id": told("mask_token_id")}
+_COMMON = {"learned_mask": _learned_mask, **same("mask_token_id")}
 _TRUNK = {
-    "vocab_size": told("vocab_size"),
+    **same("vocab_size", "num_hidden_layers", "block_size"),
     "draft_vocab_size": told("vocab_size"),
     "target_hidden_size": told("hidden_size"),
-    "sizes": sizes,
-    "num_hidden_layers": told("num_hidden_layers"),
+    "sizes": _sizes,
     "target_num_hidden_layers": told("num_target_layers", default=None),
 }
-_MARKOV = {"markov_rank": told("markov_rank"), "markov_head_type": told("markov_head_type", default=OURS)}
+_MARKOV = same("markov_head_type", default=OURS)
 _SIZES_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # If rope differs by layer type, all layers use that of sliding ones.
 _ROPE = rope("sliding_attention")
@@ -131,8 +142,9 @@ _ROPE = rope("sliding_attention")
 _OF_SPECULATORS = {
     **_COMMON,
     "target_tap_layers": taps({"aux_hidden_state_layer_ids": 0}),
-    "block_size": told("block_size", default=8),
-    "sample_from_anchor": told("sample_from_anchor", default=False),
+    "sizes": _sizes,
+    **same("block_size", default=8),
+    **same("sample_from_anchor", default=False),
     "sights": _of_anchor(False),
     "rope": _ROPE,
     # Only this package writes it, for drafters in z-lab's format.
@@ -146,8 +158,8 @@ _HEADS_OF_SPECULATORS = {
     },
     "dspark": {
         **_MARKOV,
-        "sample_from_anchor": told("sample_from_anchor", default=True),
-        "markov_rank": told("markov_rank", default=256),
+        **same("sample_from_anchor", default=True),
+        **same("markov_rank", default=256),
         "confidence_head": _confidence(True),
     },
 }
@@ -155,7 +167,7 @@ _HEADS_OF_SPECULATORS = {
 _OF_DFLASH = {
     **_COMMON,
     **_TRUNK,
-    "target_tap_layers": taps({f"{_OWN}.target_layer_ids": 1, "target_layer_ids": 1}),
+    "target_tap_layers": _taps,
     "target_num_hidden_layers": _own("num_target_layers", None),
     "block_size": _own("block_size", 16),
     "mask_token_id": _own("mask_token_id"),
@@ -164,8 +176,7 @@ _OF_DFLASH = {
     "rope": _ROPE,
     # Embeddings have the target's factor, if any.
     "embedding_scale": _own("input_embedding_scale", None),
-    "output_multiplier": _own("output_multiplier", OURS),
-    "final_logit_softcapping": _own("final_logit_softcapping", OURS),
+    **{name: _own(name, OURS) for name in ("output_multiplier", "final_logit_softcapping")},
     "last_tap_is_normed": True,
 }
 _HEADS_OF_DFLASH = {
@@ -191,8 +202,8 @@ _OF_DEEPSPEC = {
     **_TRUNK,
     **_MARKOV,
     "target_tap_layers": taps({"target_layer_ids": 1}, least=-1),
-    "block_size": told("block_size"),
-    "sample_from_anchor": told("sample_from_anchor", default=True),
+    **same("markov_rank"),
+    **same("sample_from_anchor", default=True),
     "sights": lambda files, _: tuple(map(_reaching, _windows(files))),
     "rope": rope("sliding_attention", whole_heads=True),
     "confidence_head": _confidence(False),
@@ -218,14 +229,14 @@ def _is_deepspec(checkpoint: Checkpoint, gemma: bool = False) -> bool:
     return not others and of_gemma and ("DSpark" in names or "markov_rank" in checkpoint.config)
 
 
+_SELECTOR = "candidate_selector."
 _CODEBOOKS = {
-    name: (f"{name}.weight",)
-    for name in ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+    f"{_SELECTOR}{each}_codebook": (f"{_SELECTOR}{each}_codebook.weight",) for each in ("predecessor", "successor")
 }
 
 FORMATS = (
     *(
-        speculators(f"speculators {kind}", kind, BlockDrafter, {**_OF_SPECULATORS, **heads}, with_defaults=("qwen3",))
+        speculators(kind, BlockDrafter, {**_OF_SPECULATORS, **heads}, with_defaults=("qwen3",))
         for kind, heads in _HEADS_OF_SPECULATORS.items()
     ),
     PublishedFormat(
@@ -239,7 +250,7 @@ FORMATS = (
             "sights": (),
             "rope": rope("full_attention"),
             "embedding_scale": None,
-            "final_logit_softcapping": told("final_logit_softcapping", default=OURS),
+            **same("final_logit_softcapping", default=OURS),
         },
         ignored=("num_anchors", "attention_k_eq_v"),
         expected={
@@ -267,7 +278,6 @@ FORMATS = (
             "vocab_size": None,
             "draft_vocab_size": None,
             "target_tap_layers": taps({"target_layer_ids": 1}),
-            "block_size": told("block_size"),
             "sample_from_anchor": False,
             "sights": lambda files, _: tuple(map(_sight, _windows(files))),
             "rope": _ROPE,
@@ -287,7 +297,7 @@ FORMATS = (
             checked=(_OWN,),
             ignored=("enable_confidence_head", "confidence_head_with_markov"),  # the tensors decide
             expected={f"{_OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
-            tensors={**_CODEBOOKS, "domino.": ("logit_head.", "")},
+            tensors={**{name: (f"{name}.weight",) for name in _CODEBOOKS}, "domino.": ("logit_head.", "")},
         )
         for index, (title, heads) in enumerate(_HEADS_OF_DFLASH.items())
     ),

@@ -85,12 +85,13 @@ class EagleConfig(PublishedConfig):
         head_dim = {"head_dim": config.head_dim} if getattr(config, "head_dim", None) else {}
         known = fields_of_target(target)
         known["sizes"] = LayerSizes.like(config, rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6, **head_dim)
-        known["target_tap_layers"] = tuple(target_tap_layers or default_taps(decoder_layers(config)))
+        taps = default_taps(decoder_layers(config)) if target_tap_layers is None else tuple(target_tap_layers)
+        known |= {"target_tap_layers": taps, "num_draft_steps": num_draft_steps}
         if draft_vocab_ids is not None:
             known |= {"draft_vocab_ids": tuple(map(int, draft_vocab_ids)), "draft_vocab_size": len(draft_vocab_ids)}
         if draft_vocab_size is not None:
             known["draft_vocab_size"] = draft_vocab_size
-        return cls(**{**known, "num_draft_steps": num_draft_steps, **fields})
+        return cls(**{**known, **fields})
 
     @property
     def window(self) -> int | None:

@@ -28,6 +28,7 @@ from ..base.published_format import (
     PublishedFormat,
     read_windows,
     rope,
+    same,
     shown,
     sizes,
     speculators,
@@ -64,7 +65,8 @@ def _proposed(files: Files, each: Field[Any]) -> int:
     proposals = files.table("speculators_config").values.get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else {}
     place = "config.json, speculators_config.proposal_methods"
-    proposed = Fields(first, place).checked("speculative_tokens", each.metadata["limit"], DRAFT_STEPS)
+    own = Fields(first if isinstance(first, dict) else {}, place)
+    proposed = own.checked("speculative_tokens", each.metadata["limit"], DRAFT_STEPS)
     parallel = speculators_type(files.checkpoint) == "peagle"
     return told("num_draft_steps", default=proposed if parallel else max(proposed, DRAFT_STEPS))(files, each)
 
@@ -94,71 +96,6 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
             "that the tokenizer does not use, which is len(tokenizer)"
         )
     return found
-
-
-_COMMON = {
-    "windows": _windows,
-    "rope": rope(),
-    "norm_before_residual": told("norm_before_residual", default=OURS),
-    "norm_output": told("norm_output", default=OURS),
-    "own_embedding": shown("embed_tokens.weight"),
-}
-# Switches without effect here: on training, caches, and the class that saved the file.
-_HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
-_OF_SPECULATORS = {
-    **_COMMON,
-    "target_tap_layers": taps({_IDS: 0}, None),
-    "norm_before_fc": told("norm_before_fc", default=OURS),
-    "fc_norm": told("fc_norm", default=OURS),
-    "norm_output_told": told("norm_output_told", default=OURS),
-    "num_draft_steps": _proposed,
-}
-_TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
-
-FORMATS = (
-    speculators("speculators eagle3", "eagle3", EagleDrafter, _OF_SPECULATORS, with_defaults=_TYPES, ignored=_HARMLESS),
-    speculators(
-        "speculators peagle",
-        "peagle",
-        EagleDrafter,
-        {**_OF_SPECULATORS, "mask_token_id": told("mask_token_id")},
-        with_defaults=_TYPES,
-        ignored=_HARMLESS,
-    ),
-    PublishedFormat(
-        "EAGLE-3",
-        70,
-        lambda checkpoint: _is_eagle3(checkpoint),
-        EagleDrafter,
-        {
-            **_COMMON,
-            "vocab_size": told("vocab_size"),
-            "target_hidden_size": told("target_hidden_size", "hidden_size"),
-            "sizes": sizes,
-            "num_hidden_layers": _layers,
-            "draft_vocab_size": told("draft_vocab_size", "vocab_size"),
-            "target_tap_layers": taps({_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}, None, least=-1),
-            "norm_before_fc": shown("input_norm.weight"),
-            "fc_norm": shown("fc_norm.0.weight"),
-            "norm_output_told": _output_told,
-            "mask_token_id": _mask,
-            "num_draft_steps": _trained_depth,
-        },
-        # The tensors decide about the norms. From copies of a Hunyuan target's configuration are `use_qk_norm` and
-        # `use_rotary_pos_emb`: AngelSlim's class always rotates.
-        ignored=(
-            *_HARMLESS,
-            "use_qk_norm",
-            "use_rotary_pos_emb",
-            "fc_norm",
-            "norm_before_fc",
-            "parallel_drafting",
-        ),
-        tensors={"layers.0.": ("midlayer.",)},
-        given={"mask_token_id": 0},
-        needed=("hidden_size", "vocab_size"),
-    ),
-)
 
 
 def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
@@ -203,6 +140,56 @@ def _is_eagle3(checkpoint: Checkpoint) -> bool:
 def _of_target(names: Mapping[str, Any]) -> list[str]:
     return [name for name in names if "eh_proj" in name or name.startswith(("mtp.", "mtp_layers."))]
 
+
+_COMMON = {
+    "windows": _windows,
+    "rope": rope(),
+    **same("norm_before_residual", "norm_output", default=OURS),
+    "own_embedding": shown("embed_tokens.weight"),
+}
+# Switches without effect here: on training, caches, and the class that saved the file.
+_HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
+_OF_SPECULATORS = {
+    **_COMMON,
+    "target_tap_layers": taps({_IDS: 0}, None),
+    **same("norm_before_fc", "fc_norm", "norm_output_told", default=OURS),
+    "num_draft_steps": _proposed,
+}
+# From copies of a Hunyuan target's configuration: AngelSlim's class always rotates.
+_OF_HUNYUAN = ("use_qk_norm", "use_rotary_pos_emb")
+_TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
+
+FORMATS = (
+    *(
+        speculators(kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=_TYPES, ignored=_HARMLESS)
+        for kind, own in (("eagle3", {}), ("peagle", same("mask_token_id")))
+    ),
+    PublishedFormat(
+        "EAGLE-3",
+        70,
+        _is_eagle3,
+        EagleDrafter,
+        {
+            **_COMMON,
+            **same("vocab_size"),
+            "target_hidden_size": told("target_hidden_size", "hidden_size"),
+            "sizes": sizes,
+            "num_hidden_layers": _layers,
+            "draft_vocab_size": told("draft_vocab_size", "vocab_size"),
+            "target_tap_layers": taps({_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}, None, least=-1),
+            "norm_before_fc": shown("input_norm.weight"),
+            "fc_norm": shown("fc_norm.0.weight"),
+            "norm_output_told": _output_told,
+            "mask_token_id": _mask,
+            "num_draft_steps": _trained_depth,
+        },
+        # The tensors decide about norms.
+        ignored=(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting"),
+        tensors={"layers.0.": ("midlayer.",)},
+        given={"mask_token_id": 0},
+        needed=("hidden_size", "vocab_size"),
+    ),
+)
 
 for _form in FORMATS:
     _form.register()

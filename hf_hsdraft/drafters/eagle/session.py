@@ -51,20 +51,20 @@ class DraftedRows(DraftedNodes):
         causal: bool = False,  # whether each row also sees the earlier rows of this call
     ) -> torch.Tensor:
         """Adds rows, which see the accepted text, their ancestors and themselves; returns their numbers `[B, n]`."""
-        nodes = self.added(parents, causal)
+        numbers = self.add(parents, causal)
 
         @cache  # layers with the same window share a mask
-        def seen(window: int | None) -> torch.Tensor:
+        def mask(window: int | None) -> torch.Tensor:
             near = None if window is None else (window - depths).expand(len(parents), -1)
-            return nodes.seen(self._last.expand_as(parents), near)
+            return self.seen(self._last.expand_as(parents), near)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
-            view = nodes.written(layer, keys, values)
-            return batched_attention(queries, *view, seen(self._network.config.windows[layer]))
+            view = self.written(layer, keys, values)
+            return batched_attention(queries, *view, mask(self._network.config.windows[layer]))
 
         y = self._network.through(states, embeds, self._last + depths, attend)
         self.states = torch.cat([self.states, y], dim=1)
-        return nodes.numbers
+        return numbers
 
     def of_roots(self) -> torch.Tensor:
         return self._network.logits(self.states[:, :1])

@@ -8,7 +8,6 @@ depths, and is read back once. Shallower trees are cut from it.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.forks import new_lock
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
@@ -222,7 +222,7 @@ def draft(
     return torch.cat([count.int(), emitted.int(), choices.int(), found.flatten()]), sizes
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from ...core.cache_name import takes_cache
 from ...core.checks import few, printable
-from ...core.tensors import device_of
+from ...core.tensors import device_of, embedded_tokens
 from ...runtime.cache_slots import CacheSlots, cache_layers
 from ...runtime.misreading import same_but_rounding
 from ...runtime.module_hooks import fingerprint
@@ -116,7 +116,7 @@ def what_differs(own: Any, targets: Any) -> str:
 
 def shared_tokens(model: Any, target: Any) -> int:
     """Returns the number of tokens that model and target share: the first ids."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = embedded_tokens(model)
     return min(text_config(model).vocab_size, text_config(target).vocab_size, rows)
 
 

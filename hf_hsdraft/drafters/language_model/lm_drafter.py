@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import printable
+from ...core.checks import is_misspelt, nearest_option, printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ from ...hub.fetching import loading, taken_for_hub
 from ...hub.pretrained_drafter import write_options
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
+from ..base.draft_options import default_options, option_names
 from ..base.loading_arguments import take_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of

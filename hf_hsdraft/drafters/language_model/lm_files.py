@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...core.checks import few, printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.pretrained_drafter import stored_options
+from ...runtime.target_loading import marks_of_drafter
 from ..base.target_info import Evidence, Fit, TargetInfo
 from .lm_ability import what_differs
 from .lm_bounds import build, few_modules, read_config
@@ -24,16 +26,12 @@ _OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.jso
 
 # Share of the target's parameters up to which a language model is proposed as its drafter: each drafted token runs it.
 _MOST_SHARE = 0.5
+_MOST_PACKED = 32  # numbers in one of a quantised file
 _MOST_PADDING = (
     1024  # rows by which vocabularies of one tokenizer may differ; models of a series are padded differently
 )
 
-# Fields and tensor names that only drafters for a specific target have, whatever architecture they name.
-_FIELDS_OF_DRAFTERS = (
-    "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
-    "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
-    "markov_rank", "projector_type",
-)  # fmt: skip
+# Names of tensors that only drafters for a specific target have, whatever architecture they name.
 _TENSORS_OF_DRAFTERS = (
     "fc.", "d2t", "t2d", "midlayer.", "mask_hidden", "hidden_norm.", "candidate_selector.", "markov_head.",
 )  # fmt: skip
@@ -54,10 +52,7 @@ def why_not_by_config(config: Mapping[str, Any]) -> str:
     architectures = [known] if isinstance(known, str) else list(known or ())
     if not isinstance(named, list) or not any(name in architectures for name in named):
         return f"architectures={printable(named)} with model_type={printable(model_type)} names none of transformers"
-    marks = [name for name in _FIELDS_OF_DRAFTERS if config.get(name) is not None]
-    if config.get("block_size") is not None and config.get("mask_token_id") is not None:
-        marks += ["block_size", "mask_token_id"]
-    return _told_marks(marks)
+    return _told_marks(marks_of_drafter(config))
 
 
 def _told_marks(marks: Sequence[str]) -> str:
@@ -89,6 +84,10 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     model = build(config, checkpoint.folder)
     # With converted or packed weights, files and model hold different tensors.
     packed = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    stored = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > stored * (_MOST_PACKED if packed else 1):  # before so much is allocated
+        raise _mismatch(checkpoint, model, f"{stored:,} numbers instead of {described:,}")
     if not packed and not get_model_conversion_mapping(model, kwargs.get("key_mapping"), add_legacy=False):
         wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         found = {name: shape for name, shape in checkpoint.shapes.items() if name in wanted}

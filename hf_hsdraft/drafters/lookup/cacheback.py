@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,22 +11,22 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import is_integer
+from ...core.checks import is_integer, is_misspelt, nearest_option
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.common_options import COMMON_OPTIONS
-from ..base.draft_options import MOST_LEADING, default_options, is_misspelt, nearest_option
+from ..base.draft_options import MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
-from .ngrams import FollowerTable, NgramCache, NgramSession
+from .ngrams import FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
 
-_MOST_TOKENS = 2 * TUNING.ngram_leaders  # of `texts`
+_MOST_TOKENS = TUNING.ngram_leaders  # of `texts`
 _OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
 
 
@@ -49,7 +49,7 @@ class CachebackDrafter(WeightlessDrafter):
 
     Args:
         texts: token ids of similar texts. Their n-grams are consulted when the current text has no match. Of more than
-            262,144 tokens the last are kept: tables hold about as many n-grams.
+            131,072 tokens the last are kept: a table holds as many n-grams.
         ngram_length: longest leader in tokens, 1 to 16.
         options: drafting options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`,
             `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`,
@@ -79,7 +79,7 @@ class CachebackDrafter(WeightlessDrafter):
                 hint = f"the nearest is {near}" if is_misspelt(name, near) else f"expected one of {', '.join(_OPTIONS)}"
                 raise ValueError(f"{name} is no option of a CachebackDrafter: {hint}")
             setattr(self.generation_config, name, value)
-        self.texts = _last([[int(token) for token in text] for text in texts])
+        self.texts = [[int(token) for token in text] for text in _last(texts)]
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
         self._ngram_length = ngram_length
         if options:
@@ -88,19 +88,22 @@ class CachebackDrafter(WeightlessDrafter):
     @cached_property
     def frozen(self) -> list[FollowerTable]:
         """The tables of `texts`, made by the first call: a large one takes seconds."""
-        known = NgramCache(self._ngram_length)
-        for text in self.texts:
-            known.extend([*text, -1])  # no n-gram crosses the end of a text
-        return known.own if self.texts else []
+        tables = [FollowerTable(length) for length in range(self._ngram_length, 0, -1)] if self.texts else []
+        for table in tables:
+            for run in (run for text in self.texts for run in _runs(text)):
+                for place in range(table.length, len(run)):
+                    table.enter(run[place - table.length : place], run[place])
+        return tables
 
     @classmethod
     def of_document(
         cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
     ) -> CachebackDrafter:
         texts, options, kwargs = document.get("texts", []), dict(stored), dict(given)
-        if not isinstance(texts, list) or not all(
-            isinstance(text, list) and all(map(is_integer, text)) for text in texts
-        ):
+        if not isinstance(texts, list) or not all(isinstance(text, list) for text in texts):
+            raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
+        texts = _last(texts)
+        if not all(is_integer(token) for text in texts for token in text):
             raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
         length = kwargs.pop("ngram_length", options.pop("ngram_length", 4))
         drafter = cls(texts, length, **kwargs)
@@ -130,19 +133,28 @@ class CachebackDrafter(WeightlessDrafter):
         return NgramSession(call, self.frozen)
 
 
-def _last(texts: list[list[int]]) -> list[list[int]]:
+def _last(texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """The last `_MOST_TOKENS` tokens; a warning says what is left out."""
     left, count = _MOST_TOKENS, sum(map(len, texts))
     if count <= left:
         return texts
     logger.warning(f"of the {count:,} tokens of a CachebackDrafter's texts only the last {left:,} are used")
-    kept = list[list[int]]()
+    kept = list[Sequence[int]]()
     for text in reversed(texts):
         kept.append(text[max(len(text) - left, 0) :])
         left -= len(kept[-1])
         if not left:
             break
     return kept[::-1]
+
+
+def _runs(text: list[int]) -> Iterator[list[int]]:
+    """The parts of a text between negative numbers, which are no tokens."""
+    begin = 0
+    for place in [place for place, token in enumerate(text) if token < 0]:
+        yield text[begin:place]
+        begin = place + 1
+    yield text[begin:]
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import sqlite3
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ import numpy as np
 from transformers.utils import cached_file, logging
 
 from ...core.checks import public_name
+from ...core.forks import new_lock, new_rlock
+from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import IN_MEMORY, NO_HISTORY
@@ -43,8 +44,8 @@ class History:
         self._path, self._most = path, most_tokens or TUNING.history_tokens
         self._known: tuple[int, int] | None = None  # of the file: its generation, and the number of the last record
         self._texts = PastTexts([], vocab_size, self._most)
-        self._reading = threading.Lock()  # of the texts, for microseconds
-        self._changing = threading.RLock()  # of texts and file, taken before the other one
+        self._reading = new_lock()  # of the texts, for microseconds
+        self._changing = new_rlock()  # of texts and file, taken before the other one
 
     @property
     def held(self) -> tuple[int, int, int]:
@@ -144,7 +145,7 @@ _of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict
     weakref.WeakKeyDictionary()
 )
 _MOST_FOLDERS = 4  # whose texts a drafter keeps in memory
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
@@ -168,7 +169,7 @@ def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
 
 
 def _made(target: Any, option: str) -> History:
-    vocab_size = target.get_input_embeddings().weight.shape[0]
+    vocab_size = embedded_tokens(target)
     if option == IN_MEMORY:
         return History(vocab_size)
     name, key = identity_of(target)

@@ -192,7 +192,8 @@ class NgramSession(LookupSession):
         following = self._following(tree, ask)
         kept = tree.first(max(ask.size - len(following), 1))
         if following and len(kept) < len(tree):  # the path's end may have been dropped
-            following = self._following(kept, ask)[: ask.size - len(kept) + 1]
+            following = self._following(kept, ask)
+        following = following[: ask.size - len(kept) + 1]
         return kept.extended(kept.likeliest_path()[-1], following) if following else tree
 
     def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:

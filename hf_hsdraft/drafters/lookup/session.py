@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ...core.draft_tree import DraftTree, from_nodes
+from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
 from ..base.protocol import Ask, Call, Session
 
@@ -22,7 +23,7 @@ class LookupSession(Session):
 
     def __init__(self, call: Call) -> None:
         self._options, self._foresight = call.options, call.foresight
-        self._vocab_size = call.target.get_input_embeddings().weight.shape[0]
+        self._vocab_size = embedded_tokens(call.target)
 
     def tree(self, ask: Ask) -> DraftTree:
         """Returns the draft for a row; the root alone where it was not observed, or is outside the vocabulary."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.utils import CONFIG_NAME
 
 from ...core.cache_name import CACHE
 from ...core.checks import printable
+from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
 
 # Targets whose layers `mtp.layers.*` transformers leaves out though its `MtpModel` fits them, and the field that counts
@@ -156,7 +156,7 @@ class MtpLayers:
 
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], MtpLayers]] = weakref.WeakKeyDictionary()
-_lock, _following = threading.Lock(), threading.Lock()  # calls of several threads follow their target at once
+_lock, _following = new_lock(), new_lock()  # calls of several threads follow their target at once
 
 
 def layers_in(config: Any) -> int:

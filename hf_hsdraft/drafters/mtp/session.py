@@ -59,13 +59,13 @@ class DraftedColumns(DraftedNodes):
         return self._layers.logits(self._outputs[0][:, :1])
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, count), depth, nodes = tokens.shape, level - 1, self.added(parents)
+        (batch, count), depth, numbers = tokens.shape, level - 1, self.add(parents)
         held = self._held_at(depth)
         self._held.append((held, count))
         embeds, positions = self._layers.embed(tokens), (self._roots + depth).expand(-1, count)
 
         def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return nodes.written(layer, keys.transpose(1, 2), values.transpose(1, 2))
+            return self.written(layer, keys.transpose(1, 2), values.transpose(1, 2))
 
         below = self._outputs[(depth - 1) % self._used]
         made = []
@@ -73,13 +73,13 @@ class DraftedColumns(DraftedNodes):
             states = below.gather(1, parents[..., None].expand(-1, -1, below.shape[-1]))
             near = _near(self._layers.windows[layer], self._roots - 1, self._begins + layer, depth)
             there = torch.cat([tokens.new_full((size,), layer in layers) for layers, size in self._held]).bool()
-            mask = nodes.seen(self._roots - 1, near, there)
+            mask = self.seen(self._roots - 1, near, there)
             made.append(self._layers.run(layer, embeds, states, positions, mask, write))
             below = self._outputs[layer]
         for layer, outputs in enumerate(self._outputs):
             added = made[layer - held.start] if layer in held else outputs.new_zeros(batch, count, outputs.shape[-1])
             self._outputs[layer] = torch.cat([outputs, added], dim=1)
-        return self._layers.logits(made[0]), nodes.numbers
+        return self._layers.logits(made[0]), numbers
 
 
 class MtpSession(LevelSession):

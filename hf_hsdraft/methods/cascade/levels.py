@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.tensors import embedded_tokens
 from ...drafters.base.protocol import Accepted, Drafter
 from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
@@ -32,7 +33,7 @@ class LMReader:
         self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int, taps: Sequence[int] = ()
     ) -> None:
         config = text_config(model)
-        self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = min(config.vocab_size, embedded_tokens(model))
         self.kind = kind_of(model)
         self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups_of_rows(rows, kinds)]
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}

@@ -241,7 +241,9 @@ def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: L
     from . import pivot_training
 
     model, tokenizer, drafter = pair
-    report, places, found = reporter(errors), list[Place](), list[tuple[Place, int]]()
+    report = reporter(errors)
+    places: list[Place] = []
+    found: list[tuple[Place, int]] = []
     with report.stage("decoding", "questions", len(asked)) as stage:
         for item in asked:
             places += pivot_training.collect(model, tokenizer, drafter, item, plan)

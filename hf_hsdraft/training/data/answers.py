@@ -72,6 +72,7 @@ def answer_prompts(
     seed: int = 0,
     shuffled: bool = False,
     recorder: TapRecorder | None = None,
+    seconds: Callable[[], float | None] = lambda: None,
 ) -> Iterator[list[Answered]]:
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
@@ -80,6 +81,7 @@ def answer_prompts(
         temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
         recorder: keeps the hidden states of what is read.
+        seconds: returns the time for the next turn of a batch, whose answers are cut then; `None` for no limit.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
@@ -96,7 +98,9 @@ def answer_prompts(
         random.Random(seed).shuffle(further)
         batches[1:] = further
     for temperature, batch in batches:
-        yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed, recorder)
+        yield _answer_batch(
+            target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed, recorder, seconds
+        )
 
 
 def store_answers(
@@ -156,6 +160,7 @@ def _answer_batch(
     invented_turns: int,
     seed: int,
     recorder: TapRecorder | None,
+    seconds: Callable[[], float | None],
 ) -> list[Answered]:
     histories: list[list[Message]] = [[] for _ in batch]
     tokens = [0] * len(batch)
@@ -166,7 +171,7 @@ def _answer_batch(
             histories[index].append({"role": "user", "content": turns[index].pop(0)})
         chats = [histories[index] for index in active]
         for index, each in zip(
-            active, reply(target, tokenizer, chats, temperature, max_new_tokens, recorder), strict=True
+            active, reply(target, tokenizer, chats, temperature, max_new_tokens, recorder, seconds()), strict=True
         ):
             histories[index].append({"role": "assistant", "content": each.text})
             tokens[index] += each.new_tokens

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 
 from .dataset import RowFolder
 
-Message = dict[str, str]
+Message = dict[str, Any]
+_TEMPLATE_FIELDS = ("tools", "documents")  # of a row, beside `messages`: arguments of the chat template
+_SAID = (("tool_calls", "function_call"), ("reasoning_content", "reasoning", "thinking"))  # fields besides `content`
 _COLUMNS = ("messages", "conversations", "conversation", "turns", "prompt", "instruction", "question", "text")
 
 
@@ -37,31 +40,83 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A finished chat, answered by the target: role and content of each message."""
+    """A finished chat, answered by the target.
 
-    messages: tuple[tuple[str, str], ...]
+    Attributes:
+        messages: messages as they were given, for the chat template.
+        template: further arguments of the chat template, such as `tools`.
+        place: file and line, for errors; empty for none.
+    """
+
+    messages: tuple[Message, ...]
+    template: Mapping[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, messages: Any) -> Conversation:
-        """Converts a list of messages.
+    def of(cls, messages: Any, template: Mapping[str, Any] | None = None) -> Conversation:
+        """Takes a list of messages, unchanged.
 
         Raises:
-            ValueError: a message lacks `role` or text in `content`, or none is the assistant's.
+            ValueError: a message has no `role` or nothing else, or none is the assistant's.
         """
-        try:
-            pairs = tuple((str(message["role"]), _text(message["content"])) for message in messages or ())
-        except (TypeError, KeyError):
-            raise ValueError("each message needs `role` and `content`, a text or a list of texts") from None
-        if not any(role == "assistant" for role, _ in pairs):
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            raise ValueError("each message needs `role` and `content`, a text, or another field of the chat template")
+        if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no assistant message, nothing to learn from")
-        return cls(pairs)
+        return cls(tuple(messages), template or {})
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Conversation:
+        """Takes `messages` of a row, and its `tools`, `documents` and `chat_template_kwargs`."""
+        further = row.get("chat_template_kwargs") or {}
+        if not isinstance(further, dict):
+            raise ValueError(f"expected `chat_template_kwargs` to be an object; found {further!r:.80}")
+        given = {name: row[name] for name in _TEMPLATE_FIELDS if row.get(name)}
+        return cls.of(row["messages"], {**given, **further})
+
+    @property
+    def key(self) -> Any:
+        """What tells conversations apart: pairs of role and content where there is nothing more."""
+        plain = all(message.keys() == {"role", "content"} for message in self.messages) and not self.template
+        pairs = tuple((message["role"], message.get("content")) for message in self.messages)
+        return pairs if plain else (self.messages, self.template)
+
+    def texts(self, role: str) -> list[str]:
+        """Returns the texts of a role's messages."""
+        return [_text(message.get("content")) for message in self.messages if message["role"] == role]
+
+    def first_request(self, tokenizer: Any) -> str:
+        """Returns the messages up to the user's first in the tokenizer's chat template, ready for an answer."""
+        first = next(index for index, message in enumerate(self.messages) if message["role"] == "user")
+        return self.rendered(tokenizer, first + 1, add_generation_prompt=True)
+
+    def rendered(self, tokenizer: Any, until: int | None = None, **options: Any) -> str:
+        """Returns the first `until` messages in the tokenizer's chat template.
+
+        Raises:
+            ValueError: the template cannot render them.
+        """
+        return _rendered(tokenizer, self.messages[:until], {**self.template, **options})
+
+
+def _is_message(message: Any) -> bool:
+    named = isinstance(message, dict) and isinstance(message.get("role"), str)
+    return named and any(value is not None for name, value in message.items() if name != "role")
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # templates raise whatever their code raises
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the chat template cannot render these messages ({told:.200})") from None
 
 
 def _text(content: Any) -> str:
-    """Returns the text of a message, whose content may be a list of texts; a KeyError for other parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content)
+    """Returns the text of a message's content, which may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(_text(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 @dataclass(frozen=True)
@@ -83,20 +138,25 @@ def read_prompts(path: str | os.PathLike[str], on_bad_line: OnBadLine | None = N
 
 
 def read_jsonl(
-    path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
+    path: str | os.PathLike[str],
+    greedy_only: bool = False,
+    on_bad_line: OnBadLine | None = None,
+    check: Callable[[Conversation], object] | None = None,
 ) -> tuple[list[Conversation], list[Prompt]]:
     """Reads finished conversations and prompts from a file with one JSON object a line.
 
-    An object has `turns`, user messages to answer (the format of MT-bench), or `messages`, a finished conversation.
+    An object has `turns`, user messages to answer (the format of MT-bench), or `messages`, a finished conversation,
+    with `tools`, `documents` and `chat_template_kwargs` for the chat template.
 
     Args:
         greedy_only: whether conversations with a `temperature` above 0 are left out.
         on_bad_line: called with a message about each line that cannot be used; `None` raises an error instead.
+        check: raises a ValueError for a conversation that cannot be used.
 
     Raises:
         ValueError: a line cannot be used. The message names file and line.
     """
-    found = list(read_rows(path, on_bad_line))
+    found = list(read_rows(path, on_bad_line, check))
     chats = [
         chat
         for row, chat in found
@@ -106,37 +166,58 @@ def read_jsonl(
 
 
 def read_rows(
-    path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None
+    path: str | os.PathLike[str],
+    on_bad_line: OnBadLine | None = None,
+    check: Callable[[Conversation], object] | None = None,
 ) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
     """Yields each line's object with its conversation or prompt, see `read_jsonl`."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            place = f"{path}, line {number}"
             try:
-                yield _parse(line)
+                row, found = _parse(line)
+                if isinstance(found, Conversation) and check is not None:
+                    check(found)
             except ValueError as error:
-                message = f"{path}, line {number}: {error}"
+                message = f"{place}: {error}"
                 if on_bad_line is None:
                     raise ValueError(message) from None
                 on_bad_line(message)
+            else:
+                yield row, replace(found, place=place) if isinstance(found, Conversation) else found
 
 
-def _parse(line: str) -> tuple[dict[str, Any], Conversation | Prompt]:
+def _parse(line: bytes) -> tuple[dict[str, Any], Conversation | Prompt]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))
+        json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error}); expected one object a line") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8 ({error})") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no text; expected valid Unicode") from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     if row.get("messages") is not None:
-        float(row.get("temperature") or 0.0)  # raises a ValueError
-        return row, Conversation.of(row["messages"])
+        _check_temperature(row.get("temperature"))
+        return row, Conversation.of_row(row)
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
         raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
     return row, Prompt.of(turns, str(row.get("category", "")))
+
+
+def _check_temperature(value: Any) -> None:
+    try:
+        float(value or 0.0)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"expected `temperature` to be a number; found {value!r:.80}") from None
 
 
 def prompts_from_dataset(
@@ -201,8 +282,7 @@ class Chat:
     def of(cls, found: Conversation | Prompt, kind: str = "") -> Chat:
         if isinstance(found, Prompt):
             return cls(found.turns, (), kind or found.category)
-        said = {role: tuple(text for who, text in found.messages if who == role) for role in ("user", "assistant")}
-        return cls(said["user"], said["assistant"], kind)
+        return cls(tuple(found.texts("user")), tuple(found.texts("assistant")), kind)
 
 
 def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
@@ -240,7 +320,7 @@ def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Promp
     inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
     for row in RowFolder(inner).rows():
         if row.get("messages"):
-            yield row, Conversation.of(row["messages"])
+            yield row, Conversation.of_row(row)
 
 
 def with_padding(tokenizer: Any) -> Any:
@@ -255,24 +335,16 @@ def with_padding(tokenizer: Any) -> Any:
 def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedConversation:
     """Renders a conversation in the target's template, cut at `max_length` tokens, and marks what the assistant wrote.
 
-    Prefixes of the conversation are rendered for the mask. A template that renders earlier messages differently once
-    others follow is a ValueError.
+    Messages without a text are read and not learned.
+
+    Raises:
+        ValueError: see `render`; the message names file and line.
     """
-    messages = [{"role": role, "content": content} for role, content in conversation.messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        text, spans = render(tokenizer, conversation)
+    except ValueError as error:
+        raise ValueError(f"{conversation.place}: {error}" if conversation.place else str(error)) from None
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-        through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        if not text.startswith(before) or not text.startswith(through.rstrip()):
-            raise ValueError(
-                "the chat template renders earlier turns differently once later turns follow, so the assistant's "
-                "tokens cannot be located; train on single-turn conversations with this target"
-            )
-        spans.append((len(before), len(through.rstrip())))
     ids = torch.tensor(encoding["input_ids"][:max_length], dtype=torch.long)
     mask = torch.tensor(
         [any(begin <= start and end <= stop for begin, stop in spans) for start, end in encoding["offset_mapping"]],
@@ -281,7 +353,83 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length
     return TokenizedConversation(ids, mask)
 
 
+def render(tokenizer: Any, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a conversation in the chat template, and begin and end of what the assistant wrote.
+
+    Prefixes of the conversation are rendered for that.
+
+    Raises:
+        ValueError: the template raises an error, leaves something out, or renders earlier messages differently once
+            others follow.
+    """
+    messages, text, spans = conversation.messages, conversation.rendered(tokenizer), []
+    _check_said(tokenizer, conversation, text)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = conversation.rendered(tokenizer, index, add_generation_prompt=True)
+        through = conversation.rendered(tokenizer, index + 1).rstrip()
+        if not text.startswith(before) or not text.startswith(through):
+            raise ValueError(
+                "the chat template renders earlier turns differently once later turns follow, so the assistant's "
+                "tokens cannot be located; train on single-turn conversations with this target"
+            )
+        if through.split() != _or_nothing(tokenizer, conversation, [*messages[:index], _SILENT]).split():
+            spans.append((len(before), len(through)))
+    return text, spans
+
+
+_SILENT: Message = {"role": "assistant", "content": ""}
+
+
+def _or_nothing(
+    tokenizer: Any,
+    conversation: Conversation,
+    messages: Sequence[Message] | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """Renders a changed conversation; an empty text if the template cannot."""
+    changed = conversation.template if template is None else template
+    try:
+        return _rendered(tokenizer, conversation.messages if messages is None else messages, changed)
+    except ValueError:
+        return ""
+
+
+def _check_said(tokenizer: Any, conversation: Conversation, text: str) -> None:
+    """Raises a ValueError if the template leaves out a message, a part, a field that says something, or an argument."""
+    ask, messages = functools.partial(_or_nothing, tokenizer, conversation), conversation.messages
+    for name in conversation.template.keys() & set(_TEMPLATE_FIELDS):
+        if ask(template={key: value for key, value in conversation.template.items() if key != name}) == text:
+            raise ValueError(f"the chat template leaves `{name}` out; {_REMEDY}")
+    for index, message in enumerate(messages):
+        here, own = f"message {index + 1} ({message['role']})", _text(message.get("content")).strip()
+        if own and own not in text and ask([*messages[:index], *messages[index + 1 :]]) == text:
+            raise ValueError(f"the chat template leaves {here} out; {_REMEDY}")
+        if isinstance(message.get("content"), list | dict) and str(message["content"]) in text:
+            raise ValueError(f"the chat template prints `content` of {here} as data; give a text, or {_REMEDY}")
+        through = ""
+        for name, less in _with_less(message):
+            through = through or ask(messages[: index + 1])
+            if through and ask([*messages[:index], less]) == through:
+                raise ValueError(f"the chat template leaves `{name}` of {here} out; {_REMEDY}")
+
+
+def _with_less(message: Message) -> Iterator[tuple[str, Message]]:
+    """Yields a message without each of what it says beside a text, with a name for it."""
+    for names in _SAID:
+        if given := [name for name in names if message.get(name)]:
+            yield given[0], {name: value for name, value in message.items() if name not in given}
+    parts = message.get("content")
+    for at, part in enumerate(parts if isinstance(parts, list) else ()):
+        if not isinstance(part, dict) or part.get("type") != "text" or part.get("text"):
+            yield "content", {**message, "content": [*parts[:at], *parts[at + 1 :]]}
+
+
+_REMEDY = "use a template that renders it (--chat-template), or leave the line out"
+
+
 def check_template_keeps_turns(tokenizer: Any) -> None:
     """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
-    turns = (("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green."))
-    tokenize_conversation(tokenizer, Conversation(turns), 256)
+    turns = ("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green.")
+    render(tokenizer, Conversation.of([{"role": role, "content": text} for role, text in turns]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.checks import short
-from ..files import write_complete, write_json
+from ..files import read_kept, write_complete, write_json
 
 # No `configs` block in the card, and no ending of the recipe that `datasets` reads: it then finds the data files by
 # itself, and only then does its cache tell folders of the same name apart.
@@ -36,7 +36,8 @@ class RowFolder:
         self._writer = writer
         path = folder / RECIPE
         if self._recipe is not None and path.exists():
-            changes = differences(json.loads(path.read_text(encoding="utf-8")), self._recipe)
+            stored = read_kept(path, f"delete {folder}, and its rows are made again")
+            changes = differences(stored, self._recipe)
             if changes:
                 raise ValueError(
                     f"{folder} was made with other settings ({'; '.join(changes)}); use the same, or another folder"
@@ -44,19 +45,15 @@ class RowFolder:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields all rows in the order of the files, each key once."""
-        from pyarrow import parquet
-
         seen = set()
         for part in self._parts():
-            for row in parquet.read_table(part).to_pylist():
+            for row in _read(part):
                 if row["key"] not in seen:
                     seen.add(row["key"])
                     yield row
 
     def keys(self) -> set[str]:
-        from pyarrow import parquet
-
-        return {key for part in self._parts() for key in parquet.read_table(part, columns=["key"])["key"].to_pylist()}
+        return {row["key"] for part in self._parts() for row in _read(part, ["key"])}
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Adds rows as one file. Each row has a `key`, and all have the same columns."""
@@ -79,6 +76,17 @@ class RowFolder:
 
     def _parts(self) -> list[Path]:
         return sorted((self.folder / "data").glob("*.parquet"))
+
+
+def _read(part: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(part, columns=columns).to_pylist()
+    except (ArrowException, OSError) as error:
+        told = f"{part} is damaged ({type(error).__name__}): delete it, and the same command makes its rows again"
+        raise ValueError(told) from error
+    return rows
 
 
 def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:

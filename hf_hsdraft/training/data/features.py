@@ -11,14 +11,14 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -68,9 +68,18 @@ class FeatureCache:
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
+        report: called with a line about each damaged file. What it held is computed again.
     """
 
-    def __init__(self, target: Any, tap_layers: Sequence[int], folder: str | os.PathLike[str], identity: str = ""):
+    def __init__(
+        self,
+        target: Any,
+        tap_layers: Sequence[int],
+        folder: str | os.PathLike[str],
+        identity: str = "",
+        report: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._report = report
         self._target, self._taps, self._identity, self._folder = target, list(tap_layers), identity, Path(folder)
         self._shards: dict[str, Path] = {}  # of each key
         self._seen: set[Path] = set()
@@ -142,7 +151,16 @@ class FeatureCache:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in sorted({*self._folder.glob("features-*.safetensors")} - self._seen):
             self._seen.add(path)
-            self._shards |= dict.fromkeys(_keys(path), path)
+            self._shards |= dict.fromkeys(self._intact(path), path)
+
+    def _intact(self, path: Path) -> list[str]:
+        """Returns the keys in a shard. A damaged one is removed."""
+        try:
+            return _keys(path)
+        except (SafetensorError, OSError) as error:
+            self._report(f"{path} is damaged ({error}): its hidden states are computed again")
+            path.unlink(missing_ok=True)
+            return []
 
     def _key(self, conversation: TokenizedConversation) -> str:
         digest = hashlib.sha256(repr((self._identity, self._taps)).encode())
@@ -182,6 +200,17 @@ def _keys(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
         keys = [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
     return [key for key in keys if len(key) == _DIGITS]  # keys of earlier versions are numbers
+
+
+def _can_be_read(path: Path, report: Callable[[str], object]) -> bool:
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except FileNotFoundError:
+        return False
+    except (SafetensorError, OSError) as error:
+        report(f"{path} is damaged ({error}): it is made again")
+        return False
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
@@ -234,7 +263,12 @@ def read_features(
 
 @torch.inference_mode()
 def keep_likely(
-    dataset: FeatureDataset, head: torch.Tensor, vocab_ids: torch.Tensor, count: int, stage: Stage
+    dataset: FeatureDataset,
+    head: torch.Tensor,
+    vocab_ids: torch.Tensor,
+    count: int,
+    stage: Stage,
+    report: Callable[[str], object] = lambda line: None,
 ) -> FeatureDataset:
     """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
 
@@ -244,12 +278,13 @@ def keep_likely(
         head: `[V', D]`, the target's output rows of the draft vocabulary.
         vocab_ids: `[V']`, int64, its token ids.
         count: number of tokens at each position.
+        report: called with a line about each damaged file, which is made again.
     """
     state = PartialState()
     digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
     paths = dict(dataset.entries)
     beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in paths}
-    missing = [path for path, kept in beside.items() if not kept.exists()]
+    missing = [path for path, kept in beside.items() if not _can_be_read(kept, report)]
     state.wait_for_everyone()  # until all processes know which are missing
     stage.start(len(beside), done := len(beside) - len(missing))
     for at, path in enumerate(missing):

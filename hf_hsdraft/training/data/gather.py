@@ -27,6 +27,7 @@ from .conversations import (
     prompts_from_dataset,
     read_chats,
     read_jsonl,
+    render,
     tokenize_conversation,
 )
 from .dataset import RowFolder
@@ -67,17 +68,17 @@ def most_in_sources(plan: TrainingPlan) -> int | None:
 
 
 def read_sources(
-    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
+    plan: TrainingPlan, tokenizer: Any, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
     """Reads finished conversations and prompts from the files and the data set of a plan. `seed` orders the prompts.
 
     Raises:
-        ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
-            `prompts_from_dataset`.
+        ValueError: a file, or one that the plan excludes, holds neither; the tokenizer's template cannot render a
+            conversation; or see `read_jsonl` and `prompts_from_dataset`.
     """
     finished, prompts = [], []
     for path in plan.prompts:
-        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
+        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line, functools.partial(render, tokenizer))
         if not chats and not asked:
             raise ValueError(_NO_PROMPTS.format(path))
         finished += chats
@@ -115,6 +116,7 @@ class Answering:
     Attributes:
         identity: fingerprint of the target.
         features: keeps what the target reads as it answers, for training.
+        seconds: returns the time left for answers; `None` for no limit. On a slow machine less is made then.
     """
 
     target: Any
@@ -124,6 +126,7 @@ class Answering:
     identity: str
     report: Reporter
     features: FeatureCache | None = None
+    seconds: Callable[[], float | None] = lambda: None
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -309,6 +312,7 @@ class Answering:
         from greedy answers alone leaves them out.
         """
         plan, written, made, store = self.plan, list[Answered](), self._prompts(), self._store()
+        kinds, seconds = kinds_to_invent(plan, self.tokenizer), self.seconds()
         if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
             own = self._own_answers() or ()
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
@@ -320,7 +324,8 @@ class Answering:
             self.tokenizer,
             count,
             made,
-            kinds_to_invent(plan, self.tokenizer),
+            kinds,
+            seconds=None if seconds is None else seconds / 2 / len(kinds),
             max_prompt_tokens=self._longest,
             batch_size=self._inventing_batch,
             most=most,
@@ -351,7 +356,7 @@ class Answering:
         common["seed"] = self.seed
         if plan.answers_from is None or not prompts:
             turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
-            turns |= {"recorder": self._recorder(), "shuffled": shuffled}
+            turns |= {"recorder": self._recorder(), "shuffled": shuffled, "seconds": self.seconds}
             return answer_prompts(self.target, self.tokenizer, prompts, **common, **turns)
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
         answers = answer_by_server(plan.answers_from, prompts, **common, **served, expected=expected, on_skip=skip)
@@ -438,4 +443,4 @@ def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversat
     The first conversations are held out. So a run that starts from the drafter of a run on part of the same data holds
     out no conversation that the earlier run learned from, if that run held out as many.
     """
-    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.key)).encode()).hexdigest())

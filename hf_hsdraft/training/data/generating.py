@@ -77,8 +77,9 @@ def continue_texts(
     max_new_tokens: int,
     seed: int,
     recorder: TapRecorder | None = None,
+    seconds: float | None = None,
 ) -> list[str]:
-    """Returns a continuation of each text without its end token; `""` for one that does not end.
+    """Returns a continuation of each text without its end token; `""` for one that does not end, in `seconds` if given.
 
     With a `recorder` the target is read as in a drafted call, which is faster; nothing is recorded.
     """
@@ -91,7 +92,13 @@ def continue_texts(
         return_token_type_ids=False,
     ).to(target.device)
     pad = with_padding(tokenizer).pad_token_id
-    call = {**encoding, **decoding(temperature), "max_new_tokens": max_new_tokens, "pad_token_id": pad}
+    call = {
+        **encoding,
+        **decoding(temperature),
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": pad,
+        "max_time": seconds,
+    }
     with seeded(target, seed):
         output = _generate(target, call, None if recorder is None else TapRecorder(()))[0]
     ends = end_tokens(target) | {tokenizer.eos_token_id}
@@ -125,8 +132,12 @@ def reply(
     temperature: float,
     max_new_tokens: int,
     recorder: TapRecorder | None = None,
+    seconds: float | None = None,
 ) -> list[Reply]:
-    """Returns the target's next message in each chat; with a `recorder`, what was read for it too."""
+    """Returns the target's next message in each chat; with a `recorder`, what was read for it too.
+
+    After `seconds`, if given, messages are cut.
+    """
     tokenizer = with_padding(tokenizer)
     inputs = tokenizer.apply_chat_template(
         list(histories),
@@ -137,7 +148,13 @@ def reply(
         tokenizer_kwargs={"padding_side": "left"},
     ).to(target.device)
     pad = tokenizer.pad_token_id
-    call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "pad_token_id": pad}
+    call = {
+        **inputs,
+        **decoding(temperature),
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": pad,
+        "max_time": seconds,
+    }
     output, states = _generate(target, call, recorder)
     replies = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ def invent_prompts(
     recorder: TapRecorder | None = None,
     on_document: OnDocument = lambda kind, ask, reply: None,
     on_given_up: Callable[[str], object] = lambda name: None,
+    seconds: float | None = None,
 ) -> Iterator[list[Prompt]]:
     """Lets the target invent prompts of some kinds, by their shares, and yields those that are new, batch by batch.
 
@@ -52,6 +54,8 @@ def invent_prompts(
         on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
             learn from.
         on_given_up: called with the name of each kind that is given up for the others.
+        seconds: greatest time of a batch; `None` for no limit. What is unfinished then is left out, and later batches
+            are smaller.
     """
     header, open_kinds, idle = user_header(tokenizer), list(kinds), Counter[str]()
     known, have, batch = set[str](), Counter[str](), 0
@@ -63,7 +67,8 @@ def invent_prompts(
         kind, missing = _next_kind(open_kinds, have, count)
         missing = min(missing, most or batch_size, count - len(known))
         size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
-        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, f"{seed} {batch}", recorder, on_document)
+        begin, named = time.monotonic(), f"{seed} {batch}"
+        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, seconds)
         fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
         added = list(fresh.values())[:missing]
         entry = {"kind": kind.name, "batch": batch}
@@ -76,6 +81,8 @@ def invent_prompts(
             if open_kinds:
                 on_given_up(kind.name)
         batch += 1
+        if seconds is not None and time.monotonic() - begin >= seconds:
+            batch_size = max(batch_size // 4, 1)
         yield added
 
 
@@ -119,6 +126,7 @@ class _Writer:
     seed: str
     recorder: TapRecorder | None
     on_document: OnDocument
+    seconds: float | None = None
 
     def prompts(self, size: int) -> list[Prompt]:
         """Returns `size` prompts, or fewer where a document or a continuation is unusable."""
@@ -146,7 +154,7 @@ class _Writer:
             return []
         headers, kind = [self.header + opening for opening in openings], self.kind
         drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder)
-        return continue_texts(self.target, self.tokenizer, headers, *drawn)
+        return continue_texts(self.target, self.tokenizer, headers, *drawn, self.seconds)
 
     def _documents(self, sketches: Sequence[Sketch]) -> list[list[str]]:
         """Returns the documents of each prompt, in whole sentences."""
@@ -156,7 +164,7 @@ class _Writer:
             asks = [each.asks[part] for each in sketches]
             histories: list[list[Message]] = [[{"role": "user", "content": ask}] for ask in asks]
             with seeded(self.target, _number(f"{self.seed} document {part}")):
-                drawn = (kind.document_temperature, tokens, self.recorder)
+                drawn: tuple[Any, ...] = (kind.document_temperature, tokens, self.recorder, self.seconds)
                 written = reply(self.target, self.tokenizer, histories, *drawn)
             for parts, ask, each in zip(found, asks, written, strict=True):
                 self.on_document(kind, ask, each)

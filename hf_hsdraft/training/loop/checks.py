@@ -63,6 +63,9 @@ def prepared(
     return plan, args
 
 
+_COUNTED = {"role": "assistant", "content": "One, two, three."}
+
+
 def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily) -> None:
     """Raises a ValueError for a target whose drafter of this family could not be trained or used."""
     check_device(target)
@@ -71,7 +74,7 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
             "the target's tokenizer has no chat template, so chats cannot be rendered as the target reads them: "
             "pass one (--chat-template FILE)"
         )
-    chat = Conversation((("user", "Count from one to ten."), ("assistant", "One, two, three.")))
+    chat = Conversation.of([{"role": "user", "content": "Count from one to ten."}, _COUNTED])
     ids = tokenize_conversation(tokenizer, chat, 256).input_ids
     _check_drafting(target, family, ids[None])
     _check_teacher(target, ids[None])

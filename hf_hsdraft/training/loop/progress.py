@@ -107,7 +107,7 @@ class Stage:
         self.show: Callable[[], None] = lambda: None
         self.further, self.also = 0.0, ""
         self._begin = self._since = time.perf_counter()
-        self._paces, self._step = deque[float](maxlen=_PACES), 0.0  # seconds for one of what is counted
+        self._paces, self._most = deque[float](maxlen=_PACES), 0.0  # seconds for one; most that came together
 
     @property
     def started(self) -> bool:
@@ -125,7 +125,8 @@ class Stage:
         now = time.perf_counter()
         if (step := done - self.done) > 0:
             self._paces.append((now - self._since) / step)
-        self._since, self._step, self.done, self.advanced = now, step, done, True
+            self._most = max(self._most, step)
+        self._since, self.done, self.advanced = now, done, True
         self.note = self.note if note is None else note
         self.show()
 
@@ -136,13 +137,14 @@ class Stage:
     def seconds_left(self) -> float | None:
         """Estimates the seconds left at the median of the last paces; `None` if there is no pace yet.
 
-        Between two advances it falls as time passes. Where one takes longer than expected, it stays at what follows.
+        Between two advances it falls as time passes. Where one takes longer than expected, it grows with that pace.
         """
         if self.total is None or not self._paces:
             return None
-        pace, left = statistics.median(self._paces), max(self.total - self.done, 0.0)
-        passed = time.perf_counter() - self._since
-        return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
+        passed, left = time.perf_counter() - self._since, max(self.total - self.done, 0.0)
+        timed = self.unit == "minutes"
+        pace = 60.0 if timed else max(statistics.median(self._paces), passed / self._most)
+        return max(pace * left - passed, 0.0) + self.further
 
     def line(self, ended: bool = False) -> str:
         of = "" if self.total is None else f"/{_amount(self.total)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from ..files import write_json
 from ..loss.objectives import OBJECTIVES
 from .arguments import DrafterTrainingArguments
 from .progress import Reporter
+from .run_folder import ended_untrained
 from .trainer import DrafterTrainer
+
+_UNTRAINED = 0.2  # share of first tokens right
 
 
 def save(
@@ -69,6 +73,26 @@ def _tau(trainer: DrafterTrainer) -> float | None:
     best = trainer.state.best_model_checkpoint
     last = next(reversed(measured.values()), None)
     return measured.get(int(best.rsplit("-", 1)[1]), last) if best else last
+
+
+def untrained(history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last evaluation says that drafts are still noise."""
+    found = [entry["eval_accuracy_1"] for entry in history if "eval_accuracy_1" in entry]
+    return bool(found) and found[-1] < _UNTRAINED
+
+
+def what_is_needed(out: Path, goes_on: bool) -> str:
+    """Says that a run's drafter is untrained and what it needs; empty if it is trained.
+
+    `goes_on` says whether the same command trains on.
+    """
+    if not (ended := ended_untrained(out)):
+        return ""
+    how = "the same command goes on for as long again" if goes_on else "the same command with a wider limit goes on"
+    return (
+        f"this drafter is untrained and will not speed anything up: the machine made {ended['steps']} steps, it needs "
+        f"some hundreds; {how}"
+    )
 
 
 def result_of(out: Path) -> str:

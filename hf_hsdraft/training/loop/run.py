@@ -19,7 +19,6 @@ from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from ...hub.pushing import prepare_repository
-from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import (
@@ -43,7 +42,7 @@ from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
-from .results import name_data_set, publish, save, saved, what_is_computed
+from .results import name_data_set, publish, save, saved, untrained, what_is_computed
 from .run_clock import RunClock
 from .run_folder import (
     callback_of,
@@ -62,6 +61,7 @@ from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
 _MINUTES_FOR_ALL_KINDS = 20.0  # for answers, from which on a stream invents full batches of each kind of prompt
+_FEWEST = 3  # chats at least, with which training begins when the time for answers is over
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
 
@@ -178,7 +178,8 @@ class _Run:
     def sources(self) -> tuple[list[Conversation], list[Prompt]]:
         """`read_sources`; a ValueError if there are too few, or the tokenizer's template cannot render them."""
         plan, bad = self.plan, list[str]()
-        finished, prompts = read_sources(plan, self.args.seed, bad.append if plan.skip_bad_lines else None, self.report)
+        on_bad_line = bad.append if plan.skip_bad_lines else None
+        finished, prompts = read_sources(plan, self.tokenizer, self.args.seed, on_bad_line, self.report)
         for line in bad:
             self.report(f"left out: {line}")
         plan.check_amount(len(finished) + len(prompts))
@@ -193,10 +194,11 @@ class _Run:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
         plan, clock, minutes = self.plan, None, self.args.max_minutes
         features = self._features(start, bool(finished))
-        answering = replace(self.answering, features=features)
         if minutes is not None:
             begun = last_checkpoint(Path(plan.out)) is not None
             clock = RunClock(Path(plan.out), minutes, plan.stream, begun, self.began)
+        seconds = clock.answer_seconds if clock is not None and not plan.stream else lambda: None
+        answering = replace(self.answering, features=features, seconds=seconds)
         if not plan.stream and clock is None:
             self.learn_from(finished + answering.all(prompts), start, features)
             return
@@ -212,7 +214,7 @@ class _Run:
                 timed_out = clock is not None and not clock.answers_go_on()
                 done = len(chats) if clock is None else clock.minutes
                 stage.advance(min(done, total), f"{len(chats):,} chats" if clock else None)
-                enough = len(chats) > plan.eval_conversations
+                enough = len(chats) > (plan.eval_conversations if plan.stream else _FEWEST)
                 if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
                     break
         self.learn_from(chats, start, features, groups if plan.stream else None, clock)
@@ -236,7 +238,10 @@ class _Run:
         # What a resumed stream has answered since changes neither the held-out part nor the draft vocabulary.
         known = BEFORE_LEARNING if clock is None or clock.first is None else clock.first
         first = len(conversations) if groups is None else min(known, len(conversations))
-        pairs = self._tokenized(in_order(conversations[:first], args.seed), plan.eval_conversations)
+        held_out = plan.eval_conversations
+        if clock is not None and not plan.stream:  # a slow machine has answered few
+            held_out = min(held_out, first // 2)
+        pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
@@ -252,7 +257,7 @@ class _Run:
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
         callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
-        train_dataset: Any = Subset(dataset, range(plan.eval_conversations, len(pairs)))
+        train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, counts)) for group in groups)
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
@@ -264,10 +269,10 @@ class _Run:
             model,
             args,
             target=target,
-            tau_prompts=self._tau_prompts([chat for chat, _ in pairs[: plan.eval_conversations]]),
+            tau_prompts=self._tau_prompts([chat for chat, _ in pairs[:held_out]]),
             token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
-            eval_dataset=Subset(dataset, range(plan.eval_conversations)),
+            eval_dataset=Subset(dataset, range(held_out)),
             budget=None if minutes is None else TimeBudget.resumed(minutes, callback_of(last, TimeBudget)),
             report=report,
             callbacks=callbacks,
@@ -307,7 +312,7 @@ class _Run:
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
-            finish(out, trainer.state.global_step, limits_of(self.args))
+            finish(out, trainer.state.global_step, limits_of(self.args), untrained(trainer.state.log_history))
         state.wait_for_everyone()
 
     def _answered(
@@ -367,7 +372,7 @@ class _Run:
             return None
         with torch.random.fork_rng(devices=[]):  # or sampled answers would change
             taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
-        return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity)
+        return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity, self.report)
 
     def _cached(
         self, drafter: Any, taps: Sequence[int], cache: FeatureCache
@@ -378,7 +383,7 @@ class _Run:
             ids = drafter.draft_vocab_ids()
             rows = self.target.get_output_embeddings().weight.detach()
             head = rows[ids.to(rows.device)].to(torch.bfloat16)
-            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates)
+            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates, report=self.report)
 
         def read(chats: Sequence[TokenizedConversation]) -> Any:
             tokens = sum(len(chat.input_ids) for chat in chats)
@@ -394,11 +399,13 @@ class _Run:
         return read
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
-        """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
+        """Returns inputs of held-out chats up to the user's first message, where they leave room for an answer."""
         window = getattr(self.target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        asked = [[text for role, text in chat.messages if role == "user"][:1] for chat in chats]
-        first = [text for texts in asked for text in texts][: self.plan.eval_prompts]
-        encoded = [encode_prompt(self.tokenizer, text, self.target.device) for text in first]
+        asked = [chat for chat in chats if chat.texts("user")][: self.plan.eval_prompts]
+        texts = [chat.first_request(self.tokenizer) for chat in asked]
+        found = [self.tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in texts]
+        names = "input_ids", "attention_mask"
+        encoded = [{name: inputs[name].to(self.target.device) for name in names} for inputs in found]
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
-from ..files import write_json
+from ..files import read_kept, write_json
 
 _ANSWERS = 0.3  # share of the time for prompts and answers, if training waits for them
 _FIRST_ANSWERS = 0.2  # the same, for those that a stream begins with
 _LEAST_TRAINING = 0.1  # share that training gets even if all before it took longer
+_LEAST_SECONDS = 2.0  # for a batch
 _FILE = "clock.json"
 
 
@@ -30,8 +30,7 @@ class RunClock:
     def __init__(self, out: Path, minutes: float, stream: bool, stopped: bool, began: float | None = None) -> None:
         self._out, self._minutes = out, minutes
         self.answer_minutes = minutes * (_FIRST_ANSWERS if stream else _ANSWERS)  # by when training should begin
-        path = out / _FILE
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        stored = read_kept(out / _FILE, "delete it, and the time of the run begins again")
         self._before, self._stopped = float(stored.get("seconds", 0.0)), stopped
         self.first: int | None = stored.get("first")  # number of conversations that training began with
         self._began = time.monotonic() if began is None else began
@@ -53,6 +52,10 @@ class RunClock:
     def hurries(self) -> bool:
         """Whether half of the time for answers before the training is over."""
         return not self._stopped and self.minutes > self.answer_minutes / 2
+
+    def answer_seconds(self) -> float:
+        """Returns the seconds left for answers before the training begins, at least a few."""
+        return max(60 * self.answer_minutes - self._seconds, _LEAST_SECONDS)
 
     def training_minutes(self, first: int) -> float:
         """Stops the clock, and returns the minutes for training; `first` is the number of conversations so far."""

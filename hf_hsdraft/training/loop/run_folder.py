@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from ...hub.drafter_files import CONFIG, WEIGHTS, header, read_json
 from ..data.plan import TrainingPlan
-from ..files import write_json
+from ..files import read_kept, write_json
 from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
 from .budget import TimeBudget
 
@@ -57,8 +57,8 @@ def claim(out: Path, settings: dict[str, Any]) -> None:
     """
     path = out / _PLAN
     settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
-    if path.exists() and steps_done(out):
-        stored = json.loads(path.read_text(encoding="utf-8"))
+    if steps_done(out):
+        stored = read_kept(path, "delete it, and give the command with which the run began, or use a new --out")
         differing = sorted(
             name for name in settings if name in stored and name not in _MAY_CHANGE and stored[name] != settings[name]
         )
@@ -93,17 +93,26 @@ def check_no_other_run(out: Path) -> None:
             pass
 
 
-def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
-    """Records that a run's drafter is saved, after how many steps, and by which limits training ended."""
-    write_json(out / _FINISHED, {"steps": steps, "limits": limits})
+def finish(out: Path, steps: int, limits: dict[str, float], untrained: bool = False) -> None:
+    """Records that a run's drafter is saved, after how many steps, by which limits training ended, and if in vain."""
+    write_json(out / _FINISHED, {"steps": steps, "limits": limits, "untrained": untrained})
+
+
+def ended_untrained(out: Path) -> dict[str, Any]:
+    """The steps and limits of a run that ended with an untrained drafter; empty for any other."""
+    try:
+        found = read_kept(out / _FINISHED, "")
+    except ValueError:
+        return {}
+    return found if found.get("untrained") else {}
 
 
 def is_finished(out: Path, limits: dict[str, float]) -> bool:
     """Whether the run in a folder ended with these limits, or with wider ones."""
-    path = out / _FINISHED
-    if not path.exists():
+    try:
+        stored = read_kept(out / _FINISHED, "")["limits"]
+    except (KeyError, ValueError):  # the drafter is saved once more
         return False
-    stored = json.loads(path.read_text(encoding="utf-8"))["limits"]
     return limits.keys() == stored.keys() and all(value <= stored[name] for name, value in limits.items())
 
 

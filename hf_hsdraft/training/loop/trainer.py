@@ -196,7 +196,8 @@ class DrafterTrainer(Trainer):
         everything = len(dataset) + len(self.tau_prompts)
         with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
             for batch in self._within(batches, "batches", 0.4 * self._limit):
-                parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
+                with self.accelerator.autocast():  # a resumed run may evaluate before the Trainer has wrapped the model
+                    parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
                 stage.advance(batch.stop)
             self.held_out = (batch.stop, 0)
             if self.tau_prompts:

@@ -1,0 +1,178 @@
+"""What no trial of a target can see: the user's code that may follow the text, its length, or the number of forwards.
+
+A trial reads a few tokens at one place of the text. Layers that map hidden states can be tried so. Inputs derived from
+the whole text, rotary embeddings and masks that change at some length, hooks that count forwards, and adapters or
+experts that depend on how many tokens a forward reads cannot.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_KNOWN = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "liger_kernel", __name__.partition(".")[0])
+_OF_TEXT = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prepare_position_ids_for_generation",
+    "_prefill",
+    "create_masks_for_generate",
+)
+_POSITIONAL = re.compile(r"rotary|rope|posit|alibi", re.IGNORECASE)
+_SEES_POSITIONS = frozenset(
+    ("position_ids", "positions", "seq_len", "cache_position", "cache", "past_key_value", "past_key_values")
+)
+_CAPACITY = re.compile("capacity")
+
+
+def why_untriable(target: nn.Module, columns: int) -> str:
+    """Why no trial can show that drafts of so many tokens in all rows are read rightly; empty if one can."""
+    checks = (_inputs_of_text, _attention, _places, _hooks)
+    return next(filter(None, (check(target) for check in checks)), "") or _capacity(target, columns)
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function, or one that it wraps, comes from code that is not known to keep no state."""
+    while function is not None:
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        function = getattr(function, "__func__", function)
+        space = getattr(function, "__globals__", None)
+        # Not `__module__`, which `functools.wraps` copies.
+        name = (getattr(type(function), "__module__", "") if space is None else space.get("__name__")) or ""
+        if name.partition(".")[0] not in (*_KNOWN, "builtins", "functools"):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _inputs_of_text(target: nn.Module) -> str:
+    for name in _OF_TEXT:
+        method = vars(target).get(name) or getattr(type(target), name, None)
+        if method is not None and is_foreign(method):
+            return f"its {name} is not transformers' own, and may follow from the whole text"
+    return ""
+
+
+def _attention(target: nn.Module) -> str:
+    configs = {id(config): config for part in target.modules() if (config := vars(part).get("config")) is not None}
+    names = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs.values()})
+    for name in names:
+        if is_foreign(ALL_MASK_ATTENTION_FUNCTIONS.get(name)):
+            return f"the mask function registered for {name!r} is not transformers' own, and may follow from the length"
+        if is_foreign(ALL_ATTENTION_FUNCTIONS.get(name)):
+            return f"the attention registered for {name!r} is not transformers' own, and may follow from the length"
+    spaces = {type(part).__module__ for part in target.modules()}
+    for module in sorted(space for space in spaces if space.startswith("transformers.")):
+        for name, value in vars(sys.modules[module]).items():
+            if "mask" in name and inspect.isfunction(value) and is_foreign(value):
+                return f"{module}.{name} was replaced, and may follow from the length"
+    return ""
+
+
+def _places(target: nn.Module) -> str:
+    """A rotary embedding, or another part that is given positions or the cache, of the user's own."""
+    for name, part in target.named_modules():
+        if isinstance(part, PreTrainedModel):
+            continue
+        kind, forward = type(part), vars(part).get("forward") or type(part).forward
+        if _POSITIONAL.search(kind.__name__) or _POSITIONAL.search(name.rpartition(".")[2]):
+            methods = [method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)]
+            methods += [value for value in vars(part).values() if inspect.isroutine(value)]
+            foreign = any(map(is_foreign, (forward, *methods)))
+        else:
+            foreign = is_foreign(forward) and not _SEES_POSITIONS.isdisjoint(inspect.signature(forward).parameters)
+        if foreign:
+            return f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
+    return ""
+
+
+def _hooks(target: nn.Module) -> str:
+    for part in target.modules():
+        own = itertools.chain(part._forward_pre_hooks.values(), part._forward_hooks.values())
+        for hook in own:
+            if isinstance(hook, functools.partial) and hook.keywords.get("alora_offsets") is not None:
+                return "its adapter applies to the last tokens of a forward (activated LoRA), however many it reads"
+            if _may_change(hook):
+                return _counts(hook)
+    of_all = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
+    return next((_counts(hook) for hooks in of_all for hook in hooks.values() if _may_change(hook)), "")
+
+
+def _counts(hook: Any) -> str:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    return (
+        f"the forward hook {name} is given what passes through its modules, which it may change or count by forwards; "
+        "a draft makes fewer of them"
+    )
+
+
+def _may_change(hook: Any) -> bool:
+    """Whether a hook of the user's reads what it is given, or holds parts of a model: others only take note."""
+    return is_foreign(hook) and any(map(_reaches, _functions_of(hook)))
+
+
+def _functions_of(hook: Any) -> Iterator[Any]:
+    while isinstance(hook, functools.partial):
+        yield hook
+        hook = hook.func
+    yield hook if hasattr(hook, "__code__") else type(hook).__call__
+
+
+def _reaches(function: Any) -> bool:
+    if isinstance(function, functools.partial):
+        held = [*function.args, *function.keywords.values()]
+        return any(isinstance(each, torch.Tensor | nn.Module | Cache) for each in held)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    bound = inspect.ismethod(function) or function.__qualname__.endswith(".__call__")
+    given = set(code.co_varnames[int(bound) : count])
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return not given.isdisjoint(_names_read(code)) or any(
+        isinstance(each, torch.Tensor | nn.Module | Cache) for each in cells
+    )
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _names_read(code: Any) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST_LOAD_FAST")):
+            yield from instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    yield from code.co_cellvars
+
+
+def _capacity(target: nn.Module, columns: int) -> str:
+    """Experts that drop tokens beyond a number in a forward, where drafts of so many columns may reach it."""
+    for part in target.modules():
+        named = {**getattr(vars(part).get("config"), "__dict__", {}), **vars(part)}
+        for name, value in named.items():
+            if not _CAPACITY.search(name) or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            enough = value >= columns if isinstance(value, int) else "fraction" in name and value >= 1.0
+            if not enough:
+                return f"its experts drop tokens beyond a capacity of each forward ({name}={value})"
+    return ""
