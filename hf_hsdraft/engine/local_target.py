@@ -190,7 +190,7 @@ class LocalTarget:
     def _of_step(self, row: int, read: Read, token: int) -> Accepted:
         begin, place = self._roots[row], list(read.trees).index(row)
         self._roots[row] += 1
-        return LateNews(row, [token], begin, [(read.output.taps[:, :1], place)], self.own_taps)
+        return LateNews(row, token, begin, read.output.taps[:, :1], place, self.own_taps)
 
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]

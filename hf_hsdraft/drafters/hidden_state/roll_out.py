@@ -53,11 +53,11 @@ class RollOut:
 
         In a batch the pairs stand row by row, and `rows` has the number of pairs of each row, in order.
         """
-        x, ropes, context = self.read(pairs, num_draft_steps - 1, rows)
+        x, ropes, context = self.read(pairs, rows, num_draft_steps - 1)
         return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
 
     def read(
-        self, pairs: Pairs, ahead: int = 0, rows: Mapping[int, int] | None = None
+        self, pairs: Pairs, rows: Mapping[int, int] | None = None, ahead: int = 0
     ) -> tuple[torch.Tensor, list[Rope], Context]:
         """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
         if rows is not None:

@@ -102,12 +102,12 @@ class SupposingStates(HSDraftSession):
         unsure = [row for row in rows if row in self._supposed]
         if not unsure:
             return super()._rolled(rows, depth)
-        waiting = [row for row in unsure if self._rows[row].pending]
+        waiting = [row for row in unsure if self._pending[row]]
         if waiting:
-            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
+            self._roll_out.read(*self._pairs(waiting))
         mark = self._roll_out.mark()
         for row in unsure:
-            self._rows[row].pending = [self._supposed[row]]
+            self._pending[row] = [self._supposed[row]]
         hidden = dict(zip(unsure, super()._rolled(unsure, depth), strict=True))
         self._roll_out.reset(mark)
         for row in unsure:
