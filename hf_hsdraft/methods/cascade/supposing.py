@@ -9,9 +9,8 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ...drafters.hidden_state.draft_session import HSDraftSession
+from ...drafters.hidden_state.draft_session import HSDraftSession, Pairs
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.hidden_state.roll_out import Pairs
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.lookup.cacheback import CachebackDrafter
