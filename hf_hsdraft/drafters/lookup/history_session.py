@@ -33,7 +33,8 @@ class Trust:
         kind, assumed = _kind(group), TUNING.history_right[place]
         if kind == _AGREED:
             assumed = 1.0 - (1.0 - assumed) / 2
-        return smoothed(*self._counts[place][kind], assumed)
+        right, reached = self._counts[place][kind]
+        return smoothed(right, reached, assumed)
 
     def count(self, place: int, group: Group, right: bool) -> None:
         counts = self._counts[place][_kind(group)]
