@@ -60,7 +60,7 @@ LOADERS = {
 def test_loading_warns_and_stays_exact_until_it_is_confirmed(target, folder, plain, caplog, loader):
     ids, text = plain
     drafter = LOADERS[loader](folder)
-    [warning] = [line for line in caplog.messages if "verification='fly'" in line]
+    [warning] = [line for line in caplog.messages if "verification=fly" in line]
     assert "lossy" in warning and "pass the drafter itself" in warning
     assert warning.endswith("not the published ones: fly_entropy=0.0, not 0.3, fly_window=0, not 6")
     output = decoded(target, drafter, ids)
