@@ -63,6 +63,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_document(path: Path) -> dict[str, Any]:
+    """Returns a JSON object as `read_json`; an empty one if the file is missing or damaged."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def _depth(document: Any) -> int:
     """Levels of lists and objects, counted up to one more than are allowed."""
     level, depth = [document], 0
