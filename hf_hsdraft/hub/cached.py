@@ -11,7 +11,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from huggingface_hub.repocard import metadata_load
 
 from .checkpoint import Checkpoint
-from .drafter_files import CARD, CONFIG, RECIPE, read_json
+from .drafter_files import CARD, CONFIG, RECIPE, read_document
 
 _LARGEST_CARD = 2**20  # bytes
 
@@ -35,13 +35,13 @@ def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
     for repository in sorted(models, key=lambda each: each.repo_id):
         for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
             folder = revision.snapshot_path
-            checkpoint = Checkpoint(repository.repo_id, folder, _read(folder / CONFIG))
+            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
             yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
 
 
 def named_targets(folder: Path) -> set[str]:
     """Returns the names of targets that a card's `base_model` and a training recipe give."""
-    named = [_read(folder / RECIPE).get("target")]
+    named = [read_document(folder / RECIPE).get("target")]
     try:
         small = (folder / CARD).stat().st_size <= _LARGEST_CARD
         metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
@@ -50,10 +50,3 @@ def named_targets(folder: Path) -> set[str]:
     bases = metadata.get("base_model")
     named += bases if isinstance(bases, list) else [bases]
     return {name for name in named if isinstance(name, str) and name}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}

@@ -1,7 +1,8 @@
-"""The figures of a card: speed, acceptance of chains, and training. All text of files is untrusted."""
+"""The figures of a card, as rows of tables. All text of files is untrusted."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,20 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..verify.registry import is_lossy
-from .drafter_files import FIGURES, read_json
+from .drafter_files import FIGURES, read_document
 
 GAP = "not measured"
-
-_SPEED = (
-    "tau: tokens emitted per target forward, bonus included (plain decoding: 1). speed-up: tokens/s over plain "
-    "`generate()`, same settings and process, alternating. "
-    "identical: texts equal to those of plain `generate()`."
-)
-_CHAINS = (
-    "A chain of k drafts k tokens per round in a row, without a tree, n-grams or reuse. Acceptance length: tokens "
-    "emitted per verifying forward, including the bonus token and excluding the prompt's forward, i.e. 1 + accepted "
-    "drafted tokens / rounds. Chains end at the drafter's greatest depth."
-)
 
 
 def is_chain(variant: str) -> bool:
@@ -77,107 +67,62 @@ def is_benchmark(entry: Any) -> bool:
         return False
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Returns a JSON object; an empty one if the file is missing or damaged."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}
-
-
-def figures_section(
-    training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str, from_scratch: bool
-) -> str:
-    """The training figures and the entries of `figures.json`, with definitions and commands, and visible gaps."""
-    measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
-    blocks = [_SPEED, *(_benchmark(benchmark, name) for benchmark in benchmarks)]
-    blocks += [] if any(not is_chain(variant) for variant in measured) else [f"Speed: {GAP}."]
-    blocks += [] if any(is_chain(variant) for variant in measured) else [f"Acceptance of chains: {GAP}."]
-    if training is not None:
-        blocks.append(_held_out(training, from_scratch))
-    return "\n\n".join(blocks)
-
-
-def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
-    settings, ours = benchmark["settings"], benchmark["ours"]
-    threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
-    how = (
-        f"**{settings['dtype']}, {settings['max_new_tokens']} new tokens.** {settings['questions']} prompts of "
-        f"{cell(settings.get('prompts') or 'a file that is not named')}, {_drawn(settings)}, "
-        f"target {cell(settings.get('target') or 'not named')}; {cell(settings['processor'])}, "
-        f"{threads}, device {settings['device']}; torch {settings['torch']}, transformers {settings['transformers']}."
-    )
+def shown_benchmark(benchmark: Mapping[str, Any]) -> dict[str, Any]:
+    """What a card shows of an entry of `figures.json`: its settings, and rows of speed and of chains."""
+    settings, ours, summary = benchmark["settings"], benchmark["ours"], benchmark["summary"]
     trees = [variant for variant in ours if not is_chain(variant)]
     chains = sorted((variant for variant in ours if is_chain(variant)), key=chain_length)
-    blocks = [how, *(_speed(benchmark, trees) if trees else []), *(_acceptance(benchmark, chains) if chains else [])]
-    return "\n\n".join([*blocks, f"```bash\n{cell(settings['command'])} --drafter {drafter}\n```"])
-
-
-def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
-    """Speed of all variants and comparisons, and by category for the first one."""
-    settings = benchmark["settings"]
-    rows = [
-        [
-            _shape(name, settings) if name in ours else f"{name} (for comparison)",
-            f"{row['tau']:.2f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            "no comparison" if row["identical"] is None else f"{row['identical']} of {settings['questions']}",
+    shown: dict[str, Any] = {"settings": settings, "trees": trees, "chains": chains}
+    if trees:
+        best = benchmark["by_category"].get(trees[0], {})
+        shown["speed"] = [
+            (
+                _shape(name, settings) if name in ours else f"{name} (for comparison)",
+                f"{row['tau']:.2f}",
+                f"{row['speed_up']:.2f}",
+                f"{row['tokens_per_second']:.1f}",
+                "no comparison" if row["identical"] is None else f"{row['identical']} of {settings['questions']}",
+            )
+            for name, row in summary.items()
+            if not is_chain(name)
         ]
-        for name, row in benchmark["summary"].items()
-        if not is_chain(name)
-    ]
-    best = benchmark["by_category"].get(ours[0], {})
-    shown = ", ".join(f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items())
-    by_category = [f"tau (speed-up) of {code(ours[0])} by category: {cell(shown)}."] if shown else []
-    return [
-        table(["", "tau", "speed-up", "tokens/s", "identical"], rows),
-        *_share(benchmark["summary"], ours),
-        *by_category,
-    ]
+        # Of a speed-up greater than tau, drafting can give at most tau.
+        shares = {name: (summary[name]["tau"], summary[name]["speed_up"]) for name in trees}
+        shown["shares"] = [
+            f"{code(name)} at most {tau:.2f} of {up:.2f}" for name, (tau, up) in shares.items() if up > tau
+        ]
+        shown["by_category"] = [
+            f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items()
+        ]
+    if chains:
+        shown |= {"lengths": _lengths(benchmark, chains), "depths": _depths(benchmark, chains[-1])}
+    return shown
 
 
-def _share(summary: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
-    """Says how much of a speed-up greater than tau drafting can give at most."""
-    more = [name for name in ours if summary[name]["speed_up"] > summary[name]["tau"]]
-    if not more:
-        return []
-    shares = [f"{code(each)} at most {summary[each]['tau']:.2f} of {summary[each]['speed_up']:.2f}" for each in more]
-    return [
-        f"Drafting's share of the speed-up: {', '.join(shares)}. The rest is from packed weights and other operators."
-    ]
-
-
-def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str]:
-    """Acceptance lengths of chains (shortest first) by category, and the acceptance of each depth of the longest."""
+def _lengths(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[list[str]]:
+    """Acceptance lengths of chains, shortest first, by category, below a line of titles."""
     groups = benchmark["by_category"]
     rows = [("all prompts", [benchmark["summary"][name] for name in chains])]
     categories = list(groups.get(chains[0], {}))
     if len(categories) > 1:
         rows += [(each or "none", [groups.get(name, {}).get(each, {}) for name in chains]) for each in categories]
-    lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
-    shares = benchmark["round"].get(chains[-1], {})
-    depths = range(1, chain_length(chains[-1]) + 1)
-    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # never accepted: absent
-    after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
-    by_depth = [
-        ("accepted, share of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
-        ("accepted, if all before were", *(GAP if each is None else f"{each:.2f}" for each in after.values())),
-    ]
+    titles = ["acceptance length", *(f"k = {chain_length(name)}" for name in chains)]
     return [
-        _CHAINS,
-        table(["acceptance length", *(f"k = {chain_length(name)}" for name in chains)], lengths),
-        f"Of {code(chains[-1])}, by depth:",
-        table(["drafted token", *map(str, depths)], by_depth),
+        titles,
+        *([title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)] for title, found in rows),
     ]
 
 
-def _drawn(settings: Mapping[str, Any]) -> str:
-    if not settings.get("do_sample"):
-        return "greedy decoding (no seed needed)"
-    top_k = settings.get("top_k")
-    among = "" if top_k is None else " from all tokens" if top_k == 0 else f" from the top {cell(top_k)} tokens"
-    return f"sampling at temperature {cell(settings.get('temperature'))}{among}, seed {cell(settings.get('seed'))}"
+def _depths(benchmark: Mapping[str, Any], chain: str) -> list[list[str]]:
+    """The acceptance of each depth of a chain, below a line of titles."""
+    shares, depths = benchmark["round"].get(chain, {}), range(1, chain_length(chain) + 1)
+    reached = [shares.get(f"depth_{depth}", 0.0) for depth in depths]  # never accepted: absent
+    after = [f"{one / before:.2f}" if before else GAP for before, one in itertools.pairwise([1.0, *reached])]
+    return [
+        ["drafted token", *map(str, depths)],
+        ["accepted, share of all rounds", *(f"{each:.2f}" for each in reached)],
+        ["accepted, if all before were", *after],
+    ]
 
 
 def _shape(variant: str, settings: Mapping[str, Any]) -> str:
@@ -190,30 +135,19 @@ def _shape(variant: str, settings: Mapping[str, Any]) -> str:
     return f"{variant} ({depth} deep{lossy})" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep{lossy})"
 
 
-def _held_out(training: Mapping[str, Any], from_scratch: bool) -> str:
-    history = training["history"]
-    last: Mapping[str, Any] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+def held_out(training: Mapping[str, Any]) -> dict[str, Any]:
+    """What a card shows of the last evaluation on held-out conversations."""
+    last: Mapping[str, Any] = next((entry for entry in reversed(training["history"]) if "eval_loss" in entry), {})
     depths = sorted(int(key.rpartition("_")[2]) for key in last if re.fullmatch(r"eval_accuracy_\d{1,3}", key))
-    accuracy = table(
-        [
-            "depth",
-            "first choice right, given the true tokens",
-            "a node of the tree accepted, if all depths before were",
-        ],
-        [
+    size = training.get("held_out")
+    return {
+        "size": size if isinstance(size, str) else "",
+        "depths": [
             (f"{depth}", shown_figure(last, f"eval_accuracy_{depth}"), shown_figure(last, f"eval_acceptance_{depth}"))
             for depth in depths
         ],
-    )
-    sizes = training.get("held_out")
-    size = f" ({cell(sizes)})" if isinstance(sizes, str) else ""
-    earlier = "The drafter that this run started from may have been trained on these conversations."
-    return (
-        f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy "
-        f"decoding); loss {shown_figure(last, 'eval_loss')} nats. The distributions of training and of decoding "
-        f"differ by at most {shown_figure(last, 'eval_parity')} (total variation; 0 means "
-        f"equal).{'' if from_scratch else f' {earlier}'}\n\n{accuracy}"
-    )
+        **{name: shown_figure(last, f"eval_{name}") for name in ("tau", "loss", "parity")},
+    }
 
 
 def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:

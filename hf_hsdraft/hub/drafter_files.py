@@ -69,6 +69,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_document(path: Path) -> dict[str, Any]:
+    """Returns a JSON object as `read_json`; an empty one if the file is missing or damaged."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def _depth(text: str) -> int:
     """Levels of lists and objects of a valid JSON text."""
     steps = {"[": 1, "{": 1, "]": -1, "}": -1}

@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..core.checks import public_name
 from ..core.methods import offered
 from ..verify.registry import is_lossy, rules_learned_in
-from .card_figures import code, figures_section, is_chain, read_document, read_figures, table
+from .card_figures import GAP, cell, code, held_out, is_chain, read_figures, shown_benchmark, table
 from .code_files import stands_alone
-from .drafter_files import CARD, CONFIG, OPTIONS, PICTURES, RECIPE, header, weight_files
+from .drafter_files import CARD, CONFIG, OPTIONS, PICTURES, RECIPE, header, read_document, weight_files
 from .speculators_format import target_of
 
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
 _OLD_MARK = "<!-- written by hsdraft train -->"
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 PAPER = "2602.21224"  # arXiv
 _GROUPS = {"average": "make", "prune": "make", "overlap": "data", "coverage": "data"}  # of commands, by earlier names
 _EARLIER = re.compile(rf"hsdraft ({'|'.join(_GROUPS)})\b")
@@ -66,33 +67,44 @@ def write_card(folder: Path, name: str) -> None:
 
 
 def render_card(folder: Path, name: str) -> str:
+    """Returns the card of a drafter's or adapter's folder, by the template beside this file."""
     config, recipe, figures = read_document(folder / CONFIG), read_recipe(folder), read_figures(folder)
-    benchmarks = figures["benchmarks"]
+    benchmarks, training = figures["benchmarks"], figures["training"]
     base = read_document(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
+    shown_target = code(target) if target else "a target that is not named"
     of_paper = adapts is not None or "injector" in config
-    told = bool(config.get("reads_states")) or "speculators_model_type" in config
-    told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
-    reads_states = of_paper or told or any((folder / name).is_file() for name in offered("reader of states"))
+    reads_states = of_paper or bool(config.get("reads_states")) or "speculators_model_type" in config
+    reads_states = reads_states or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
+    reads_states = reads_states or any((folder / name).is_file() for name in offered("reader of states"))
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
-    lossy = _lossy(folder)
-    limits = _limits(target, of_paper, bool(lossy))[0 if reads_states else 1 :]
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        MARK,
-        f"# {name.rsplit('/', 1)[-1]}",
-        _what_it_is(folder, config, target, adapts) if of_paper else _briefly(config, reads_states),
-        _use(name, target, adapts, config.get("auto_map"), recipe.get("adapter_name")),
-        "## Figures\n\n" + figures_section(figures["training"], benchmarks, name, _is_from_scratch(recipe)),
-        *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
-        "## Training\n\n" + _training(recipe),
-        lossy,
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    rule = read_document(folder / OPTIONS).get("verification")
+    measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(_TEMPLATE),
+        **{"table": table, "cell": cell, "code": code, "quoted": json.dumps, "gap": GAP, "paper": PAPER, "mark": MARK},
+        **{"name": name, "title": name.rsplit("/", 1)[-1], "target": target, "shown_target": shown_target},
+        **{"adapts": adapts, "adapter_name": recipe.get("adapter_name"), "of_paper": of_paper},
+        reads_states=reads_states,
+        family=str(config.get("speculators_model_type") or config.get("model_type")),
+        facts=_facts(folder, config, shown_target) if of_paper and adapts is None else {},
+        has_code=bool(config.get("auto_map")),
+        alone=stands_alone(config.get("auto_map")),
+        benchmarks=[shown_benchmark(each) for each in benchmarks],
+        has_speed=not all(map(is_chain, measured)),
+        has_chains=any(map(is_chain, measured)),
+        held_out=None if training is None else held_out(training),
+        from_scratch=_is_from_scratch(recipe),
+        pictures={picture: _CAPTIONS[picture] for picture in PICTURES if (folder / picture).is_file()},
+        recipe=recipe | {part: list(map(_renamed, recipe.get(part, []))) for part in ("commands", "notes")},
+        lossy_rule=repr(rule) if is_lossy(rule) else "",
+        lossy_parts=[paragraph for each in rules_learned_in(folder) for paragraph in each.described(folder)],
+    )
+    return str(card).rstrip("\n") + "\n"
 
 
 def _metadata(
@@ -136,27 +148,15 @@ def circumstances(settings: Mapping[str, Any]) -> list[str]:
     return [settings["dtype"], f"{settings['max_new_tokens']} tokens", *drawn]
 
 
-def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: str | None) -> str:
-    shown = code(target) if target else "a target that is not named"
-    if adapts is not None:
-        return f"An adapter (LoRA) of the drafter {code(adapts)}, for {shown}."
-    text = (
-        f"A hidden-state drafter for {shown}, for speculative decoding. Pass it to `generate()`, and the model emits "
-        "the same tokens in fewer forwards. The drafter reads hidden states of the model, rolls its state forward "
-        "without tokens, and proposes a tree of continuations. One forward of the model verifies the tree, and rejects "
-        "what the model would not emit."
-    )
-    paper = (
-        f"The method is [Make Every Draft Count](https://arxiv.org/abs/{PAPER}) (arXiv:{PAPER}), with one "
-        "change: the drafter also reads the accepted tokens."
-    )
+def _facts(folder: Path, config: Mapping[str, Any], shown_target: str) -> dict[str, str]:
+    """Sizes and other facts of a hidden-state drafter, by title."""
     parameters, size = parameters_and_bytes(folder)
     window = config.get("sliding_window")
     options = {**config, **read_document(folder / OPTIONS)}
     depth = options.get("num_assistant_tokens") or config.get("num_draft_steps")
-    rows = {
+    return {
         "parameters": f"{parameters / 1e6:.1f}M, {size / 1e6:.1f} MB",
-        "target": " at revision ".join(filter(None, [shown, config.get("target_revision", "")])),
+        "target": " at revision ".join(filter(None, [shown_target, config.get("target_revision", "")])),
         "its hidden size, layers, vocabulary": ", ".join(
             f"{config.get(field, '?'):,}" if isinstance(config.get(field), int) else "?"
             for field in ("target_hidden_size", "target_num_hidden_layers", "vocab_size")
@@ -169,7 +169,6 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         "draft vocabulary": f"{config.get('draft_vocab_size', 0):,} tokens",
         "format": f"{config.get('format_version', 1)}",
     }
-    return "\n\n".join([text, paper, table(["", ""], rows.items())])
 
 
 def trunk_in_words(config: Mapping[str, Any]) -> str:
@@ -183,69 +182,6 @@ def trunk_in_words(config: Mapping[str, Any]) -> str:
     return text if modules == 1 else f"{text}; sets of parameters by step: {modules}"
 
 
-def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
-    """Describes a drafter of another family."""
-    reads = "It reads hidden states of the model. " if reads_states else ""
-    family = config.get("speculators_model_type") or config.get("model_type")
-    return (
-        f"A drafter of the family {code(str(family))}, for speculative decoding. Pass it to `generate()`, and the "
-        f"model emits the same tokens in fewer forwards. {reads}Drafted tokens that the model "
-        "would not emit are rejected."
-    )
-
-
-def _use(name: str, target: str, adapts: str | None, auto_map: Any, adapter: str | None) -> str:
-    """How to load a drafter, or an adapter in the folder `adapter`; also by code, where `auto_map` names some."""
-    quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
-    model = f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({of_target})
-model = AutoModelForCausalLM.from_pretrained({of_target})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-```"""
-    installation = "pip install .  # in a checkout of the package hf_hsdraft"
-    package = f"from hf_hsdraft import AutoDrafter\n\ndrafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
-    call = "out = model.generate(**inputs, assistant_model=drafter)"
-    if adapts is not None:
-        named = f", adapter_name={json.dumps(adapter)}" if adapter else ""
-        adapted = _python(package, f"drafter.load_adapter({quoted}{named})", call)
-        return f"## Use\n\n{_bash(installation)}\n\n{model}\n\n{adapted}"
-    installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
-    parts = [
-        "## Use",
-        model,
-        installed
-        + ("" if alone or not auto_map else " and the module that registers this family is imported")
-        + " (no code of this repository is run):",
-        _bash(installation),
-        _python(package, call),
-    ]
-    if not auto_map:
-        return "\n\n".join(parts)
-    load = f"drafter = AutoModel.from_pretrained({quoted}, dtype=model.dtype, trust_remote_code=True)"
-    recipe = f"out = model.generate(**inputs, custom_generate={quoted}, trust_remote_code=True)"
-    parts += [
-        "Without it, with transformers and torch alone, by the code in this repository:"
-        if alone
-        else "Without that import, by the code in this repository and `hf_hsdraft`:",
-        _python("from transformers import AutoModel\n", load, call),
-        "The same in one call:",
-        _python(recipe),
-        "`trust_remote_code=True` runs the code of this repository: read it, and name the commit you have read by "
-        "`revision=`.",
-    ]
-    return "\n\n".join(parts)
-
-
-def _python(*lines: str) -> str:
-    return "\n".join(["```python", *lines, "```"])
-
-
-def _bash(*lines: str) -> str:
-    return "\n".join(["```bash", *lines, "```"])
-
-
 def _is_from_scratch(recipe: Mapping[str, Any]) -> bool:
     """Whether a recipe says how the drafter was trained, and names no drafter that training started from."""
     started = any(title.endswith("started from") for title in recipe["training"])
@@ -256,40 +192,6 @@ def _is_from_scratch(recipe: Mapping[str, Any]) -> bool:
 def _renamed(text: str) -> str:
     """Replaces names of commands in recipes of earlier versions."""
     return _EARLIER.sub(lambda match: f"hsdraft {_GROUPS[match[1]]} {match[1]}", text)
-
-
-def _training(recipe: Mapping[str, Any]) -> str:
-    if not recipe.get("training"):
-        return "No recipe is recorded."
-    changed = "The weights were changed after this training." if recipe["changed_since"] else ""
-    blocks = [changed] * bool(changed) + [table(["", ""], recipe["training"].items())]
-    if recipe.get("commands"):
-        blocks.append(_bash(*map(_renamed, recipe["commands"])))
-    blocks += map(_renamed, recipe.get("notes", []))
-    return "\n\n".join(blocks)
-
-
-def _lossy(folder: Path) -> str:
-    """The section on what the folder holds for lossy verification, or an empty string."""
-    rule, parts = read_document(folder / OPTIONS).get("verification"), []
-    if is_lossy(rule):
-        parts.append(
-            f"The saved options ask for `verification={rule!r}`, which may change the text. A loaded drafter verifies "
-            f"exactly until you set `drafter.generation_config.verification = {rule!r}`."
-        )
-    parts += [paragraph for each in rules_learned_in(folder) for paragraph in each.described(folder)]
-    return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
-
-
-def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
-    warning = ", and `generate()` warns with what it measured" if warns else ""
-    unless = ", unless a lossy rule of verification is set" if lossy else ""
-    return [
-        f"It was trained for the weights of {code(target) if target else 'its target'}. A fine-tuned model accepts "
-        f"fewer drafts{warning}; the text is still the model's own{unless}.",
-        "In half precision, a forward over a tree rounds differently from one over a single token. Where the model's "
-        "top two tokens nearly tie, the outputs can diverge. In float32 they are the same.",
-    ]
 
 
 def parameters_and_bytes(folder: Path) -> tuple[int, int]:

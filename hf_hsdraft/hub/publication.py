@@ -73,12 +73,13 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / path, folder / path)
-        for path in (*folder.iterdir(), *(folder / PLACE).glob("*.py")) if former else ():
+        places = (*folder.iterdir(), *(folder / PLACE).glob("*.py"), *(folder / name for name in METHOD_FILES))
+        for path in places if former else ():
             name = path.relative_to(folder)
             if name not in written and is_ours(name.as_posix(), code) and path.is_file():
                 path.unlink(missing_ok=True)
-        if former:
-            _remove_method_files(folder, written)
+                if path.parent != folder and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # a leftover would be read instead
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
@@ -151,14 +152,6 @@ def bring_known(source: Path, partial: Path) -> None:
         if (source / name).is_file():
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, partial / name)
-
-
-def _remove_method_files(folder: Path, kept: Collection[Path]) -> None:
-    """Deletes a former drafter's files of methods unless kept, and folders left empty."""
-    for path in (folder / name for name in METHOD_FILES if Path(name) not in kept):
-        path.unlink(missing_ok=True)
-        if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
-            path.parent.rmdir()
 
 
 def _same_weights(one: Path, other: Path) -> bool:

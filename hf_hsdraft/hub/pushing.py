@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,42 @@ from .publication import is_ours
 from .speculators_format import target_of
 
 
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the Hub to write to, and the names of the files in it."""
+
+    api: HfApi
+    name: str  # as user/name
+    kind: str | None  # "dataset", or None for a model
+    revision: str | None
+    files: frozenset[str]
+
+    @classmethod
+    def open(cls, name: str, options: dict[str, Any], kind: str | None = None) -> Repository:
+        """Creates the repository and the branch to write to, if missing; pops `token`, `private` and `revision`.
+
+        Raises a ValueError if `private` was asked for, and the repository is public.
+        """
+        api = HfApi(token=options.pop("token", None))
+        private, revision = options.pop("private", None), options.pop("revision", None)
+        name = api.create_repo(name, private=private, exist_ok=True, repo_type=kind).repo_id
+        if private and not api.repo_info(name, repo_type=kind).private:
+            raise ValueError(f"{name} exists and is public: nothing was sent; choose another name, or hide it first")
+        if revision is not None and not options.get("create_pr"):
+            api.create_branch(name, branch=revision, exist_ok=True)
+        return cls(api, name, kind, revision, frozenset(api.list_repo_files(name, revision=revision, repo_type=kind)))
+
+    def fetch(self, file: str, folder: str | Path) -> Path:
+        """Downloads a file into a folder and returns its path."""
+        where: dict[str, Any] = {"revision": self.revision, "repo_type": self.kind, "local_dir": folder}
+        return Path(self.api.hf_hub_download(self.name, file, **where))
+
+    def send(self, folder: Path, stale: Iterable[str] = (), **options: Any) -> CommitInfo:
+        """Sends a folder in one commit that deletes `stale` files; `options` are those of `HfApi.upload_folder`."""
+        where: dict[str, Any] = {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
+        return self.api.upload_folder(**where, folder_path=folder, delete_patterns=sorted(stale) or None, **options)
+
+
 def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
     """Pushes the folder of a drafter or an adapter to the Hub, in one commit.
 
@@ -51,38 +88,37 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
         adapter = (folder / ADAPTER_CONFIG).is_file()
         staged = stage_adapter(folder, Path(place)) if adapter else folder
         subfolder = read_recipe(staged).get("adapter_name", "") if adapter else ""
-        api, repo_id, there = prepare_repository(repo_id, options)
-        if adapter and not subfolder and CONFIG in there:
+        repository = Repository.open(repo_id, options)
+        if adapter and not subfolder and CONFIG in repository.files:
             raise ValueError(
-                f"{repo_id} holds a model, which an adapter without a name would hide from transformers; nothing was "
-                "sent. Push to another repository, or train with --adapter-name"
+                f"{repository.name} holds a model, which an adapter without a name would hide from transformers; "
+                "nothing was sent. Push to another repository, or train with --adapter-name"
             )
-        revision = options.pop("revision", None)
-        stale = [] if adapter else _stale(api, repo_id, revision, there, staged)
-        write_card(staged, repo_id)
-        leave_foreign_card(api, repo_id, revision, there, staged, subfolder=subfolder)
+        stale = [] if adapter else _stale(repository, staged)
+        write_card(staged, repository.name)
+        leave_foreign_card(repository, staged, subfolder)
         options.setdefault("commit_message", "Upload adapter" if adapter else "Upload drafter")
-        options |= {"path_in_repo": subfolder or None, "delete_patterns": stale or None}
-        return api.upload_folder(repo_id=repo_id, folder_path=staged, revision=revision, **options)
+        return repository.send(staged, stale, path_in_repo=subfolder or None, **options)
 
 
-def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path) -> list[str]:
+def _stale(repository: Repository, folder: Path) -> list[str]:
     """Files of a former version that a folder does not replace."""
-    if CONFIG not in there:
+    if CONFIG not in repository.files:
         return []
     with tempfile.TemporaryDirectory() as place:
-        api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
+        former, config = read_json(repository.fetch(CONFIG, place)), read_json(folder / CONFIG)
         try:
-            check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
+            check_is_drafter(Path(place), type_in(config))
         except ValueError as error:
-            message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
-            raise ValueError(message.replace(place, repo_id)) from None
-        _check_target(repo_id, read_json(Path(place) / CONFIG), read_json(folder / CONFIG))
-        if read_json(Path(place) / CONFIG).get("code_files") is None:
-            for name in filter(is_code_file, there):
-                api.hf_hub_download(repo_id, name, revision=revision, local_dir=place)
+            message = f"{repository.name} holds something else than a drafter, nothing was sent ({error})"
+            raise ValueError(message.replace(place, repository.name)) from None
+        _check_target(repository.name, former, config)
+        if former.get("code_files") is None:
+            for name in filter(is_code_file, repository.files):
+                repository.fetch(name, place)
         code = former_code(Path(place))
-    return sorted(name for name in there if is_ours(name, code) and name != CARD and not (folder / name).is_file())
+    ours = (name for name in repository.files if is_ours(name, code) and name != CARD)
+    return [name for name in ours if not (folder / name).is_file()]
 
 
 def _check_target(repo_id: str, former: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -108,8 +144,7 @@ def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
     """
     with tempfile.TemporaryDirectory() as folder:
         drafter.save_pretrained(folder)
-        api, repo_id, _ = prepare_repository(repo_id, options)
-        return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
+        return Repository.open(repo_id, options).send(Path(folder), **options)
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:
@@ -131,39 +166,13 @@ def stage_adapter(folder: Path, staged: Path) -> Path:
     return staged
 
 
-def prepare_repository(
-    repo_id: str, options: dict[str, Any], repo_type: str | None = None
-) -> tuple[HfApi, str, set[str]]:
-    """Creates a repository of the Hub and the branch to write to, if missing; pops `token` and `private`.
-
-    Returns the Hub's client, the full name of the repository, and the names of its files. Raises a ValueError if
-    `private` was asked for, and the repository is public.
-    """
-    api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
-    revision = options.get("revision")
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type).repo_id
-    if private and not api.repo_info(repo_id, repo_type=repo_type).private:
-        raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
-    if revision is not None and not options.get("create_pr"):
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type))
-
-
-def leave_foreign_card(
-    api: HfApi,
-    repo_id: str,
-    revision: str | None,
-    there: set[str],
-    folder: Path,
-    repo_type: str | None = None,
-    subfolder: str = "",
-) -> None:
+def leave_foreign_card(repository: Repository, folder: Path, subfolder: str = "") -> None:
     """Drops a generated card from what is pushed, where the repository has a hand-written one."""
     name = f"{subfolder}/{CARD}".lstrip("/")
-    if name not in there or not is_generated(folder / CARD):
+    if name not in repository.files or not is_generated(folder / CARD):
         return
     with tempfile.TemporaryDirectory() as place:
-        card = Path(api.hf_hub_download(repo_id, name, revision=revision, repo_type=repo_type, local_dir=place))
+        card = repository.fetch(name, place)
         if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
             (folder / CARD).unlink()
 

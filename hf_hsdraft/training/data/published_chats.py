@@ -10,13 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCardData, HfApi
+from huggingface_hub import DatasetCardData
 
 from ...core.checks import printable, public_name
 from ...hub.card_figures import cell, code, table
-from ...hub.drafter_files import CARD
+from ...hub.drafter_files import CARD, read_document
 from ...hub.model_card import MARK
-from ...hub.pushing import leave_foreign_card, prepare_repository, told
+from ...hub.pushing import Repository, leave_foreign_card, told
 from ..files import write_json
 from .dataset import RECIPE, RowFolder, differences
 
@@ -50,9 +50,9 @@ class PublishedChats:
                 one was asked for.
         """
         with told(self.name):
-            api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
-            _check_is_ours(api, name, there, _public(recipe))
-        return replace(self, name=name)
+            repository = Repository.open(self.name, dict(self.hub), KIND)
+            _check_is_ours(repository, _public(recipe))
+        return replace(self, name=repository.name)
 
     def send(self, folder: Path) -> str:
         """Sends a folder's rows in one commit and returns its address. What is there already is not sent again.
@@ -64,18 +64,12 @@ class PublishedChats:
         with told(self.name), tempfile.TemporaryDirectory() as place:
             staged = Path(place)
             recipe = self._write(folder, staged)
-            api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
-            _check_is_ours(api, name, there, recipe)
+            repository = Repository.open(self.name, dict(self.hub), KIND)
+            _check_is_ours(repository, recipe)
             sent = {path.relative_to(staged).as_posix() for path in staged.rglob("*.parquet")}
-            stale = sorted(path for path in there if path.startswith("data/") and path not in sent)
-            leave_foreign_card(api, name, None, there, staged, KIND)
-            commit = api.upload_folder(
-                repo_id=name,
-                repo_type=KIND,
-                folder_path=staged,
-                delete_patterns=stale or None,
-                commit_message="Chats answered by the target of a drafter",
-            )
+            stale = {path for path in repository.files if path.startswith("data/")} - sent
+            leave_foreign_card(repository, staged)
+            commit = repository.send(staged, stale, commit_message="Chats answered by the target of a drafter")
         return str(commit.commit_url)
 
     def _write(self, folder: Path, staged: Path) -> dict[str, Any]:
@@ -144,20 +138,17 @@ def _public(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe, "target_name": public_name(recipe.get("target_name") or "")}
 
 
-def _check_is_ours(api: HfApi, name: str, there: set[str], recipe: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a repository with the files `there` holds another data set, or chats of another recipe."""
-    if RECIPE not in there:
-        others = sorted(there - {".gitattributes", CARD})
+def _check_is_ours(repository: Repository, recipe: Mapping[str, Any]) -> None:
+    """Raises a ValueError if a repository holds another data set, or chats of another recipe."""
+    name = repository.name
+    if RECIPE not in repository.files:
+        others = sorted(repository.files - {".gitattributes", CARD})
         if others:
             raise ValueError(f"{name} holds another data set ({printable(others[0])}): nothing was sent, name another")
         return
     with tempfile.TemporaryDirectory() as place:
-        path = api.hf_hub_download(name, RECIPE, repo_type=KIND, local_dir=place)
-        try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError:
-            stored = {}
-    if changes := differences(stored if isinstance(stored, dict) else {}, recipe):
+        stored = read_document(repository.fetch(RECIPE, place))
+    if changes := differences(stored, recipe):
         raise ValueError(
             f"{name} holds chats that were made with other settings ({printable('; '.join(changes), 400)}): nothing "
             "was sent, name another repository"

@@ -18,7 +18,7 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
-from ...hub.pushing import prepare_repository
+from ...hub.pushing import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import (
@@ -135,7 +135,7 @@ def _on_the_hub(
     hub = {"token": args.hub_token, "private": args.hub_private_repo}
     repository, chats = "", None
     if pushes:
-        _, repository, _ = prepare_repository(args.hub_model_id or Path(plan.out).resolve().name, {**hub})
+        repository = Repository.open(args.hub_model_id or Path(plan.out).resolve().name, {**hub}).name
     if plan.publish_data is not None:
         chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
     return repository, chats
