@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,7 +94,7 @@ def known_ability(
     target, length, kind = runtime.target, runtime.length + 1, _kind_of_drafts(runtime)
     refusals = _refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged), _Refusals())
     since = refusals.since if refusals.times > 1 else sys.maxsize
-    found = known.get(target, {}).get((*kind, chains), {}).values()
+    found = list(_found(target, kind, chains))
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
         if any(ability.tried < other.tried <= until for other in found):  # another finding lies between
@@ -107,6 +108,15 @@ def known_ability(
         if length <= until:
             return Ability(False, False, refusals.reason, tried=refusals.tried, until=until)
     return None
+
+
+def _found(target: Any, kind: tuple[Any, ...], chains: bool) -> Iterator[Ability]:
+    """What was found with drafts of this size, and what was read rightly in larger ones."""
+    size = kind[-_SIZES:]
+    for (*other, of_chains), abilities in known.get(target, {}).items():
+        larger = all(more >= each for more, each in zip(other[-_SIZES:], size, strict=True))
+        if of_chains == chains and larger and tuple(other[:-_SIZES]) == kind[:-_SIZES]:
+            yield from (each for each in abilities.values() if each.trees or chains or tuple(other) == kind)
 
 
 def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
@@ -189,6 +199,9 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     rows = runtime.num_texts > 1
     call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.padded
     return fingerprint(target), attention, *call
+
+
+_SIZES = 2  # at the end of the key
 
 
 def _kind_of_drafts(runtime: TargetRuntime) -> tuple[Any, ...]:
