@@ -259,6 +259,7 @@ class DraftLimits:
             self.options, self.kind = self.options.as_chain(), "chain"
         else:
             self.options = replace(self.options, depth=0)
+            runtime.acceleration.off = True
         if refusal is not None:
             self.reason = str(refusal)
         elif first:

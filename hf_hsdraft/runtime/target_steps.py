@@ -131,7 +131,12 @@ class Steps:
 
 
 def read_likely(
-    runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, ragged: bool = False, count: int = STEPS
+    runtime: TargetRuntime,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    ragged: bool = False,
+    count: int = STEPS,
+    repeated: bool = False,
 ) -> Steps | None:
     """Reads likely tokens after texts, one at a time; `None` if there are too few.
 
@@ -139,10 +144,12 @@ def read_likely(
         input_ids: `[B, length]`, the texts with their last token, which the target has not read yet.
         logits: `[B, V]`, whose most likely tokens are read; the logits that chose the last token will do.
         count: number of tokens, the last one of the texts included.
+        repeated: whether the same token is read again and again.
     """
     roots = input_ids[:, -1].tolist()
     # Likely tokens are ordinary text, not image markers or the like.
-    most = [likely(row, {root}, count - 1) for row, root in zip(logits, roots, strict=True)]
+    most = [likely(row, {root}, 1 if repeated else count - 1) for row, root in zip(logits, roots, strict=True)]
+    most = [tokens * (count - 1 if repeated else 1) for tokens in most]
     if min(map(len, most)) < count - 1:
         return None
     steps = Steps.begin(runtime, input_ids)

@@ -7,13 +7,14 @@ were read rightly (`target_probe`), likely tokens root, p1, p2, ... are read one
   fill it up. Path and copies must have the logits that were read one at a time. The path is kept, all else rejected.
 - The second has the last two tokens of the path, and copies of the last one.
 
-Copies show what follows from the number of tokens: experts of limited capacity receive them all.
+Copies show what follows from the number of tokens: experts of limited capacity receive them all. A chain has no room
+for copies, so there all tokens of the path are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -39,20 +40,19 @@ def tried_wide(
         tried: the few tokens, whose exactness holds here too.
         ragged: whether rows may differ in length, where only trees can be read.
     """
+    if not found.trees and (ragged or not found.chains):
+        return found
     depth, columns = _size(runtime)
     if found.trees:
         problem, doubtful = _problem(runtime, input_ids, tried, min(depth, columns - 1), columns, ragged)
-        if not problem:
-            return found
-        reason, doubtful = f"trees of {columns} tokens are {problem}", found.doubtful or doubtful
-        found = replace(found, trees=False, reason=reason, doubtful=doubtful)
-    if ragged or not found.chains:
-        return found
-    problem, doubtful = _problem(runtime, input_ids, tried, depth)
+    else:
+        problem, doubtful = _problem(runtime, input_ids, tried, depth)
     if not problem:
         return found
     hint = _HOOKS if has_foreign_hooks(runtime.target) else ""
-    return Ability(False, False, f"{depth + 1} tokens at once are {problem}{hint}", doubtful=doubtful)
+    # It reads a few tokens rightly, so it depends on their number: chains are no better.
+    reason = f"{columns if found.trees else depth + 1} tokens at once are {problem}{hint}"
+    return Ability(False, False, reason, doubtful=doubtful)
 
 
 def _size(runtime: TargetRuntime) -> tuple[int, int]:
@@ -95,7 +95,9 @@ def _problem(
     and whether that is doubtful. Of a tree only the first tokens are compared; the copies show the rest.
     """
     compared = min(depth, TUNING.trial_depth) if columns else depth
-    steps = None if depth < _LEAST_DEPTH else read_likely(runtime, input_ids, tried.logits[-1], ragged, compared + 1)
+    steps = None
+    if depth >= _LEAST_DEPTH:
+        steps = read_likely(runtime, input_ids, tried.logits[-1], ragged, compared + 1, repeated=not columns)
     if steps is None:
         return "", False
     steps.be_as_exact_as(tried)

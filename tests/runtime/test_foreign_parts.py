@@ -251,12 +251,31 @@ def test_a_forward_that_records_is_drafted():
     assert drafted(recorded).tau > 2
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("most", [8, 20])
-def test_experts_that_overflow_by_a_whole_draft_are_found(rows, most):
-    """A few tokens do not fill them."""
-    statistics = drafted(lambda inner: Few(inner, max(most, 7 * rows)), rows)
-    assert statistics.draft_kind == "chain" and ("otherwise than one by one" in statistics.reason or most > 8)
+@pytest.mark.parametrize("most", [8, 12, 20, 24])
+def test_experts_that_overflow_by_a_whole_draft_are_found(most):
+    """A few tokens do not fill them, and not every draft of the text does."""
+
+    def few(inner):
+        return Few(inner, most)
+
+    plain = made(few).generate(**prompt(7), **GREEDY)
+    drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
+    with pytest.raises(ValueError, match=r"cannot be drafted for: (its products|25 tokens at once)"):
+        made(few).generate(**prompt(7), **GREEDY, assistant_model=drafter)
+    with attach(target := made(few), drafter):
+        assert target.generate(**prompt(7), **GREEDY).equal(plain)
+
+
+def test_the_experts_of_a_large_batch_overflow_too(tuned):
+    """Two rows are tried, with as many tokens as all rows have together."""
+    tuned(trial_rounds=0, trial_rounds_half=0)
+    inputs = {"input_ids": prompt(16)["input_ids"].view(16, 1).repeat(1, 2)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    target = made(lambda inner: Few(inner, 40))
+    plain = target.generate(**inputs, **GREEDY)
+    with attach(target, CachebackDrafter(plain[:, 2:].tolist())) as attachment:
+        assert target.generate(**inputs, **GREEDY).equal(plain)
+    assert attachment.statistics.tau <= 1
 
 
 class Recorder:
