@@ -101,7 +101,9 @@ class Steps:
         return ratio <= 1
 
     def be_as_exact_as(self, other: Steps) -> None:
-        self.dtype, self.tolerance = other.dtype, vars(other).get("tolerance") or usual_tolerance(other.dtype)
+        """Takes over dtype and tolerance; in half precision at least the usual one, as less likely text is noisier."""
+        self.dtype, usual = other.dtype, usual_tolerance(other.dtype)
+        self.tolerance = max(vars(other).get("tolerance", usual), 0.0 if is_full(other.dtype) else usual) or usual
 
     @property
     def telling(self) -> bool:
