@@ -186,10 +186,15 @@ def _capacity(target: nn.Module, columns: int) -> str:
     """Experts that drop tokens beyond a number in a forward, where drafts of so many columns may reach it."""
     for part in target.modules():
         named = {**getattr(vars(part).get("config"), "__dict__", {}), **vars(part)}
-        for name, value in named.items():
-            if not _CAPACITY.search(name) or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            enough = value >= columns if isinstance(value, int) else "fraction" in name and value >= 1.0
-            if not enough:
+        limits = {
+            name: value
+            for name, value in named.items()
+            if _CAPACITY.search(name) and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        # As many as the forward's tokens, whatever else is set.
+        if not part.training and any("fraction" in name and value >= 1.0 for name, value in limits.items()):
+            continue
+        for name, value in limits.items():
+            if not isinstance(value, int) or value < columns:
                 return f"its experts drop tokens beyond a capacity of each forward ({name}={value})"
     return ""

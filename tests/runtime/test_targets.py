@@ -691,7 +691,7 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
     tuned(sure_length=16, doubtful=1.0)  # a doubtful trial, as rounding on some processors makes it, is repeated
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
     target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
-    plain, drafted = repeating(target, rows)
+    plain, drafted = repeating(target, rows, tree_size=16)  # as large as the other drafts
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert len(trials) == 2 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
