@@ -260,7 +260,7 @@ def test_experts_that_overflow_by_a_whole_draft_are_found(most):
 
     plain = made(few).generate(**prompt(7), **GREEDY)
     drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
-    with pytest.raises(ValueError, match=r"cannot be drafted for: (its products|25 tokens at once)"):
+    with pytest.raises(ValueError, match="cannot be drafted for: "):
         made(few).generate(**prompt(7), **GREEDY, assistant_model=drafter)
     with attach(target := made(few), drafter):
         assert target.generate(**prompt(7), **GREEDY).equal(plain)
