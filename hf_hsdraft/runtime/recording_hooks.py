@@ -37,7 +37,20 @@ _BUILTINS = _names(
     "len isinstance print str int float bool list tuple dict set range enumerate zip sum max min abs round sorted any "
     "all type repr id"
 )
-_PLAIN = (bool, int, float, str, bytes, list, tuple, dict, set, collections.deque, logging.Logger, itertools.count)
+_PLAIN: tuple[type, ...] = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+    collections.deque,
+    logging.Logger,
+    itertools.count,
+)
 _PLAIN += (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Thread, threading.local)
 _NO_STEPS = ("CACHE", "RESUME", "PRECALL", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "NOP")
 _MODULES = ("time", "threading", "torch")
