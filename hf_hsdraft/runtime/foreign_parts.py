@@ -80,7 +80,8 @@ def _places(target: nn.Module) -> str:
             continue
         kind, forward = type(part), vars(part).get("forward") or type(part).forward
         if _POSITIONAL.search(kind.__name__) or _POSITIONAL.search(name.rpartition(".")[2]):
-            methods = [method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)]
+            routines = (method for base in kind.__mro__ for method in vars(base).values())
+            methods: list[Any] = [method for method in routines if inspect.isfunction(method)]
             methods += [value for value in vars(part).values() if inspect.isroutine(value)]
             foreign = any(map(is_foreign, (forward, *methods)))
         else:

@@ -86,7 +86,7 @@ def _held_by(parts: dict[str, nn.Module]) -> dict[str, Any]:
         for name, part in parts.items()
     }
     read = {each: frozenset(_read(each.__code__)) for several in functions.values() for each in several}
-    every, held = frozenset().union(*read.values()), {}
+    every, held = frozenset[str]().union(*read.values()), dict[str, Any]()
     for name, part in parts.items():
         own = {key: value for key, value in vars(part).items() if key not in _OF_MODULES} | part._buffers
         held |= {f"{name}.{key}": _mark(value) for key, value in own.items() if key in every}

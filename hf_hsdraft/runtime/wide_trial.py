@@ -56,12 +56,12 @@ def tried_wide(
 
 
 def _size(runtime: TargetRuntime) -> tuple[int, int]:
-    """Depth and number of columns of each row, as wide in all as the call's drafts, or as there is room for."""
+    """Depth, and number of columns of each row: as many as the call's drafts have in all, or as there is room for."""
     target, length, (total, depth) = runtime.target, runtime.length + 1, runtime.drafts
     reach = min(runtime.deepest, furthest_read(target, length) - length, known_until(target, length) - length - 1)
     depth = min(max(depth, _LEAST_DEPTH), reach)
     room = min(runtime.slots.left, slots_read_alike(target, runtime.length)) - depth
-    return depth, min(-(-total // len(runtime.rows.kept)), room)
+    return depth, min(total, room)
 
 
 @dataclass(frozen=True)
