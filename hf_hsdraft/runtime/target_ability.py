@@ -111,12 +111,12 @@ def known_ability(
 
 
 def _found(target: Any, kind: tuple[Any, ...], chains: bool) -> Iterator[Ability]:
-    """What was found with drafts of this size, and what was read rightly in larger ones."""
+    """What was found with drafts of this size, or of larger ones, by which the smaller are read too."""
     size = kind[-_SIZES:]
     for (*other, of_chains), abilities in known.get(target, {}).items():
         larger = all(more >= each for more, each in zip(other[-_SIZES:], size, strict=True))
         if of_chains == chains and larger and tuple(other[:-_SIZES]) == kind[:-_SIZES]:
-            yield from (each for each in abilities.values() if each.trees or chains or tuple(other) == kind)
+            yield from abilities.values()
 
 
 def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
