@@ -194,6 +194,7 @@ class Tuning:
     # Part of the distance of a faulty target's logits, within which logits are the right ones - by hand.
     nearer: float = 0.5
     clear: float = 2.0  # number of times `same_half` beyond which a faulty target's distance is no rounding - by hand
+    trial_depth: int = 8  # most tokens of a tree's path that a trial compares, each a plain forward - by hand
     trial_attempts: int = 4  # number of tokens that are tried as the side branch - by hand
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256

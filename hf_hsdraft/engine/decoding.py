@@ -18,7 +18,7 @@ from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
-from ..runtime.foreign_parts import why_untriable
+from ..runtime.foreign_parts import state_of_the_user, why_stateful, why_untriable
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_limits import refusal
@@ -84,13 +84,14 @@ def speculative_decoding(
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
+        before = state_of_the_user(target)
         output = _read_prompts(runtime, texts, input_ids, generation_config)
         keeper.enter("prefill")
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
-        limits = DraftLimits(call, output.taps.shape[1], refused, untriable)
+        limits = DraftLimits(call, output.taps.shape[1], refused, untriable or why_stateful(before))
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
     texts.end_stream()
     if session is not None and not synced_gpus:

@@ -22,14 +22,13 @@ from ..runtime.target_limits import furthest_read, slots_read_alike, why_drafts_
 from ..runtime.target_probe import (
     PROBE_COLUMNS,
     PROBE_DEPTH,
-    STEPS,
-    Steps,
     ability_by,
     presumed_ability,
     tried_ability,
     tried_again,
 )
 from ..runtime.target_runtime import TargetRuntime
+from ..runtime.target_steps import STEPS, Steps
 
 logger = logging.get_logger(__name__)
 
@@ -97,6 +96,7 @@ class DraftLimits:
         self.positions = TextPositions.of(call.runtime, tapped, call.rows)
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused, self._untriable = refused, untriable
+        call.runtime.drafts = _largest(call)
         self.presumed = False
         self.known_until = sys.maxsize
         self.steps: Steps | None = None
@@ -259,6 +259,7 @@ class DraftLimits:
             self.options, self.kind = self.options.as_chain(), "chain"
         else:
             self.options = replace(self.options, depth=0)
+            runtime.acceleration.off = True
         if refusal is not None:
             self.reason = str(refusal)
         elif first:
@@ -301,6 +302,13 @@ class DraftLimits:
         shared = torch.tensor(float(flag), device=device_of(self._runtime.target))
         distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
         return bool(shared)
+
+
+def _largest(call: Call) -> tuple[int, int]:
+    """Number of columns of a call's largest forwards, rounded up so that most calls share trials, and drafts' depth."""
+    options = call.options.shared_by(call.rows)
+    columns = call.rows * (options.tree_size + 1)
+    return 1 << (columns - 1).bit_length(), options.depth + options.ngram_continuation
 
 
 def _drafts_fit(runtime: TargetRuntime, reach: int) -> bool:

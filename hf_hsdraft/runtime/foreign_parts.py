@@ -24,7 +24,10 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_KNOWN = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "liger_kernel", __name__.partition(".")[0])
+from .foreign_code import is_foreign
+from .foreign_state import State, stored_and_read
+from .recording_hooks import only_records
+
 _OF_TEXT = (
     "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",
@@ -36,29 +39,14 @@ _POSITIONAL = re.compile(r"rotary|rope|posit|alibi", re.IGNORECASE)
 _SEES_POSITIONS = frozenset(
     ("position_ids", "positions", "seq_len", "cache_position", "cache", "past_key_value", "past_key_values")
 )
+_CHANGES = "{name} is not transformers' own, and changes {what} in each forward; a draft makes fewer of them"
 _CAPACITY = re.compile("capacity")
 
 
 def why_untriable(target: nn.Module, columns: int) -> str:
     """Why no trial can show that drafts of so many tokens in all rows are read rightly; empty if one can."""
-    checks = (_inputs_of_text, _attention, _places, _hooks)
+    checks = (_inputs_of_text, _attention, _places, _hooks, _stores)
     return next(filter(None, (check(target) for check in checks)), "") or _capacity(target, columns)
-
-
-def is_foreign(function: Any) -> bool:
-    """Whether a function, or one that it wraps, comes from code that is not known to keep no state."""
-    while function is not None:
-        if isinstance(function, functools.partial):
-            function = function.func
-            continue
-        function = getattr(function, "__func__", function)
-        space = getattr(function, "__globals__", None)
-        # Not `__module__`, which `functools.wraps` copies.
-        name = (getattr(type(function), "__module__", "") if space is None else space.get("__name__")) or ""
-        if name.partition(".")[0] not in (*_KNOWN, "builtins", "functools"):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
 
 
 def _inputs_of_text(target: nn.Module) -> str:
@@ -92,7 +80,8 @@ def _places(target: nn.Module) -> str:
             continue
         kind, forward = type(part), vars(part).get("forward") or type(part).forward
         if _POSITIONAL.search(kind.__name__) or _POSITIONAL.search(name.rpartition(".")[2]):
-            methods = [method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)]
+            routines = (method for base in kind.__mro__ for method in vars(base).values())
+            methods: list[Any] = [method for method in routines if inspect.isfunction(method)]
             methods += [value for value in vars(part).values() if inspect.isroutine(value)]
             foreign = any(map(is_foreign, (forward, *methods)))
         else:
@@ -100,6 +89,35 @@ def _places(target: nn.Module) -> str:
         if foreign:
             return f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
     return ""
+
+
+def _of_the_user(target: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Names, modules and forwards that are not known libraries'."""
+    for name, part in target.named_modules():
+        forward = vars(part).get("forward") or type(part).forward
+        if is_foreign(forward):
+            yield name, part, forward
+
+
+def _stores(target: nn.Module) -> str:
+    seen: set[Any] = set()
+    for name, part, forward in _of_the_user(target):
+        kind = type(part), getattr(forward, "__func__", forward)
+        if kind not in seen and (stored := stored_and_read(type(part), forward)):
+            return _CHANGES.format(name=name or type(part).__name__, what=stored)
+        seen.add(kind)
+    return ""
+
+
+def state_of_the_user(target: nn.Module) -> State:
+    """What the user's modules hold before the prompts are read; see `why_stateful`."""
+    return State({name: part for name, part, _ in _of_the_user(target)})
+
+
+def why_stateful(before: State) -> str:
+    """Why no trial can show how drafts are read, after the prompts' forward; empty if it may."""
+    changed = before.changed()
+    return changed and _CHANGES.format(name="a module", what=changed)
 
 
 def _hooks(target: nn.Module) -> str:
@@ -123,8 +141,8 @@ def _counts(hook: Any) -> str:
 
 
 def _may_change(hook: Any) -> bool:
-    """Whether a hook of the user's reads what it is given, or holds parts of a model: others only take note."""
-    return is_foreign(hook) and any(map(_reaches, _functions_of(hook)))
+    """Whether a hook of the user's reads what it is given, or holds parts of a model, and may do more than record."""
+    return is_foreign(hook) and any(map(_reaches, _functions_of(hook))) and not only_records(hook)
 
 
 def _functions_of(hook: Any) -> Iterator[Any]:
@@ -169,10 +187,15 @@ def _capacity(target: nn.Module, columns: int) -> str:
     """Experts that drop tokens beyond a number in a forward, where drafts of so many columns may reach it."""
     for part in target.modules():
         named = {**getattr(vars(part).get("config"), "__dict__", {}), **vars(part)}
-        for name, value in named.items():
-            if not _CAPACITY.search(name) or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            enough = value >= columns if isinstance(value, int) else "fraction" in name and value >= 1.0
-            if not enough:
+        limits = {
+            name: value
+            for name, value in named.items()
+            if _CAPACITY.search(name) and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        # As many as the forward's tokens, whatever else is set.
+        if not part.training and any("fraction" in name and value >= 1.0 for name, value in limits.items()):
+            continue
+        for name, value in limits.items():
+            if not isinstance(value, int) or value < columns:
                 return f"its experts drop tokens beyond a capacity of each forward ({name}={value})"
     return ""

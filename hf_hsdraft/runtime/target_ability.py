@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,10 +91,10 @@ def known_ability(
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
     if unknown and runtime.rows.padded:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
-    target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
+    target, length, kind = runtime.target, runtime.length + 1, _kind_of_drafts(runtime)
     refusals = _refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged), _Refusals())
     since = refusals.since if refusals.times > 1 else sys.maxsize
-    found = known.get(target, {}).get((*kind, chains), {}).values()
+    found = list(_found(target, kind, chains))
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
         if any(ability.tried < other.tried <= until for other in found):  # another finding lies between
@@ -109,6 +110,15 @@ def known_ability(
     return None
 
 
+def _found(target: Any, kind: tuple[Any, ...], chains: bool) -> Iterator[Ability]:
+    """What was found with drafts of this size, or of larger ones, by which the smaller are read too."""
+    size = kind[-_SIZES:]
+    for (*other, of_chains), abilities in known.get(target, {}).items():
+        larger = all(more >= each for more, each in zip(other[-_SIZES:], size, strict=True))
+        if of_chains == chains and larger and tuple(other[:-_SIZES]) == kind[:-_SIZES]:
+            yield from abilities.values()
+
+
 def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
     """Whether to try the target of a batch whose ability is unknown, in a call of up to `rounds` rounds.
 
@@ -118,7 +128,7 @@ def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
     kinds, target = _postponed.setdefault(runtime.target, {}), runtime.target
     while len(kinds) > _MOST_KINDS:
         kinds.pop(next(iter(kinds)))
-    waiting = kinds.setdefault(kind_of_call(runtime), _Postponed())
+    waiting = kinds.setdefault(_kind_of_drafts(runtime), _Postponed())
     waiting.rounds += rounds
     due = waiting.rounds >= _rounds_before_a_trial(target)
     if due:
@@ -137,7 +147,7 @@ def _rounds_before_a_trial(target: Any) -> int:
 
 def doubtful_ability(runtime: TargetRuntime) -> Ability | None:
     """What the last trial of such a batch has found, if it was doubtful and holds for this length of text."""
-    waiting = _postponed.get(runtime.target, {}).get(kind_of_call(runtime), _Postponed())
+    waiting = _postponed.get(runtime.target, {}).get(_kind_of_drafts(runtime), _Postponed())
     ability = waiting.ability
     return ability if ability is not None and runtime.length < ability.until else None
 
@@ -154,7 +164,7 @@ def remembered(
 
     A doubtful result holds for this call only, in batches until their next trial, unless several are doubtful in a row.
     """
-    refused, of_call = _refused.setdefault(runtime.target, {}), kind_of_call(runtime)
+    refused, of_call = _refused.setdefault(runtime.target, {}), _kind_of_drafts(runtime)
     for kept in (refused, known.get(runtime.target, {})):
         while len(kept) > _MOST_KINDS:
             kept.pop(next(iter(kept)), None)
@@ -180,7 +190,7 @@ def remembered(
 
 
 def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
-    """Cache key of abilities."""
+    """What a target's forwards in a call may depend on."""
     target = runtime.target
     layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
@@ -189,6 +199,14 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     rows = runtime.num_texts > 1
     call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.padded
     return fingerprint(target), attention, *call
+
+
+_SIZES = 2  # at the end of the key
+
+
+def _kind_of_drafts(runtime: TargetRuntime) -> tuple[Any, ...]:
+    """Cache key of abilities: what was found with small drafts tells nothing of larger ones."""
+    return *kind_of_call(runtime), *runtime.drafts
 
 
 def _kind_of_refusal(kind: tuple[Any, ...], runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:

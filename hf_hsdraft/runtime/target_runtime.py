@@ -50,6 +50,7 @@ class TargetRuntime(TargetCall):
     Attributes:
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
         kinds: kinds of attention that need separate masks, once trees are prepared.
+        drafts: number of columns of the call's largest forwards, and depth of its drafts, both at most.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
@@ -59,6 +60,7 @@ class TargetRuntime(TargetCall):
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         super().__init__(target, model_kwargs)
         self.trees, self.kinds, self.reused_share = True, list[AttentionKind](), 0.0
+        self.drafts = (0, 0)
         self.num_texts = self.cached_before = self._prompt_length = 0
         self.tap_layers = list(tap_layers)
         layers = decoder_layers(text_config(target)) if tap_layers else 0

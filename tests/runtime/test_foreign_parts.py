@@ -158,3 +158,206 @@ def test_the_description_of_a_layer_changes_with_the_functions_it_calls(monkeypa
     other.__module__, other.__qualname__ = given.__module__, given.__qualname__
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
     assert description_of(layer, {}) != before
+
+
+class Every(nn.Module):
+    """Acts in each seventh forward, by an attribute."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.count = inner, 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.inner(x) * (1.5 if self.count % 7 == 0 else 1.0)
+
+
+class Counted(nn.Module):
+    """The same by a buffer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.inner(x) * (1.5 if self.count % 7 == 0 else 1.0)
+
+
+class Few(nn.Module):
+    """Experts that drop what exceeds a number in a forward."""
+
+    def __init__(self, inner, most):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.gate, self.most = inner, nn.Linear(32, 2), most
+
+    def forward(self, x):
+        expert = self.gate(x).argmax(-1).flatten()
+        places = nn.functional.one_hot(expert, 2).cumsum(0).gather(1, expert[:, None])[:, 0]
+        return self.inner(x) * (places <= self.most).view(*x.shape[:-1], 1)
+
+
+def patched(inner):
+    """The same as `Every`, by a variable around a replaced forward."""
+    count, given = [0], inner.forward
+
+    def forward(x):
+        count[0] += 1
+        return given(x) * (1.5 if count[0] % 7 == 0 else 1.0)
+
+    inner.forward = forward
+    return inner
+
+
+def recorded(inner):
+    shapes, given = [], inner.forward
+
+    def forward(x):
+        shapes.append(x.shape)
+        return given(x)
+
+    inner.forward = forward
+    return inner
+
+
+def made(change):
+    target = make_target()
+    target.model.layers[1].mlp = change(target.model.layers[1].mlp)
+    return target
+
+
+def drafted(change, rows=1):
+    """The plain text of a changed target, and what drafting for it gives, directly and attached."""
+    inputs = {"input_ids": prompt(7 * rows)["input_ids"].view(rows, 7)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    plain = made(change).generate(**inputs, **GREEDY)
+    drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
+    output = made(change).generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+    with attach(target := made(change), drafter):
+        attached = target.generate(**inputs, **GREEDY)
+    assert output.sequences.equal(plain) and attached.equal(plain)
+    return output.statistics
+
+
+@pytest.mark.parametrize("change", [Every, Counted, patched])
+def test_beside_modules_that_count_forwards_nothing_is_drafted(change):
+    statistics = drafted(change)
+    assert "count in each forward" in statistics.reason and not sum(statistics.drafted_nodes)
+
+
+def test_a_forward_that_records_is_drafted():
+    assert drafted(recorded).tau > 2
+
+
+@pytest.mark.parametrize("most", [8, 12, 20, 24])
+def test_experts_that_overflow_by_a_whole_draft_are_found(most):
+    """A few tokens do not fill them, and not every draft of the text does."""
+
+    def few(inner):
+        return Few(inner, most)
+
+    plain = made(few).generate(**prompt(7), **GREEDY)
+    drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
+    with pytest.raises(ValueError, match="cannot be drafted for: "):
+        made(few).generate(**prompt(7), **GREEDY, assistant_model=drafter)
+    with attach(target := made(few), drafter):
+        assert target.generate(**prompt(7), **GREEDY).equal(plain)
+
+
+def test_the_experts_of_a_large_batch_overflow_too(tuned):
+    """Two rows are tried, each with as many tokens as all rows have together."""
+    tuned(trial_rounds=0, trial_rounds_half=0)
+    inputs = {"input_ids": prompt(16)["input_ids"].view(16, 1).repeat(1, 2)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    target = made(lambda inner: Few(inner, 40))
+    plain = target.generate(**inputs, **GREEDY)
+    with attach(target, CachebackDrafter(plain[:, 2:].tolist())) as attachment:
+        assert target.generate(**inputs, **GREEDY).equal(plain)
+    assert attachment.statistics.tau <= 1
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, module, args, output):
+        self.seen.append(output.detach())
+
+
+def hooks_that_record():
+    shapes, by_name, rounds = [], {}, 0
+
+    def named(module, args, output):
+        nonlocal rounds
+        rounds += 1
+        by_name[rounds] = output.shape
+
+    return [lambda module, args, output: shapes.append(output.shape), named, Recorder(), Recorder().__call__]
+
+
+def hooks_that_may_change():
+    seen, scale = [], 1.0
+
+    def in_place(module, args, output):
+        seen.append(output.shape)
+        if len(seen) % 7 == 0:
+            output *= 1.5
+
+    def by_method(module, args, output):
+        if len(seen) % 7 == 0:
+            output.mul_(1.5)
+
+    def out(module, args, output):
+        torch.mul(output, 1.5, out=output)
+
+    def returned(module, args, output):
+        seen.append(output)
+        return output if len(seen) % 7 else output * 1.5
+
+    def item(module, args, output):
+        output[:, -1] = scale
+
+    def unknown(module, args, output):
+        in_place(module, args, output)
+
+    def of_the_module(module, args, output):
+        module.half()
+
+    return [in_place, by_method, out, returned, item, unknown, of_the_module]
+
+
+@pytest.mark.parametrize("hook", hooks_that_record())
+def test_beside_hooks_that_only_record_is_drafted(hook):
+    target, inputs = make_target(), prompt()
+    plain = target.generate(**inputs, **GREEDY)
+    target.model.layers[1].mlp.register_forward_hook(hook)
+    drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
+    output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.statistics.tau > 2 and output.sequences.equal(plain)
+
+
+@pytest.mark.parametrize("hook", hooks_that_may_change(), ids=lambda hook: hook.__name__)
+def test_beside_hooks_that_may_do_more_nothing_is_drafted(hook):
+    target = make_target()
+    target.model.layers[1].mlp.register_forward_hook(hook)
+    with attach(target, CachebackDrafter()) as attachment, contextlib.suppress(RuntimeError):
+        target.generate(**prompt(), **GREEDY)
+    assert attachment.statistics.calls == 0 and "forward hook" in str(attachment.statistics.stepped_aside)
+
+
+def test_a_call_that_does_not_draft_runs_transformers_operators(monkeypatch):
+    from hf_hsdraft.cpu import grouped_attention
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("an operator of this package")
+
+    target, inputs = make_target(), prompt()
+    plain = target.generate(**inputs, **GREEDY)
+    drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
+    monkeypatch.setattr(grouped_attention, "_attend_tree", forbidden)
+    with steering(target):
+        target.generate(**inputs, **GREEDY, assistant_model=drafter)
+        with attach(target, drafter):
+            target.generate(**inputs, **GREEDY)

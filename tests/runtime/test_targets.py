@@ -412,10 +412,13 @@ def test_what_a_target_can_is_tried_once():
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "most"),
-    [(1, torch.float32, 2), (1, torch.bfloat16, 8), (3, torch.float32, 6), (3, torch.bfloat16, 12)],
+    [(1, torch.float32, 11), (1, torch.bfloat16, 17), (3, torch.float32, 15), (3, torch.bfloat16, 21)],
 )
 def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tuned):
-    """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults."""
+    """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults.
+
+    Then a path as deep as the drafts is read token by token, and in two drafts as wide as they are.
+    """
     tuned(trial_rounds=0, trial_rounds_half=0)  # a batch is tried at once
     target, calls = make_target().to(dtype), []
     drafter = make_drafter(target).to(dtype)
@@ -688,7 +691,7 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
     tuned(sure_length=16, doubtful=1.0)  # a doubtful trial, as rounding on some processors makes it, is repeated
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
     target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
-    plain, drafted = repeating(target, rows)
+    plain, drafted = repeating(target, rows, tree_size=16)  # as large as the other drafts
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert len(trials) == 2 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
