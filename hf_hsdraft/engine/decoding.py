@@ -67,9 +67,7 @@ def speculative_decoding(
     options = DraftOptions.of(drafter, generation_config)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
-    untriable = why_untriable(target, len(input_ids) * columns)
-    if untriable and refused is not refuse:  # plain decoding is at hand
-        raise refusal(target, f"{untriable}.")
+    untriable = _untriable(target, len(input_ids) * columns, refused)
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
@@ -93,15 +91,23 @@ def speculative_decoding(
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
         limits = DraftLimits(call, output.taps.shape[1], refused, untriable or why_stateful(before))
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
-    texts.end_stream()
-    if session is not None and not synced_gpus:
-        session.end()
+    _finish(keeper, texts, runtime, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
-    _finish(keeper, texts, runtime)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
-def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime) -> None:
+def _untriable(target: Any, columns: int, refused: Callable[[DraftingRefused], None]) -> str:
+    """Why no trial of the target is possible; raises the refusal where the caller can decode plainly."""
+    why = why_untriable(target, columns)
+    if why and refused is not refuse:
+        raise refusal(target, f"{why}.")
+    return why
+
+
+def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, session: Session | None) -> None:
+    texts.end_stream()
+    if session is not None:
+        session.end()
     keeper.finish()
     statistics = keeper.statistics
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact

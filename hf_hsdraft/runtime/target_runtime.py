@@ -295,36 +295,7 @@ class TargetRuntime(TargetCall):
         if not self.records:
             return []
         nodes = [0, *path]
-        return [self._node_outputs(row, nodes[: index + 1]) for index in range(len(nodes))]
-
-    def _node_outputs(self, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Outputs for the last node of `path`, from the root on."""
-        found, place = {}, self._again + path[-1]
-        for name in self._recorded:
-            layers = self._outputs[name]
-            if name == self.names.states:
-                found[name] = tuple(layer[row : row + 1, place : place + 1].clone() for layer in layers)
-            else:
-                weights = [layer[row : row + 1, :, place : place + 1] for layer in layers]
-                own = name != "cross_attentions"
-                found[name] = tuple(self._weights_of_text(weights, row, path) if own else weights)
-        return found
-
-    def _weights_of_text(
-        self, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]
-    ) -> Iterator[torch.Tensor]:
-        """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
-        slots, read = self.slots, self._again + self._columns
-        static = slots.static is not None
-        path = [*range(self._again), *(self._again + node for node in path)]
-        left_over = slots.length - read - (self.rows.kept[row] - self._again)  # slots of other rows' longer paths
-        for index, layer in zip(slots.attending(len(weights)), weights, strict=True):
-            empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
-            cached = layer.shape[-1] - empty - read
-            text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
-            if static:
-                text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
-            yield text[..., -slots.windows[index] :] if index in slots.windows else text
+        return [_node_outputs(self, row, nodes[: index + 1]) for index in range(len(nodes))]
 
     @property
     def _recorded(self) -> list[str]:
@@ -366,3 +337,34 @@ class TargetRuntime(TargetCall):
     def in_step(self) -> bool:
         """Whether all rows must accept equally many tokens: only a tree's mask can separate rows."""
         return not self.trees and len(self.rows.kept) > 1
+
+
+def _node_outputs(call: TargetRuntime, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Outputs for the last node of `path`, from the root on."""
+    found, place = {}, call._again + path[-1]
+    for name in call._recorded:
+        layers = call._outputs[name]
+        if name == call.names.states:
+            found[name] = tuple(layer[row : row + 1, place : place + 1].clone() for layer in layers)
+        else:
+            weights = [layer[row : row + 1, :, place : place + 1] for layer in layers]
+            own = name != "cross_attentions"
+            found[name] = tuple(_weights_of_text(call, weights, row, path) if own else weights)
+    return found
+
+
+def _weights_of_text(
+    call: TargetRuntime, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
+    slots, read = call.slots, call._again + call._columns
+    static = slots.static is not None
+    path = [*range(call._again), *(call._again + node for node in path)]
+    left_over = slots.length - read - (call.rows.kept[row] - call._again)  # slots of other rows' longer paths
+    for index, layer in zip(slots.attending(len(weights)), weights, strict=True):
+        empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
+        cached = layer.shape[-1] - empty - read
+        text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
+        if static:
+            text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
+        yield text[..., -slots.windows[index] :] if index in slots.windows else text
