@@ -54,6 +54,13 @@ _PLAIN: tuple[type, ...] = (
 _PLAIN += (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Thread, threading.local)
 _NO_STEPS = ("CACHE", "RESUME", "PRECALL", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "NOP")
 _MODULES = ("time", "threading", "torch")
+# Steps that compute and branch; any other one, of a newer Python too, is not known to be harmless.
+_COMPUTES = (
+    "LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST", "STORE_DEREF", "STORE_GLOBAL", "POP_",
+    "BINARY_", "UNARY_", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "BUILD_", "LIST_", "SET_", "DICT_", "MAP_", "FORMAT_",
+    "CONVERT_VALUE", "TO_BOOL", "CALL", "KW_NAMES", "JUMP", "SWAP", "COPY", "RETURN_", "FOR_ITER", "GET_ITER",
+    "GET_LEN", "END_FOR", "UNPACK_", "BEFORE_WITH", "WITH_EXCEPT_START", "PUSH_EXC_INFO", "RERAISE", "CHECK_EXC_MATCH",
+)  # fmt: skip
 _WRITES = (
     "DELETE_",
     "IMPORT_",
@@ -117,7 +124,7 @@ def _is_harmless(function: types.FunctionType, owner: Any) -> bool:
         elif kind.startswith("INPLACE_") or (kind == "BINARY_OP" and step.argrepr.endswith("=")):
             harmless = steps[place + 1].opname.startswith(("STORE_DEREF", "STORE_GLOBAL"))
         else:
-            harmless = not kind.startswith(_WRITES)
+            harmless = kind.startswith(_COMPUTES) and not kind.startswith(_WRITES)
         if not harmless:
             return False
     return _returns_nothing(code, steps)
