@@ -23,10 +23,11 @@ from torch import nn
 from ..core.cache_name import CACHE, given_cache
 from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.base.tree_session import ParallelExpansion
-from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
+from ..drafters.hidden_state.draft_session import HSDraftSession
 from ..drafters.hidden_state.network import WorkingWeights
+from ..drafters.hidden_state.roll_out import RollOut
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
-from ..drafters.lookup.ngrams import NgramSession
+from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
 from ..engine.loop import decode

@@ -26,7 +26,7 @@ def show(
     """Lists for each target how many texts a folder holds for drafting, their tokens, and the size of the file."""
     from rich.table import Table
 
-    from ..drafters.lookup.history import list_history
+    from ..drafters.history.history import list_history
 
     found = list_history(folder)
     table = Table("target", "texts", "tokens", "MB")
@@ -41,13 +41,11 @@ def _print_texts(paths: list[Path], name: str) -> None:
     from transformers import AutoTokenizer
 
     from ..core.checks import printable
-    from ..drafters.lookup.history_file import records_after, transaction
+    from ..drafters.history.history_file import read_all
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    for path in paths:
-        with transaction(path) as file:
-            for record in records_after(file).values():
-                say(printable(tokenizer.decode(record.tokens[:_SHOWN].tolist()), _SHOWN))
+    for record in (record for path in paths for record in read_all(path)):
+        say(printable(tokenizer.decode(record.tokens[:_SHOWN].tolist()), _SHOWN))
 
 
 @app.command("history-erase", short_help="Erase the past texts in a folder.")
@@ -56,6 +54,6 @@ def erase(
     target: Annotated[str, typer.Option(help="Only those of this target, as `list` names it.")] = "",
 ) -> None:
     """Erases past texts. Processes that draft from them drop them with their next call."""
-    from ..drafters.lookup.history import erase_history
+    from ..drafters.history.history import erase_history
 
     say(f"{erase_history(folder, target):,} texts erased")

@@ -50,7 +50,7 @@ class Tuning:
     # Probability that the latest follower is the next token, after leaders of 1, 2, ... tokens - by hand.
     ngram_right: tuple[float, ...] = (0.2, 0.45, 0.65, 0.75)
     ngram_earlier: float = 0.5  # share of what is left that each earlier follower is assumed to have - by hand
-    lookup_prior: float = 8.0  # number of tokens that these assumptions count for - by hand
+    ngram_prior: float = 8.0  # number of tokens that these assumptions count for - by hand
     # Power of the probabilities after a draft's first token
     # - replayed: estimated speed-up 2.14 instead of 2.12; 2.13 with 0.8, 0.6 and 0.5.
     ngram_beyond: float = 0.7
@@ -66,6 +66,7 @@ class Tuning:
     # to be - by hand.
     history_bins: tuple[int, ...] = (3, 4, 6, 8, 12, 16, 24, 32, 48)
     history_right: tuple[float, ...] = (0.3, 0.4, 0.55, 0.65, 0.72, 0.78, 0.84, 0.88, 0.92)
+    history_prior: float = 8.0  # number of tokens that these assumptions count for - by hand
     history_most: float = 400.0  # number of tokens that are remembered of a bin - by hand
     # Number of tokens that a history keeps, and part of them that stays when the least recently used texts leave
     # - by hand: 4 million tokens take 120 MB.

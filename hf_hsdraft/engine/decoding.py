@@ -217,6 +217,8 @@ def _run_rounds(
         if limits.presumed:  # the cache holds what was emitted, so stream it too
             texts.stream()
         raise
+    if call.outlives and call.rows == 1:
+        drafting.catch_up()
     before = runtime.forwards
     if call.outlives and call.rows > 1:
         target.read_padding()

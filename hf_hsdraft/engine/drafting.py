@@ -10,9 +10,10 @@ from ..core.draft_tree import DraftTree, certainty, merge_trees
 from ..core.tensors import embedded_tokens
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ..drafters.lookup.ngrams import NgramSession
+from ..drafters.ngrams.ngram_session import NgramSession
 from ..pace.pacing import CostPace, KindOfCall, Pace, pace_for
 from ..trees.tree_builders import Expansion
+from .late_news import LateReader
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Drafting:
         self._continuing = ngrams if call.options.ngram_continuation else None
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
+        self._late = LateReader(session) if self._paced is not None else None
         self._rests = False
         self._vocab_size = embedded_tokens(call.target)
         self._drafted: dict[int, DraftTree] = {}  # the paced session's last drafts, by text
@@ -84,6 +86,7 @@ class Drafting:
         """The paced session's drafts, scored by the pace; roots alone where it does not draft."""
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
+        self.catch_up()
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
         drafted = self._of_session(self._paced, limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
@@ -127,27 +130,35 @@ class Drafting:
                 self.pace.learn(drafted, each.tokens)
         self._drafted = {}
         for session in self._sessions:
-            session.observe(news)
+            if self._late is not None and session is self._paced:
+                self._late.observe(news, drafted=self.depth > 0)
+            else:
+                session.observe(news)
+
+    def catch_up(self) -> None:
+        """Lets the drafter's session observe all that was accepted."""
+        if self._late is not None:
+            self._late.catch_up()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all other texts."""
         if self._rests:
             return
         for session in self._sessions:
-            session.keep(rows)
+            (self._late if self._late is not None and session is self._paced else session).keep(rows)
 
 
 def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
     """Opens the history that the option asks for; None for none. Raises an OSError if its folder cannot be used."""
     if options.history == NO_HISTORY:
         return None
-    from ..drafters.lookup.history import history_of  # most calls do without
+    from ..drafters.history.history import history_of  # most calls do without
 
     return history_of(drafter, target, options.history)
 
 
 def _past_texts(call: Call) -> Session:
-    from ..drafters.lookup.history_session import HistorySession
+    from ..drafters.history.history_session import HistorySession
 
     return HistorySession(call, call.history)
 

@@ -6,12 +6,11 @@ import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..core.draft_tree import DraftTree
-from ..core.tensors import Transform, on_device
+from ..core.tensors import on_device
 from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
@@ -20,6 +19,7 @@ from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .draft_limits import DraftLimits
 from .drafting import Drafting, Wanted
+from .late_news import LateNews
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,6 @@ class Read:
     def of(self, states: torch.Tensor, row: int) -> torch.Tensor:
         """A text's part `[nodes, ...]` of the logits or taps of all rows."""
         return states[list(self.trees).index(row)]
-
-
-class LateNews(Accepted):
-    """News of one row, whose tensors are made when they are read.
-
-    Args:
-        position: of the token that was read.
-        states: hidden states `[B, 1, D']`, of which the row has `place`.
-        pick: selects the drafter's hidden states `[1, taps * D]` out of `[1, D']`.
-    """
-
-    def __init__(self, row: int, token: int, position: int, states: torch.Tensor, place: int, pick: Transform) -> None:
-        vars(self).update(row=row, tokens=[token], _read=(position, states, place, pick))
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("taps", "positions", "following"):
-            raise AttributeError(name)
-        position, states, place, pick = self._read
-        following = on_device(self.tokens, states.device)
-        vars(self).update(taps=pick(states[place]), positions=torch.tensor([position]), following=following)
-        return vars(self)[name]
 
 
 class LocalTarget:
@@ -212,7 +191,7 @@ class LocalTarget:
     def _of_step(self, row: int, read: Read, token: int) -> Accepted:
         begin, place = self._roots[row], list(read.trees).index(row)
         self._roots[row] += 1
-        return LateNews(row, token, begin, read.output.taps[:, :1], place, self.own_taps)
+        return LateNews(row, [token], begin, [(read.output.taps[:, :1], place)], self.own_taps)
 
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]

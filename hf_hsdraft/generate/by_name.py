@@ -20,8 +20,8 @@ from torch import nn
 from ..core.forks import new_rlock
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
-from ..drafters.lookup.cacheback import CachebackDrafter
 from ..drafters.mtp.drafter import MtpDrafter
+from ..drafters.ngrams.cacheback import CachebackDrafter
 from .wrapping import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()

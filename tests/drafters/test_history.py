@@ -10,11 +10,9 @@ import multiprocessing
 import os
 import random
 import signal
-import sqlite3
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,14 +28,16 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.lookup import history as histories
-from hf_hsdraft.drafters.lookup.history import History, history_of
-from hf_hsdraft.drafters.lookup.history_file import SUFFIX, records_after, transaction
-from hf_hsdraft.drafters.lookup.history_session import HistoryDraft, HistorySession, Trust
-from hf_hsdraft.drafters.lookup.past_texts import BLOCK, Record
-from hf_hsdraft.drafters.lookup.token_index import LONGEST_MATCH, Continuation, TokenIndex
+from hf_hsdraft.drafters.history import history as histories
+from hf_hsdraft.drafters.history.draft import HistoryDraft, Trust
+from hf_hsdraft.drafters.history.history import History, history_of
+from hf_hsdraft.drafters.history.history_file import SUFFIX, HistoryFile, read_all
+from hf_hsdraft.drafters.history.history_session import HistorySession
+from hf_hsdraft.drafters.history.past_texts import BLOCK, Record
+from hf_hsdraft.drafters.history.token_index import LONGEST_MATCH, Continuation, TokenIndex
 from hf_hsdraft.hub.pretrained_drafter import stored_options
 
+KEY = bytes(range(32))
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
 
 
@@ -222,55 +222,63 @@ def test_threads_share_a_history():
     assert all(history.find(text[50:90], 5)[0].tokens == text[90:95] for text in texts.values())
 
 
-def file_in(folder) -> Path:
-    return folder / f"target{SUFFIX}"
+def file_in(folder, key: bytes = KEY) -> HistoryFile:
+    return HistoryFile(folder / f"target{SUFFIX}", key)
 
 
-def read_all(path) -> list[Record]:
-    with transaction(path) as file:
-        return list(records_after(file).values())
+def add(file: HistoryFile, *texts) -> None:
+    with file.locked():
+        file.read()
+        for text in texts:
+            file.append(Record(array(text)))
 
 
 def tokens_of(records) -> list[list[int]]:
     return [record.tokens.tolist() for record in records]
 
 
-def test_what_is_erased_or_forgotten_is_not_in_the_file_any_more(tmp_path):
-    history, texts = History(10**6, file_in(tmp_path), most_tokens=2000), [[700_000 + i] * 90 for i in range(30)]
-
-    def stored() -> list[bool]:
-        content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
-        return [array(text[:4]).tobytes() in content for text in texts]
-
-    for text in texts:
-        history.enter([([], text)])
-    assert stored()[-1] and not any(stored()[:5]) and file_in(tmp_path).stat().st_size < 6 * 4 * 2000
-    assert history.erase() == len([text for text in texts if history.find(text, 1)]) or not any(stored())
-    assert not any(stored()) and list_history(tmp_path) == [] and file_in(tmp_path).stat().st_size < 2**15
-
-
-@pytest.mark.parametrize("content", [b"x" * 9000, b"hsdraft-history1" + bytes(5000), None])
-def test_a_damaged_file_is_made_again_with_a_line(tmp_path, caplog, content):
-    history, path = History(1000, file_in(tmp_path)), file_in(tmp_path)
-    history.enter([([], text_of(seed, 3000)) for seed in range(4)])
-    whole = path.read_bytes()
-    path.write_bytes(content or whole[:4096] + b"\xff" * 20_000 + whole[24_096:])
-    for other in (history, History(1000, path)):
-        other.refresh()
-        assert other.held[0] == 0
-    assert len(caplog.records) == 1 and "made again" in caplog.text
-    history.enter([([], text_of(9, 50))])
-    other.refresh()
-    assert other.held[:2] == (1, 50)
+def test_readers_take_complete_records_and_the_next_writer_cuts_off_a_torn_one(tmp_path):
+    one, other = file_in(tmp_path), file_in(tmp_path)
+    add(one, [1, 2, 3], [4] * 50)
+    assert tokens_of(other.read().records) == [[1, 2, 3], [4] * 50] and other.read().records == []
+    whole = one.path.read_bytes()
+    add(one, [5, 6, 7, 8])
+    added = one.path.read_bytes()[len(whole) :]
+    for length in range(1, len(added)):  # a writer that was killed at any place
+        one.path.write_bytes(whole + added[:length])
+        assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50], length
+    add(file_in(tmp_path), [9, 9, 9])
+    news = other.read()
+    assert not news.fresh and tokens_of(news.records) == [[9, 9, 9]]
+    assert tokens_of(read_all(one.path)) == [[1, 2, 3], [4] * 50, [9, 9, 9]]
+    damaged = bytearray(one.path.read_bytes())
+    damaged[-2] ^= 1
+    one.path.write_bytes(damaged)
+    assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50]
 
 
-def test_a_file_that_was_deleted_is_read_from_its_beginning(tmp_path):
-    history, other = (History(1000, file_in(tmp_path)) for _ in "12")
-    history.enter([([], text_of(0, 50))])
-    file_in(tmp_path).unlink()
-    other.enter([([], text_of(1, 60))])
-    history.refresh()
-    assert history.held[:2] == (1, 60)
+def test_a_file_that_was_erased_or_rewritten_is_read_from_its_beginning(tmp_path):
+    reader, writer = file_in(tmp_path), file_in(tmp_path)
+    add(writer, [1, 2, 3])
+    reader.read()
+    with reader.path.open("rb") as opened:  # a reader in the middle of a file reads on
+        with writer.locked():
+            writer.rewrite([Record(array([4, 5]))])
+        assert len(opened.read()) > 0
+    news = reader.read()
+    assert news.fresh and tokens_of(news.records) == [[4, 5]]
+    writer.erase()
+    assert reader.read() == histories.News(True, []) and reader.read() == histories.News(False, [])
+    add(reader, [6])
+    assert tokens_of(writer.read().records) == [[6]]
+
+
+def test_the_file_of_another_target_is_not_read(tmp_path):
+    add(file_in(tmp_path), [1, 2, 3])
+    other = file_in(tmp_path, bytes(32))
+    assert other.read().records == []
+    add(other, [7, 8])
+    assert tokens_of(file_in(tmp_path, bytes(32)).read().records) == [[7, 8]] and file_in(tmp_path).read().records == []
 
 
 def test_targets_differ_by_name_sizes_and_tokenizer(tmp_path, tokenizer):
@@ -440,7 +448,7 @@ def test_only_the_owner_can_read_a_folder(target, prompt, tmp_path):
     finally:
         os.umask(before)
     places = [tmp_path / "texts", *(tmp_path / "texts").iterdir()]
-    assert len(places) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in places)
+    assert len(places) == 3 and all(path.stat().st_mode & 0o077 == 0 for path in places)
 
 
 def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokenizer):
@@ -459,7 +467,7 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
         erase_history(folder, "another")
     assert list_history(folder)
     assert "1 texts erased" in CliRunner().invoke(app, ["history", "erase", str(folder)]).output
-    assert list_history(folder) == [] and b"texts" in stored.path.read_bytes() and not read_all(stored.path)
+    assert list_history(folder) == [] and not list(folder.glob(f"*{SUFFIX}"))
     assert history_of(in_folder, target, str(folder)).held[0] == 0, "also in this process"
     assert erase_history(in_memory) == 1 and list_history(in_memory)[0].texts == 0
     with pytest.raises(NotADirectoryError, match="is no folder"):
@@ -477,11 +485,14 @@ def test_a_call_can_leave_the_history_out(target, prompt):
     assert not list_history(drafter)
 
 
-def test_erasing_deletes_damaged_files(tmp_path):
-    for name in ("model-0", "model-1"):
-        (tmp_path / f"{name}{SUFFIX}").write_bytes(b"texts" * 1000)
-        (tmp_path / f"{name}{SUFFIX}-journal").write_bytes(b"texts")
-    assert erase_history(tmp_path) == 0 and not list(tmp_path.iterdir())
+def test_erasing_takes_damaged_files_and_what_killed_writers_left(tmp_path):
+    left = tmp_path / ".history-abc"
+    left.write_bytes(b"texts")
+    assert erase_history(tmp_path) == 0 and not left.exists()
+    (tmp_path / f"model-0{SUFFIX}").write_bytes(b"")
+    left.write_bytes(b"texts")
+    assert erase_history(tmp_path) == 0
+    assert not left.exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
 def test_texts_of_a_drafter_with_adapters_can_be_listed_and_erased(target, prompt):
@@ -538,9 +549,9 @@ def test_a_text_that_cannot_be_written_is_returned_all_the_same(target, prompt, 
     drafter = with_history(target, tmp_path / "texts")
 
     def full(*args):
-        raise sqlite3.OperationalError("no space left")
+        raise OSError("no space left")
 
-    monkeypatch.setattr(histories.history_file, "append", full)
+    monkeypatch.setattr(HistoryFile, "append", full)
     as_plain(target, drafter, prompt, max_new_tokens=9)
     assert "no space left" in caplog.text and not list_history(tmp_path / "texts")
 

@@ -16,7 +16,8 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.lookup.ngrams import NgramCache, NgramSession
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
 from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.verify.verdict import Nodes
@@ -59,7 +60,7 @@ def next_tokens(text, length, path, drafted=False):
         shares = []
         for rank, token in enumerate(known):
             assumed = first if rank == 0 else (1 - first) * TUNING.ngram_earlier ** (rank + 1)
-            prior = TUNING.lookup_prior
+            prior = TUNING.ngram_prior
             shares.append((right.get((size, rank), 0) + prior * assumed) / (reached[size] + prior))
             found.setdefault(token, left * shares[-1])
         left *= max(1 - sum(shares), 0.0)

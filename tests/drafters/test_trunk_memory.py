@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
-from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
+from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 
 def read(drafter, lengths, past=None):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.lookup.ngrams import NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
 from hf_hsdraft.methods.cascade.supposing import supposes
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes

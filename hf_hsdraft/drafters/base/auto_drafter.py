@@ -13,7 +13,7 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
-from ..lookup.cacheback import CachebackDrafter
+from ..ngrams.cacheback import CachebackDrafter
 from .draft_options import option_names
 from .finding import find, train_command
 from .formats import Format, recognise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,7 +183,7 @@ Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last 
 
 
 class ReadingSession(TreeSession):
-    """Queues what was accepted, and reads it in one forward for the batch before the next draft, if there is one.
+    """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
     Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
     number of layers that attend to accepted positions.
@@ -194,7 +193,7 @@ class ReadingSession(TreeSession):
         super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
         self._context = RowContext(call.rows, layers, drafter.device)
-        self._pending: list[list[Accepted | Columns]] = [[] for _ in range(call.rows)]
+        self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
 
@@ -208,35 +207,24 @@ class ReadingSession(TreeSession):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            pending = self._pending[each.row]
-            pending.append(each)
+            pending, columns = self._pending[each.row], self.columns(each)
+            pending.append(columns)
+            self._anchors[each.row] = columns[-1][-1:] + 1
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            waiting = sum(len(part[-1]) if isinstance(part, tuple) else len(part.tokens) for part in pending[1:])
-            if waiting > TUNING.most_pending:  # no draft for a long time
+            if sum(len(part[-1]) for part in pending[1:]) > TUNING.most_pending:  # no draft for a long time
                 self.read_pending([each.row])
-
-    def queued(self, row: int) -> list[Columns]:
-        """Returns a row's queued inputs, part by part."""
-        return [part if isinstance(part, tuple) else self.columns(part) for part in self._pending[row]]
-
-    def taken(self, rows: Sequence[int]) -> tuple[dict[int, int], Columns]:
-        """Empties the queues of rows; returns each row's number of positions, and all inputs, row by row."""
-        parts = {row: self.queued(row) for row in rows}
-        for row in rows:
-            self._pending[row] = []
-        counts = {row: sum(len(part[-1]) for part in each) for row, each in parts.items()}
-        every = [part for each in parts.values() for part in each]
-        return counts, tuple(torch.cat(column) for column in zip(*every, strict=True))
 
     def read_pending(self, rows: Sequence[int]) -> None:
         rows = [row for row in rows if self._pending[row]]
         if not rows:
             return
-        counts, columns = self.taken(rows)
-        for row, end in zip(rows, itertools.accumulate(counts.values()), strict=True):
-            self._anchors[row] = columns[-1][end - 1 : end] + 1
+        counts = {row: sum(len(part[-1]) for part in self._pending[row]) for row in rows}
+        parts = [part for row in rows for part in self._pending[row]]
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         self.read(self._context.reserve(counts, columns[-1]), counts, columns)
+        for row in rows:
+            self._pending[row].clear()
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
         """Returns the positions `[B, 1]` of the last accepted tokens."""
@@ -250,19 +238,12 @@ class ReadingSession(TreeSession):
     def memory(self, length: int) -> DraftMemory | None:
         if len(self._pending) > 1:
             return None
-        return DraftMemory.of(self.drafter, length, self.kept_context(), self.queued(0))
-
-    def kept_context(self) -> Any:
-        """Returns a copy of what a single sequence's positions left, for `continue_from`."""
-        return self._context.copy_of(0)
-
-    def continue_from(self, context: Any) -> None:
-        self._context = context.copy_of(0)
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._pending[0])
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
-            self.continue_from(memory.context)
+            self._context = memory.context.copy_of(0)
             self._pending[0].extend(memory.pending)
 
 

@@ -36,7 +36,7 @@ FAMILIES: Registry[Family] = Registry("model_type")
 
 def load_families() -> None:
     """Imports the core families, which register themselves; families of methods are loaded by name."""
-    for module in ("block", "eagle", "hidden_state.modeling_hsdraft", "language_model", "lookup.cacheback"):
+    for module in ("block", "eagle", "hidden_state.modeling_hsdraft", "language_model", "ngrams.cacheback"):
         importlib.import_module(f"..{module}", __package__)
 
 

@@ -1,9 +1,9 @@
-"""Session of a hidden-state drafter: the positions that it has read, what it drafts, and the tokens' bias."""
+"""Session of a hidden-state drafter: what it reads and drafts, and the tokens' bias."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,22 +12,18 @@ from transformers.utils import logging
 from ...core.checks import is_number
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
-from ...core.tensors import Transform, on_device
+from ...core.tensors import Transform
 from ...core.tuning import TUNING
 from ..base.draft_options import DraftOptions
-from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import ReadingSession
+from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import ParallelExpansion, TokenBias
-from .configuration_hsdraft import HSDraftConfig
+from ..base.tree_session import DraftMemory, ParallelExpansion, TokenBias, TreeSession
 from .network import HSDraftNetwork, Injector, Leftover, WorkingWeights
+from .roll_out import Pairs, RollOut
 from .target_match import warn_of_poor_guesses
-from .trunk import Context, GrowingText, Rope, Trunk, read, roll
 
 logger = logging.get_logger(__name__)
-
-Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # `[T, ...]`: taps h_i, embeddings of x_{i+1}, positions i
 
 _GONE = "skip"  # may be saved in drafters of an earlier version
 REUSES = ("none", "ensemble", "resample")
@@ -87,80 +83,17 @@ def expansion_of(
     return ParallelExpansion(logits, bias, reach=injector.reach(logits), **further)
 
 
-class RollOut:
-    """A trunk's state in one call; for a single sequence unless `rows` are passed."""
-
-    def __init__(self, trunk: Trunk, config: HSDraftConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._trunk, window = trunk, config.sliding_window
-        room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
-        sizes = {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
-        self._text = GrowingText(len(trunk.layers), room, window, **sizes)
-        self._batch, self._window = DraftContext(), window
-        # Number of positions that affect the output at the last one and the drafts after it.
-        self._reach = None if window is None else len(trunk.layers) * (window - 1) + 1
-
-    @property
-    def context(self) -> DraftContext:
-        """A copy of the context of a single sequence, as far back as it matters."""
-        text = self._text
-        held = slice(max(text.length - (self._reach or text.length), 0), text.length)
-        pairs = zip(text.keys, text.values, strict=True)
-        return DraftContext([(keys[:, held].clone(), values[:, held].clone()) for keys, values in pairs])
-
-    def resume(self, context: DraftContext) -> None:
-        text, sides = self._text, zip(*context.layers, strict=True)
-        text.keys, text.values = ([state.clone() for state in side] for side in sides)
-        text.length = context.length
-
-    def mark(self) -> tuple[int, DraftContext]:
-        """Returns the current end of the sequences, for `reset`."""
-        return self._text.length, self._batch
-
-    def reset(self, mark: tuple[int, DraftContext]) -> None:
-        """Drops positions read since `mark`, which must be fewer than a window holds."""
-        self._text.length, self._batch = mark
-
-    def __call__(self, pairs: Pairs, num_draft_steps: int, rows: Mapping[int, int] | None = None) -> torch.Tensor:
-        """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
-
-        In a batch the pairs stand row by row, and `rows` has the number of pairs of each row, in order.
-        """
-        x, ropes, context = self.read(pairs, rows, num_draft_steps - 1)
-        return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
-
-    def read(
-        self, pairs: Pairs, rows: Mapping[int, int] | None = None, ahead: int = 0
-    ) -> tuple[torch.Tensor, list[Rope], Context]:
-        """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
-        if rows is not None:
-            packed = self._packed(pairs[2], ahead + 1, rows)
-            x, ropes = read(self._trunk, *pairs, packed, ahead)
-            self._batch = packed.context.within(self._window)
-            return x, ropes, packed
-        taps, embeds, position_ids = pairs
-        if self._reach is not None and len(taps) >= self._reach:  # earlier positions no longer matter
-            taps, embeds, position_ids = (column[-self._reach :] for column in pairs)
-            self._text.length = 0
-        self._text.extend(len(taps), ahead)
-        return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text
-
-    def _packed(self, position_ids: torch.Tensor, steps: int, rows: Mapping[int, int]) -> PackedTexts:
-        counts, device = torch.tensor(list(rows.values())), position_ids.device
-        documents = on_device([row for row, count in rows.items() for _ in range(count)], device)
-        starts = on_device((counts.cumsum(0) - 1).tolist(), device)
-        return PackedTexts(self._batch, position_ids, documents, starts, self._window, steps)
-
-
 @dataclass
 class _Row:
-    """What the reuse of rejected drafts knows of a row."""
+    """Drafting state of one row."""
 
+    pending: list[Pairs] = field(default_factory=list)  # pairs not yet read by the trunk
     root: int = -1  # the last accepted token
     drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
     leftover: Leftover | None = None  # their rest after the accepted ones
 
 
-class HSDraftSession(ReadingSession):
+class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for a batch from the target's hidden states.
 
     At the end of the call it warns if drafts did poorly because of another target.
@@ -175,8 +108,8 @@ class HSDraftSession(ReadingSession):
         roll_out: RollOut | None = None,  # a growing one by default
     ) -> None:
         config = drafter.config
-        super().__init__(drafter, weights, call, 0)  # the roll-out keeps what was read
-        self._target = call.target
+        super().__init__(call.options, weights.vocab_ids, call.foresight)
+        self.drafter, self.weights, self._target = drafter, weights, call.target
         self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
@@ -185,6 +118,7 @@ class HSDraftSession(ReadingSession):
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(call.rows)]
+        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -195,16 +129,16 @@ class HSDraftSession(ReadingSession):
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
             self._take_tokens(each)
-        super().observe(news)
+            embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
+            self.read(each.taps, each.following, each.positions, each.row, embeds)
         self._guessed = {}
 
     def _take_tokens(self, news: Accepted) -> None:
         """Compares accepted tokens with the last draft."""
         self._count_guess(self._guessed.get(news.row), news.tokens[0])
-        state = self._rows[news.row]
-        reused = self._reuse != "none"
-        state.leftover = Leftover.of(state.drafted, state.root, news.tokens[:-1]) if reused else None
-        state.root, state.drafted = news.tokens[-1], None
+        self.settle(news.tokens[:-1], news.row)
+        if self._refiner is not None:
+            self._refiner.observe(news.row, [*news.earlier, *news.tokens])
 
     def _count_guess(self, tree: DraftTree | None, token: int) -> None:
         first = [] if tree is None else [node for node, depth in enumerate(tree.depths) if depth == 1]
@@ -216,40 +150,65 @@ class HSDraftSession(ReadingSession):
         warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def keep(self, rows: Sequence[int]) -> None:
-        super().keep(rows)
         for row in set(range(len(self._rows))).difference(rows):
             self._rows[row] = _Row()
 
-    def kept_context(self) -> Any:
-        return self._roll_out.context
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._rows) > 1:
+            return None
+        return DraftMemory.of(self.drafter, length, self._roll_out.context, self._rows[0].pending)
 
-    def continue_from(self, context: Any) -> None:
-        self._roll_out.resume(context)
+    def resume(self, memory: Any, cached: int) -> None:
+        """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
+            self._roll_out.resume(memory.context)
+            self._rows[0].pending.extend(memory.pending)
 
-    def columns(self, news: Accepted) -> Pairs:
+    def read(
+        self,
+        taps: torch.Tensor,  # `[n, taps * D]`, h_i of the accepted positions i
+        next_tokens: torch.Tensor,  # `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last
+        position_ids: torch.Tensor,  # `[n]`, the positions i
+        row: int = 0,
+        embeds: torch.Tensor | None = None,  # `[n, D]`, embeddings of the x_{i+1}, for prompts given as embeddings
+    ) -> None:
+        """Queues accepted pairs; the next `draft` reads them in one forward."""
         device, dtype = self.drafter.device, self.drafter.dtype
-        embeds = news.next_embeds(self.weights.embed)
-        return news.taps.to(device, dtype), embeds.to(device, dtype), news.positions.to(device)
+        self._rows[row].root = int(next_tokens[-1])
+        embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
+        pending = self._rows[row].pending
+        pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
+        waiting = sum(len(part[2]) for part in pending[1:])
+        if waiting > TUNING.most_pending:  # no draft for a long time
+            early = pending[:-1]
+            counts = {row: sum(len(part[2]) for part in early)} if len(self._rows) > 1 else None
+            self._roll_out.read(_joined(early), rows=counts)
+            del pending[:-1]
 
-    def read_pending(self, rows: Sequence[int]) -> None:
-        """Reads what is queued but for the last part of each row, from which a draft rolls."""
-        last = {row: self._pending[row].pop() for row in rows}
-        self._roll_out.read(*self._pairs(rows))
-        for row, part in last.items():
-            self._pending[row].append(part)
-
-    def _pairs(self, rows: Sequence[int]) -> tuple[Any, ...]:
-        """Takes the queued pairs, and returns them with the number of each row's; None for a single sequence."""
-        counts, pairs = self.taken(rows)
-        return pairs, counts if len(self._rows) > 1 else None
+    def settle(self, accepted: Sequence[int], row: int = 0) -> None:
+        """Takes the accepted tokens of the last draft. Call it before the bonus token is read."""
+        state = self._rows[row]
+        state.leftover = None
+        if self._reuse != "none":
+            state.leftover = Leftover.of(state.drafted, state.root, accepted)
+        state.drafted = None
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-        """Reads queued pairs and rolls from the last of each row: `[B, depth, D]`."""
-        pairs, counts = self._pairs(rows)
-        states = self._roll_out(pairs, depth, counts)
+        """Reads pending pairs and rolls from the last of each row: `[B, depth, D]`."""
+        states = self._roll_out(self._pairs(rows), depth, self._counts(rows))
         for row, drafted in zip(rows, states, strict=True):
+            self._rows[row].pending.clear()
             self._rows[row].drafted = drafted
         return states
+
+    def _pairs(self, rows: Sequence[int]) -> Pairs:
+        return _joined([part for row in rows for part in self._rows[row].pending])
+
+    def _counts(self, rows: Sequence[int]) -> dict[int, int] | None:
+        """Pending pairs of each row; None for a single sequence."""
+        if len(self._rows) == 1:
+            return None
+        return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
         hidden = self._rolled([ask.row for ask in asks], depth)
@@ -291,3 +250,8 @@ class HSDraftSession(ReadingSession):
             race=self.race(rows, hidden.shape[1]),
             refinement=None if self._refiner is None else self._refiner.refinement(rows),
         )
+
+
+def _joined(parts: Sequence[Pairs]) -> Pairs:
+    taps, embeds, positions = (torch.cat(column) for column in zip(*parts, strict=True))
+    return taps, embeds, positions

@@ -26,9 +26,10 @@ from ...verify.verdict import chosen_path
 from ..base.packed_texts import DraftContext
 from ..base.protocol import Verified
 from ..base.target_weights import TargetWeights
-from .draft_session import Pairs, RollOut, expansion_of
+from .draft_session import expansion_of
 from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
+from .roll_out import Pairs, RollOut
 from .trunk import read, roll
 
 

@@ -45,7 +45,7 @@ def plan(
     a drafter alone with its own defaults.
     """
     from ...bench.prompts import NOTE, read_questions
-    from ...drafters.lookup.cacheback import CachebackDrafter
+    from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...training.files import check_empty
     from .hierarchy_costs import Measuring

@@ -9,12 +9,13 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ...drafters.hidden_state.draft_session import HSDraftSession, Pairs
+from ...drafters.hidden_state.draft_session import HSDraftSession
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...drafters.hidden_state.roll_out import Pairs
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.lookup.cacheback import CachebackDrafter
-from ...drafters.lookup.ngrams import NgramSession
+from ...drafters.ngrams.cacheback import CachebackDrafter
+from ...drafters.ngrams.ngram_session import NgramSession
 
 _LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 
@@ -44,11 +45,11 @@ class SupposingNgrams(NgramSession):
             self._supposed.pop(each.row, None)
         super().observe(news)
 
-    def tree(self, ask: Ask) -> DraftTree:
+    def _tree(self, ask: Ask) -> DraftTree:
         settled = self._caches[ask.row]
         self._caches[ask.row] = settled.followed_by(self._supposed.get(ask.row, ()))
         try:
-            return super().tree(ask)
+            return super()._tree(ask)
         finally:
             self._caches[ask.row] = settled
 
@@ -101,12 +102,12 @@ class SupposingStates(HSDraftSession):
         unsure = [row for row in rows if row in self._supposed]
         if not unsure:
             return super()._rolled(rows, depth)
-        waiting = [row for row in unsure if self._pending[row]]
+        waiting = [row for row in unsure if self._rows[row].pending]
         if waiting:
-            self._roll_out.read(*self._pairs(waiting))
+            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
         mark = self._roll_out.mark()
         for row in unsure:
-            self._pending[row] = [self._supposed[row]]
+            self._rows[row].pending = [self._supposed[row]]
         hidden = dict(zip(unsure, super()._rolled(unsure, depth), strict=True))
         self._roll_out.reset(mark)
         for row in unsure:

@@ -15,8 +15,7 @@ from operator import itemgetter
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ..base.protocol import Accepted, Ask, Call
-from .session import LookupSession, Path, grown_tree, smoothed
+from ...trees.growing import Path, grown_tree
 
 
 @dataclass
@@ -34,7 +33,7 @@ class FollowerTable:
         """Returns the probability that the follower of a rank is the next token, given that the leader was found."""
         first = TUNING.ngram_right[min(self.length, len(TUNING.ngram_right)) - 1]
         assumed = first if rank == 0 else (1.0 - first) * TUNING.ngram_earlier ** (rank + 1)
-        return smoothed(self.right[rank], self.reached, assumed)
+        return (self.right[rank] + TUNING.ngram_prior * assumed) / (self.reached + TUNING.ngram_prior)
 
     def after(self, path: Sequence[int]) -> list[int]:
         """Returns the followers of the leader at the end of a path; empty if there are none."""
@@ -162,48 +161,3 @@ class NgramCache:
             total = max(sum(probability for _, probability in raised), 1.0)
             ranked = [(token, probability / total) for token, probability in raised]
         return ranked
-
-
-class NgramSession(LookupSession):
-    """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`.
-
-    It is that of `CachebackDrafter`, and stands in front of other sessions.
-    """
-
-    def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
-        super().__init__(call)
-        length = call.options.ngram_length
-        self._caches = {row: NgramCache(length, frozen, self._vocab_size) for row in range(call.rows)}
-
-    def tree(self, ask: Ask) -> DraftTree:
-        ngrams, depth = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth)
-        if ngrams.last != ask.root:
-            return DraftTree.root(ask.root)
-        return ngrams.draft(ask.size, depth, 1 if ask.chain else None, self._options.threshold)
-
-    def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
-        """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
-
-        Adds at most `ngram_continuation` nodes; in a full tree they replace the least probable ones. A lone root stays
-        alone: nothing is to be drafted. FLy (arXiv:2511.22972) drafts on two levels for drafts longer than its window.
-        """
-        if len(tree) == 1 or self._caches[ask.row].last != ask.root:
-            return tree
-        following = self._following(tree, ask)
-        kept = tree.first(max(ask.size - len(following), 1))
-        if following and len(kept) < len(tree):  # the path's end may have been dropped
-            following = self._following(kept, ask)
-        following = following[: ask.size - len(kept) + 1]
-        return kept.extended(kept.likeliest_path()[-1], following) if following else tree
-
-    def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
-        path = tree.likeliest_path()
-        most = min(self._options.ngram_continuation, ask.depth - len(path))
-        return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
-
-    def observe(self, news: Sequence[Accepted]) -> None:
-        for each in news:
-            self._caches[each.row].extend([*each.earlier, *each.tokens])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._caches = {row: self._caches[row] for row in rows}

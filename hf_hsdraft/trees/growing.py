@@ -1,4 +1,4 @@
-"""What n-grams and past texts share: a free session, and a tree grown from tokens that are looked up path by path."""
+"""Grows a draft tree from next tokens that are looked up path by path, the most probable path first."""
 
 from __future__ import annotations
 
@@ -7,38 +7,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from ...core.draft_tree import DraftTree, from_nodes
-from ...core.tensors import embedded_tokens
-from ...core.tuning import TUNING
-from ..base.protocol import Ask, Call, Session
+from ..core.draft_tree import DraftTree, from_nodes
+from ..core.tuning import TUNING
 
 Path = tuple[int, ...]  # drafted tokens after the root
-
-
-class LookupSession(Session):
-    """Drafts for each row what followed its last tokens before. Subclasses implement `tree`."""
-
-    free = True
-    takes_ngrams = False
-
-    def __init__(self, call: Call) -> None:
-        self._options, self._foresight = call.options, call.foresight
-        self._vocab_size = embedded_tokens(call.target)
-
-    def tree(self, ask: Ask) -> DraftTree:
-        """Returns the draft for a row; the root alone where it was not observed, or is outside the vocabulary."""
-        raise NotImplementedError
-
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: self.tree(ask) for ask in asks}
-        if self._foresight is not None:
-            trees = self._foresight.scored(trees)
-        return list(trees.values())
-
-
-def smoothed(right: float, reached: float, assumed: float) -> float:
-    """Returns how often tokens were right, where `assumed` counts for the first `TUNING.lookup_prior` of them."""
-    return (right + TUNING.lookup_prior * assumed) / (reached + TUNING.lookup_prior)
 
 
 def grown_tree(

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import re
-import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import IN_MEMORY, NO_HISTORY
 from ..base.protocol import Drafter
-from . import history_file
-from .history_file import SUFFIX
-from .history_session import Trust
+from .draft import Trust
+from .history_file import SUFFIX, HistoryFile, News, read_all
 from .past_texts import PastTexts, Record
 from .token_index import Continuation
 
@@ -33,16 +31,15 @@ logger = logging.get_logger(__name__)
 
 
 class History:
-    """Past texts of one target. Threads may share it; processes share its file, if it has one.
+    """Past texts of one target. Threads may share it; processes share its `file`, if it has one.
 
     Attributes:
         trust: how often drafts from it were right.
     """
 
-    def __init__(self, vocab_size: int, path: Path | None = None, most_tokens: int = 0) -> None:
+    def __init__(self, vocab_size: int, file: HistoryFile | None = None, most_tokens: int = 0) -> None:
         self.vocab_size, self.trust = vocab_size, Trust()
-        self._path, self._most = path, most_tokens or TUNING.history_tokens
-        self._known: tuple[int, int] | None = None  # of the file: its generation, and the number of the last record
+        self._file, self._most = file, most_tokens or TUNING.history_tokens
         self._texts = PastTexts([], vocab_size, self._most)
         self._reading = new_lock()  # of the texts, for microseconds
         self._changing = new_rlock()  # of texts and file, taken before the other one
@@ -58,29 +55,24 @@ class History:
             return self._texts.find(tail, depth)
 
     def refresh(self) -> None:
-        """Takes what other processes have written. A damaged file is made again; raises an OSError if it cannot be."""
-        if self._path is None:
-            return
-        try:
-            with self._file(write=self._known is None):
-                pass
-        except ValueError as error:
-            logger.warning(f"{error}. It is made again, without its texts.")
-            history_file.remove(self._path)
-            with self._file(write=True):
-                pass
+        """Takes what other processes have written; raises an OSError if the file cannot be read."""
+        if self._file is not None:
+            with self._changing:
+                self._take(self._file.read())
 
     def remember(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds the prompts and answers of a call that has ended. What cannot be written is a warning."""
         try:
             self.enter(texts)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning_once(f"a text is missing in the history, as it could not be written: {error}")
 
     def enter(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Adds prompts and answers; raises an OSError or a ValueError if they cannot be written."""
+        """Adds prompts and answers; raises an OSError if they cannot be written."""
         arrays = [(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32)) for prompt, answer in texts]
-        with self._file(write=True) as file:
+        with self._changing, self._locked_file() as file:
+            if file is not None:
+                self._take(file.read())
             for prompt, answer in arrays:
                 prompt = prompt[max(len(prompt) + len(answer) - self._most // 2, 0) :]
                 with self._reading:
@@ -89,39 +81,27 @@ class History:
                     self._add(record, file)
 
     @contextlib.contextmanager
-    def _file(self, write: bool) -> Iterator[sqlite3.Connection | None]:
-        """Opens the file, if there is one, and takes what is new in it."""
-        with self._changing:
-            if self._path is None:
-                yield None
-                return
-            try:
-                with history_file.transaction(self._path, write) as file:
-                    self._take(file)
-                    yield file
-            except BaseException:
-                self._known = None  # what was added may not be in the file
-                raise
+    def _locked_file(self) -> Iterator[HistoryFile | None]:
+        if self._file is None:
+            yield None
+            return
+        with self._file.locked():
+            yield self._file
 
-    def _take(self, file: sqlite3.Connection) -> None:
-        generation, last = history_file.generation(file), 0
-        if self._known is None or generation != self._known[0]:
-            records = history_file.records_after(file)
-            self._replace(PastTexts(records.values(), self.vocab_size, self._most))
-        else:
-            last = self._known[1]
-            records = history_file.records_after(file, last)
-            for record in records.values():
-                self._add(record)
-        self._known = generation, max(records, default=last)
+    def _take(self, news: News) -> None:
+        if news.fresh:
+            self._replace(PastTexts(news.records, self.vocab_size, self._most))
+            return
+        for record in news.records:
+            self._add(record)
 
-    def _add(self, record: Record, file: sqlite3.Connection | None = None) -> None:
+    def _add(self, record: Record, file: HistoryFile | None = None) -> None:
         """Adds a record, to the file too if it is given. If older texts have to leave, the file is written again."""
         before, texts = len(self._texts), self._texts.with_room(len(record.tokens))
-        if file is not None:
-            if len(texts) < before:
-                history_file.replace(file, texts.records())
-            self._known = history_file.generation(file), history_file.append(file, record)
+        if file is not None and len(texts) < before:
+            file.rewrite([*texts.records(), record])
+        elif file is not None:
+            file.append(record)
         with self._reading:
             self._texts = texts
             texts.add(record)
@@ -130,21 +110,20 @@ class History:
         with self._reading:
             self._texts = texts
 
-    def erase(self) -> int:
-        """Forgets all texts, in the file too; returns how many."""
-        with self._file(write=True) as file:
-            texts = len(self._texts)
-            if file is not None:
-                history_file.replace(file)
+    def erase(self) -> None:
+        """Forgets all texts, in the file too."""
+        with self._changing:
+            if self._file is not None:
+                self._file.erase()
             self._replace(PastTexts([], self.vocab_size, self._most))
             self.trust = Trust()
-            return texts
 
 
 _of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[str, History]]] = (
     weakref.WeakKeyDictionary()
 )
 _MOST_FOLDERS = 4  # whose texts a drafter keeps in memory
+_of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 _lock = new_lock()
 
 
@@ -173,7 +152,13 @@ def _made(target: Any, option: str) -> History:
     if option == IN_MEMORY:
         return History(vocab_size)
     name, key = identity_of(target)
-    return History(vocab_size, Path(option).expanduser().absolute() / f"{name}-{key.hex()[:16]}{SUFFIX}")
+    path = Path(option).expanduser().absolute() / f"{name}-{key.hex()[:16]}{SUFFIX}"
+    history = _of_files.get(str(path))
+    if history is None:
+        file = HistoryFile(path, key)
+        file.check_place()
+        history = _of_files[str(path)] = History(vocab_size, file)
+    return history
 
 
 def identity_of(target: Any) -> tuple[str, bytes]:
@@ -229,18 +214,17 @@ def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContent
         return [HistoryContents(name, *history.held) for name, history in kept]
     found = []
     for path in _files(where):
-        with history_file.transaction(path) as file:
-            texts, tokens = history_file.count(file)
-        if texts:
-            found.append(HistoryContents(_target_in(path), texts, tokens, path.stat().st_size, path))
+        records = read_all(path)
+        tokens = sum(len(record.tokens) for record in records)
+        found.append(HistoryContents(_target_in(path), len(records), tokens, path.stat().st_size, path))
     return found
 
 
 def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
     """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
 
-    Processes that draft from a file drop its texts with their next call. Damaged files are deleted, and their texts not
-    counted.
+    Processes that draft from a file drop its texts with their next call. Damaged files are erased too, and what killed
+    processes have left; their texts are not counted.
 
     Args:
         target: name of a target, as `list_history` gives it; default: all.
@@ -253,17 +237,20 @@ def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> 
         kept = [(identity_of(model)[0], history) for model, history in _in_memory(where)]
         _check_known(target, [name for name, _ in kept])
         chosen = [history for name, history in kept if target in ("", name)]
-        return sum(history.erase() for history in chosen)
-    paths, texts = _files(where), 0
+        texts = sum(history.held[0] for history in chosen)
+        for history in chosen:
+            history.erase()
+        return texts
+    paths = _files(where)
     _check_known(target, [_target_in(path) for path in paths])
-    for path in paths:
+    texts = 0
+    for path in paths or [Path(where).expanduser().absolute() / SUFFIX]:
         if target in ("", _target_in(path)):
-            try:
-                with history_file.transaction(path, write=True) as file:
-                    texts += history_file.count(file)[0]
-                    history_file.replace(file)
-            except ValueError:
-                history_file.remove(path)
+            if path.exists():
+                with contextlib.suppress(ValueError):
+                    texts += len(read_all(path))
+            used_here = _of_files.get(str(path))
+            used_here.erase() if used_here is not None else HistoryFile(path, b"").erase()
     return texts
 
 

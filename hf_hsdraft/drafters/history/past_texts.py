@@ -29,15 +29,18 @@ class Record:
     start: bytes = START  # digest of the tokens before, whole blocks
 
 
-def digests(tokens: Tokens, start: bytes = START) -> list[bytes]:
-    """Returns a digest of all tokens up to the end of each whole block, and one of the whole text.
+def block_digests(tokens: Tokens, start: bytes = START) -> list[bytes]:
+    """Returns for each whole block of a text a digest of all tokens up to its end; `start` is of those before."""
+    digests, raw = [start], np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    for end in range(4 * BLOCK, len(raw) + 1, 4 * BLOCK):
+        digests.append(_digest(digests[-1] + raw[end - 4 * BLOCK : end]))
+    return digests[1:]
 
-    `start` is the digest of the tokens before.
-    """
-    found, raw, size = [start], np.ascontiguousarray(tokens, dtype="<i4").tobytes(), 4 * BLOCK
-    for begin in range(0, len(raw) - size + 1, size):
-        found.append(_digest(found[-1] + raw[begin : begin + size]))
-    return [*found[1:], _digest(found[-1] + b"end" + raw[len(raw) // size * size :])]
+
+def text_digest(tokens: Tokens, start: bytes, blocks: Sequence[bytes]) -> bytes:
+    """Returns the digest of a whole text; `blocks` are the digests of its whole blocks."""
+    rest = np.ascontiguousarray(tokens[len(blocks) * BLOCK :], dtype="<i4").tobytes()
+    return _digest((blocks[-1] if blocks else start) + b"end" + rest)
 
 
 def _digest(content: bytes) -> bytes:
@@ -69,7 +72,8 @@ class PastTexts:
         self._end = self._index.begin  # of what is written
         self._texts: list[_Kept] = []
         self._begins: list[int] = []
-        self._known: dict[bytes, int] = {}  # digests of known beginnings and texts, and the newest text they are in
+        self._blocks: dict[bytes, int] = {}  # digests of beginnings that are known, and the newest text they are in
+        self._whole: dict[bytes, int] = {}  # digests of whole texts
         self._clock = 0
         for record in records:
             self._write(record)
@@ -109,15 +113,18 @@ class PastTexts:
         Answers are kept whole even where they begin like earlier ones: how often a token followed is worth knowing.
         """
         text = np.concatenate([prompt, answer])
-        *blocks, whole = digests(text)
-        known = sum(1 for _ in itertools.takewhile(self._known.__contains__, blocks))
-        if whole in self._known and known == len(blocks):  # texts with its beginning may have left
-            self._use(self._known[whole])
+        digests = block_digests(text)
+        known = 0
+        while known < len(digests) and digests[known] in self._blocks:
+            known += 1
+        whole = self._whole.get(text_digest(text, START, digests))
+        if whole is not None and known == len(digests):  # texts with its beginning may have left
+            self._use(whole)
             return None
         if known:
-            self._use(self._known[blocks[known - 1]])
+            self._use(self._blocks[digests[known - 1]])
         skipped = max(min(known, len(prompt) // BLOCK) - _SHARED_BLOCKS, 0)
-        return Record(text[skipped * BLOCK :], blocks[skipped - 1] if skipped else START)
+        return Record(text[skipped * BLOCK :], digests[skipped - 1] if skipped else START)
 
     def add(self, record: Record) -> None:
         """Enters a record, for which there has to be room."""
@@ -131,7 +138,9 @@ class PastTexts:
         self._index.tokens[begin:end] = np.where(valid, record.tokens, SEPARATOR)
         self._end = end + 1
         self._clock += 1
-        self._known.update(dict.fromkeys(digests(record.tokens, record.start), len(self._texts)))
+        digests = block_digests(record.tokens, record.start)
+        self._blocks.update(dict.fromkeys(digests, len(self._texts)))
+        self._whole[text_digest(record.tokens, record.start, digests)] = len(self._texts)
         self._begins.append(begin)
         self._texts.append(_Kept(begin, record, self._clock))
 

@@ -1,0 +1,1 @@
+"""Drafts from past texts, shared by the calls of a drafter ("SuffixDecoding")."""

@@ -1,1 +1,0 @@
-"""Drafts without a network: what followed the same tokens before, in the text itself or in past texts."""

@@ -1,0 +1,1 @@
+"""Drafts from n-grams of the text itself ("Cacheback")."""
