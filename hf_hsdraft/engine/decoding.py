@@ -220,7 +220,7 @@ def _run_rounds(
     if call.outlives and call.rows == 1:
         drafting.catch_up()
     before = runtime.forwards
-    if call.outlives and call.rows > 1:
+    if call.outlives and (call.rows > 1 or call.synced_gpus):  # processes may have different numbers of rows
         target.read_padding()
     statistics.target_forwards += runtime.forwards - before
     statistics.draft_kind, statistics.reason = limits.kind, limits.reason

@@ -125,7 +125,7 @@ class Acceleration:
 
     def after_round(self) -> bool:
         """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
-        if self._packing is None:
+        if self._packing is None or self.off:
             return False
         before = self.packed, self.programs
         self.packs = self._packing.after_round()

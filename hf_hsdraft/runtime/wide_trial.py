@@ -58,7 +58,9 @@ def tried_wide(
 def _size(runtime: TargetRuntime) -> tuple[int, int]:
     """Depth, and number of columns of each row: as many as the call's drafts have in all, or as there is room for."""
     target, length, (total, depth) = runtime.target, runtime.length + 1, runtime.drafts
-    reach = min(runtime.deepest, furthest_read(target, length) - length, known_until(target, length) - length - 1)
+    at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
+    ends = min(furthest_read(target, at), known_until(target, at))
+    reach = min(runtime.deepest, ends - at - 2)  # the path is read by single steps beyond the draft's end
     depth = min(max(depth, _LEAST_DEPTH), reach)
     room = min(runtime.slots.left, slots_read_alike(target, runtime.length)) - depth
     return depth, min(total, room)

@@ -159,7 +159,7 @@ def test_hooks_see_and_change_what_they_would(where):
     part = layer if where == "layer" else layer.mlp
     part.register_forward_hook(lambda module, args, output: output * 1.5)
     assert_plain(target)
-    assert TracedProgram.runs
+    assert not TracedProgram.runs, "it may count forwards: nothing is drafted"
 
 
 def test_a_changed_attribute_is_another_layer_and_a_replaced_forward_none():

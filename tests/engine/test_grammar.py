@@ -82,12 +82,12 @@ class Verified:
         self.nodes = 0
         original = TargetRuntime.verify
 
-        def verify(runtime, trees, ids):
+        def verify(runtime, trees, ids, *padding):
             self.nodes += sum(len(tree) - 1 for tree in trees)
             for tree in trees if len(ids) == 1 else []:
                 steps = [[tree.tokens[step] for step in tree.path(node)] for node in range(1, len(tree))]
                 self.paths += [[*ids[0].tolist(), *path] for path in steps]
-            return original(runtime, trees, ids)
+            return original(runtime, trees, ids, *padding)
 
         monkeypatch.setattr(TargetRuntime, "verify", verify)
 

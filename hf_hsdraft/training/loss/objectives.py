@@ -99,10 +99,10 @@ def objective_of(name: str, ce_share: float | None = None) -> Objective:
 
     A `ce_share` out of range, or for another objective than `ce_tv` and `kl_ce`, is a ValueError.
     """
-    objective = OBJECTIVES[name]
+    objective = OBJECTIVES.get(name)
     if ce_share is None:
-        return objective
-    if not objective.ce_share:
+        return OBJECTIVES[name]
+    if objective is None or not objective.ce_share:
         raise ValueError(
             f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv' or 'kl_ce'"
         )
