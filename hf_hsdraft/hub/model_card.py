@@ -83,12 +83,15 @@ def render_card(folder: Path, name: str) -> str:
         metadata.tags = ["speculative-decoding"]
     rule = read_document(folder / OPTIONS).get("verification")
     measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
+    of_text: dict[str, Any] = {
+        "table": table, "cell": cell, "code": code, "quoted": json.dumps, "gap": GAP, "paper": PAPER, "mark": MARK,
+        "name": name, "title": name.rsplit("/", 1)[-1], "target": target, "shown_target": shown_target,
+        "adapts": adapts, "adapter_name": recipe.get("adapter_name"), "of_paper": of_paper,
+    }  # fmt: skip
     card = ModelCard.from_template(
         metadata,
         template_path=str(_TEMPLATE),
-        **{"table": table, "cell": cell, "code": code, "quoted": json.dumps, "gap": GAP, "paper": PAPER, "mark": MARK},
-        **{"name": name, "title": name.rsplit("/", 1)[-1], "target": target, "shown_target": shown_target},
-        **{"adapts": adapts, "adapter_name": recipe.get("adapter_name"), "of_paper": of_paper},
+        **of_text,
         reads_states=reads_states,
         family=str(config.get("speculators_model_type") or config.get("model_type")),
         facts=_facts(folder, config, shown_target) if of_paper and adapts is None else {},
