@@ -98,7 +98,8 @@ def tried_ability(
             found = _tried(steps, logits[rows], ragged, chains)
         finally:
             steps.rewind()
-        found = tried_wide(runtime, input_ids[rows], steps, found, ragged)
+        if doubling:  # its number of forwards follows from the texts, and synced processes must run equally many
+            found = tried_wide(runtime, input_ids[rows], steps, found, ragged)
     return remembered(found, runtime, length, doubling, chains, ragged)
 
 

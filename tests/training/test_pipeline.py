@@ -334,13 +334,13 @@ def test_the_hub_is_asked_before_hours_are_spent(chatty, tokenizer, tmp_path, mo
 def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
     from hf_hsdraft.training.loss import objectives
 
-    def diverges(logits, teacher, best):
+    def diverges(logits, teacher):
         scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
         calls.append(None)
         return objectives.forward_kl(logits, teacher) * scale
 
     calls: list[None] = []
-    monkeypatch.setitem(objectives.OBJECTIVES, "forward_kl", diverges)
+    monkeypatch.setitem(objectives.OBJECTIVES, "forward_kl", objectives.Objective(diverges))
     with pytest.raises(TrainingDiverged, match=r"loss is nan at step 2: .*--init-from"):
         run(chatty, tokenizer, plan(tmp_path))
     checkpoint = HSDrafter.from_pretrained(tmp_path / "out" / "checkpoints" / "checkpoint-2")

@@ -215,7 +215,7 @@ def _parse(line: bytes) -> tuple[dict[str, Any], Conversation | Prompt]:
 
 def _check_temperature(value: Any) -> None:
     try:
-        float(value or 0.0)
+        float(0.0 if value is None else value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"expected `temperature` to be a number; found {value!r:.80}") from None
 
