@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -142,7 +142,23 @@ def _counts(hook: Any) -> str:
 
 def _may_change(hook: Any) -> bool:
     """Whether a hook of the user's reads what it is given, or holds parts of a model, and may do more than record."""
-    return is_foreign(hook) and any(map(_reaches, _functions_of(hook))) and not only_records(hook)
+    if not is_foreign(hook) or only_records(hook):
+        return False
+    functions = list(_functions_of(hook))
+    return any(map(_reaches, functions)) or any(map(_is_of_a_model, _held(hook, functions)))
+
+
+def _is_of_a_model(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | nn.Module | Cache)
+
+
+def _held(hook: Any, functions: Iterable[Any]) -> Iterator[Any]:
+    """What a hook has at hand besides what it is given: of its object, and of its module's globals."""
+    owner = getattr(hook, "__self__", hook)
+    yield from list(getattr(owner, "__dict__", {}).values())
+    for function in functions:
+        names = getattr(getattr(function, "__code__", None), "co_names", ())
+        yield from (function.__globals__[name] for name in names if name in function.__globals__)
 
 
 def _functions_of(hook: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COUNTERS = (itertools.count, itertools.cycle, itertools.repeat)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE")
+_MOST_BYTES = 2**20  # of an array that is compared
 _MOST_ITEMS, _DEEPEST = 64, 3
 _NOT_IN_FORWARDS = ("__init__", "__new__", "reset", "reset_parameters", "extra_repr", "train", "__getattr__")
 
@@ -88,11 +90,11 @@ def _held_by(parts: dict[str, nn.Module]) -> dict[str, Any]:
     read = {each: frozenset(_read(each.__code__)) for several in functions.values() for each in several}
     every, held = frozenset[str]().union(*read.values()), dict[str, Any]()
     for name, part in parts.items():
-        own = {key: value for key, value in vars(part).items() if key not in _OF_MODULES} | part._buffers
+        own = {key: value for key, value in list(vars(part).items()) if key not in _OF_MODULES} | part._buffers
         held |= {f"{name}.{key}": _mark(value) for key, value in own.items() if key in every}
     for function, names in read.items():
         cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-        named = {key: value for key, value in (*function.__globals__.items(), *cells) if key in names}
+        named = {key: value for key, value in (*list(function.__globals__.items()), *cells) if key in names}
         held |= {f"{function.__qualname__}: {key}": _mark(value) for key, value in named.items()}
     return held
 
@@ -121,6 +123,8 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return _Same(value), 0 if value.is_inference() else value._version
     if isinstance(value, (*_PLAIN, *_COUNTERS)):
         return repr(value)
+    if isinstance(value, np.ndarray):
+        return _Same(value), hash(value.tobytes()) if value.nbytes <= _MOST_BYTES else None
     if isinstance(value, _CONTAINERS) and depth < _DEEPEST:
         items = value.items() if isinstance(value, dict) else value
         return type(value), len(value), [_mark(each, depth + 1) for each in itertools.islice(items, _MOST_ITEMS)]

@@ -73,6 +73,9 @@ _WRITES = (
 )
 
 
+_SINGLE = ("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL")
+
+
 def only_records(hook: Any) -> bool:
     """Whether a hook can be seen to do nothing but record."""
     owner = getattr(hook, "__self__", None)
@@ -120,7 +123,10 @@ def _is_harmless(function: types.FunctionType, owner: Any) -> bool:
         elif kind == "STORE_ATTR":
             harmless = of_me
         elif kind == "STORE_SUBSCR":
-            harmless = len(before) > 1 and _is_own(before[:1], function, me)
+            single = bool(before) and before[-1].opname.startswith(
+                ("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL")
+            )
+            harmless = single and len(before) > 1 and _is_own(before[:1], function, me)
         elif kind.startswith("INPLACE_") or (kind == "BINARY_OP" and step.argrepr.endswith("=")):
             harmless = steps[place + 1].opname.startswith(("STORE_DEREF", "STORE_GLOBAL"))
         else:

@@ -113,10 +113,11 @@ def known_ability(
 def _found(target: Any, kind: tuple[Any, ...], chains: bool) -> Iterator[Ability]:
     """What was found with drafts of this size, or of larger ones, by which the smaller are read too."""
     size = kind[-_SIZES:]
-    for (*other, of_chains), abilities in known.get(target, {}).items():
+    # Lists, as other threads may add findings meanwhile.
+    for (*other, of_chains), abilities in list(known.get(target, {}).items()):
         larger = all(more >= each for more, each in zip(other[-_SIZES:], size, strict=True))
         if of_chains == chains and larger and tuple(other[:-_SIZES]) == kind[:-_SIZES]:
-            yield from abilities.values()
+            yield from list(abilities.values())
 
 
 def trial_is_due(runtime: TargetRuntime, rounds: int) -> bool:
