@@ -39,9 +39,10 @@ class Serving:
         return link, link.ask(opening(ids, **options), Opened)
 
 
-def opening(ids: torch.Tensor, taps: tuple[int, ...] = (), **options: Any) -> Open:
+def opening(ids: torch.Tensor, taps: tuple[int, ...] = (), prompt: int | None = None, **options: Any) -> Open:
+    """The message that opens a text of tokens `[1, n]`, of which the first `prompt` are the prompt; by default all."""
     options = {"max_new_tokens": 20, "do_sample": False, **options}
-    return Open(packed_ints(ids[0].tolist()), ids.shape[1], 7, False, options, list(taps), 0)
+    return Open(packed_ints(ids[0].tolist()), prompt or ids.shape[1], 7, False, options, list(taps), 0)
 
 
 @contextlib.contextmanager

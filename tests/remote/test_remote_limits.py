@@ -378,7 +378,7 @@ def test_texts_that_are_opened_again_hold_no_other_one_up(target, monkeypatch) -
     with serving(target) as served, ThreadPoolExecutor(4) as pool:
         links = [served.link() for _ in range(4)]
         for link in links:
-            pool.submit(served.opened, ids, link, do_sample=True)
+            pool.submit(served.opened, ids, link, prompt=1, do_sample=True)
         assert skipping.wait(10)
         began = time.monotonic()
         with served.connect(patience=0) as model:
