@@ -173,8 +173,6 @@ def main() -> None:
     name, threads, form, layer = pickle.load(sys.stdin.buffer)
     package = Path(name)
     os.umask(0o077)  # others write nothing of it
-    if hasattr(os, "nice"):
-        os.nice(19)
     torch.set_num_threads(threads)
     try:
         with _alone(package.with_suffix(".compiling")):

@@ -2,6 +2,8 @@
 
 import copy
 import getpass
+import os
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -315,3 +317,14 @@ def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
     drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
     assert drafted.statistics.compiled_layers and package.stat().st_mtime_ns == made
     assert is_own(package) and not list(planted.iterdir())
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="processors are not shared by session here")
+def test_a_compiler_yields_to_processes_of_other_sessions():
+    """Its nice value alone would count within its own session only."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        layer_programs.yield_processors(process.pid)
+        group = Path(f"/proc/{process.pid}/autogroup").read_text(encoding="ascii")
+        assert group.split()[-1] == "19" and os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        process.kill()
