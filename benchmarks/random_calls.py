@@ -131,13 +131,15 @@ def difference(plain: Played, drafted: Played, drawn_alike: bool = True) -> str:
 
 
 def _differing(plain: Any, drafted: Any, live: Any) -> str:
+    from torch.utils._pytree import tree_leaves
+
     if plain is None or drafted is None:
         none = not any(plain or drafted or ())  # ((), (), ...) or (None, None, ...) of an attention that gives none
         return "" if none else f"{type(drafted)}, not {type(plain)}"
     if len(plain) != len(drafted):
         return f"{len(drafted)} steps, not {len(plain)}"
     for step, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-        layers, others = ((each if isinstance(each, tuple) else (each,)) for each in (one, other))
+        layers, others = tree_leaves(one), tree_leaves(other)  # XLNet's are tuples of tuples
         if len(layers) != len(others):
             return f"{len(others)} layers, not {len(layers)}"
         rows = live[:, step, 0]
