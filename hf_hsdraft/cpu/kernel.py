@@ -115,7 +115,7 @@ class Kernel:
         # A shell renames the result, also after the end of a process that did not wait for it.
         script = 'umask 077; made=$1; shift; "$@" && mv -f "$made" "$0"'
         command = ["sh", "-c", script, str(self._file), str(partial)]
-        command += ["nice", "-n", "19", compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places]
+        command += ["nice", compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places]
         command += [str(self._source), "-lc10", "-ltorch_cpu", "-o", str(partial)]
         environment = {**os.environ, **compiler_places()}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)

@@ -114,6 +114,8 @@ class Entry:
             if self.why_not:
                 return False
             self._compiler = _compiler(layer, form, package)
+            if not at_once:
+                yield_processors(self._compiler.pid)
         if self._compiler is not None:
             if at_once:
                 self._compiler.wait(TUNING.compiling_seconds)
@@ -191,7 +193,6 @@ def yield_processors(pid: int) -> None:
 
 def _hand_over(process: subprocess.Popen[bytes], request: bytes) -> None:
     """Writes the request, and waits for the process, so that none is left behind."""
-    yield_processors(process.pid)
     try:
         process.communicate(request, timeout=TUNING.compiling_seconds)
     except subprocess.TimeoutExpired:
