@@ -163,7 +163,7 @@ class Run:
                 output = self.model.generate(**arguments)
             played.drafted, played.statistics = attachment.statistics.calls > 0, attachment.last
             return output
-        played.drafted = step.arguments.get("num_beams", 1) == 1
+        played.drafted = step.arguments.get("num_beams", self.model.generation_config.num_beams or 1) == 1
         if step.way == "direct":
             return self.model.generate(**arguments, assistant_model=self.drafter)
         with ThreadPoolExecutor(2) as pool:
