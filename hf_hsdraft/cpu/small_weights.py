@@ -123,12 +123,12 @@ def _blocks_of(parts: torch.Tensor) -> dict[str, torch.Tensor]:
     more = (parts + 32).to(torch.uint8).view(outputs, 2, 4, INPUTS)
     top = sum(more[:, :, part] >> 4 << 2 * part for part in range(4))
     bottom = more[:, :, :2] & 15 | (more[:, :, 2:] & 15) << 4
-    by_part = {
+    by_part: dict[str, list[torch.Tensor]] = {
         "Q8_0": [ones, parts.to(torch.int8).view(torch.uint8)],
         "Q4_0": [ones, halves],
         "Q5_1": [ones, least, torch.zeros(outputs, 8, 4, dtype=torch.uint8), halves],
     }
-    by_block = {
+    by_block: dict[str, list[torch.Tensor]] = {
         "Q4_K": [ones[:, 0], ones[:, 0], six, low | high << 4],
         "Q6_K": [bottom, top, torch.ones(outputs, 16, dtype=torch.uint8), ones[:, 0]],
     }
