@@ -1,10 +1,11 @@
 """Milliseconds of all products of a forward, for weights of 16, 8 and 4 bits, by number of rows, in one table.
 
-    python benchmarks/small_products.py [--rows 1,9,17,25] [--dtype bfloat16]
+    python benchmarks/small_products.py [--rows 1,9,17,25] [--dtype bfloat16] [--shapes llama]
 
-The weights are random, in SmolLM2-135M's shapes: 30 layers, with queries, keys and values in one product, gate and up
-in one, and the head. Each way multiplies by all of them in turn, so each weight comes from memory; the ways alternate,
-and the table has medians. ATen's products by small weights round no inputs either. Needs an idle machine.
+The weights are random, in SmolLM2-135M's shapes, or in those of four of Llama-3.2-1B's layers: queries, keys and values
+in one product, gate and up in one, and the head. K-quants have blocks of 256 weights, which only the latter fill. Each
+way multiplies by all of them in turn, so each weight comes from memory; the ways alternate, and the table has medians.
+ATen's products by small weights round no inputs either. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from runner import counts, dtype_of, options, print_by_rows
 if TYPE_CHECKING:
     import torch
 
-SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
+SHAPES = {
+    "smollm2": [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)],
+    "llama": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)] * 4 + [(128256, 2048)],
+}
+_KINDS = {"smollm2": ("Q8_0", "Q4_1"), "llama": ("Q8_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")}
 _GROUP = 32  # weights of a block
 
 
-def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
+def ways(dtype: torch.dtype, name: str) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     """Returns the products of each way, by its name."""
     import torch
 
     from hf_hsdraft.cpu.private_operators import packed_copy
     from hf_hsdraft.cpu.small_weights import KERNEL, in_int8
 
-    numbers = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in SHAPES]
-    scales = [torch.rand(rows) * 1e-3 for rows, _ in SHAPES]
-    groups = [torch.rand(rows, inputs // _GROUP) * 1e-3 for rows, inputs in SHAPES]
+    shapes = SHAPES[name]
+    numbers = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in shapes]
+    scales = [torch.rand(rows) * 1e-3 for rows, _ in shapes]
+    groups = [torch.rand(rows, inputs // _GROUP) * 1e-3 for rows, inputs in shapes]
     packed = [packed_copy(each.to(dtype), 16) for each in numbers]
     found: dict[str, list[Callable[[torch.Tensor], Any]]] = {
         f"packed {dtype}".replace("torch.", ""): [functools.partial(_packed, each) for each in packed]
@@ -41,8 +47,7 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     if operators is not None:
         made = {
             "int8": [in_int8(operators, *each) for each in zip(numbers, scales, strict=True)],
-            "Q8_0": [_in_blocks(operators, "Q8_0", 34, *shape) for shape in SHAPES],
-            "Q4_1": [_in_blocks(operators, "Q4_1", 20, *shape) for shape in SHAPES],
+            **{kind: [_in_blocks(operators, kind, *shape) for shape in shapes] for kind in _KINDS[name]},
         }
         found |= {name: list(copies) for name, copies in made.items()}
         if dtype == torch.bfloat16:
@@ -58,17 +63,16 @@ def ways(dtype: torch.dtype) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     return found
 
 
-def _in_blocks(operators: Any, kind: str, size: int, outputs: int, inputs: int) -> Any:
-    """A copy of random blocks of `size` bytes: a scale, for some kinds a least number, and the weights."""
+def _in_blocks(operators: Any, kind: str, outputs: int, inputs: int) -> Any:
+    """A copy of blocks that are zero but for their scales; the time does not depend on the weights."""
+    import gguf
     import torch
 
-    from hf_hsdraft.cpu.gguf_blocks import dequantised
     from hf_hsdraft.cpu.small_weights import in_blocks
 
-    raw = torch.randint(0, 256, (outputs, inputs // _GROUP, size), dtype=torch.uint8)
-    halves = torch.rand(outputs, inputs // _GROUP, size % 16 // 2) * 1e-3
-    raw[..., : size % 16] = halves.half().view(torch.uint8)
-    return in_blocks(operators, kind, raw.flatten(1), dequantised(kind, raw))
+    size, of_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = torch.zeros(outputs, inputs // size * of_bytes, dtype=torch.uint8)
+    return in_blocks(operators, kind, raw, torch.zeros(outputs, inputs).bfloat16())
 
 
 def _packed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -107,15 +111,16 @@ def milliseconds(products: Sequence[Callable[[torch.Tensor], Any]], inputs: Sequ
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, dtype="bfloat16", repeats=5, json=None)
     parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="default: 1,9,17,25")
+    parser.add_argument("--shapes", choices=SHAPES, default="smollm2", help="default: smollm2")
     given = parser.parse_args(arguments)
     import torch
 
     dtype = dtype_of(given)
     with torch.no_grad():
-        made = ways(dtype)
+        made = ways(dtype, given.shapes)
 
         def calls_of(rows: int) -> dict[str, Callable[[], float]]:
-            inputs = [torch.randn(rows, inputs).to(dtype) for _, inputs in SHAPES]
+            inputs = [torch.randn(rows, inputs).to(dtype) for _, inputs in SHAPES[given.shapes]]
             return {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
 
         print_by_rows(given, calls_of, "weights", "row")

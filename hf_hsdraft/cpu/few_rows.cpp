@@ -25,8 +25,11 @@
 
 namespace {
 
-enum Format : int64_t { kInt8 = 0, kBlocks8 = 1, kBlocks4 = 2 };
-constexpr int64_t kSizes[] = {512, 512 + 32, 256 + 64};  // bytes of a block
+// Blocks of 8 or 4 bits, each followed by a scale of each output, float16, and with 4 bits by a least value. Long ones
+// have both as float32, and kHalves8 a second scale for the last 16 inputs in place of the least value.
+enum Format : int64_t { kInt8, kBlocks8, kBlocks4, kLong4, kLong8, kHalves8 };
+constexpr int64_t kSizes[] = {512, 512 + 32, 256 + 64, 256 + 128, 512 + 128, 512 + 128};  // bytes of a block
+constexpr bool in_4_bits(int64_t format) { return format == kBlocks4 || format == kLong4; }
 constexpr int kOutputs = 16, kInputs = 32, kPairs = 16, kMostRows = 32;
 
 struct Task {
@@ -38,13 +41,12 @@ struct Task {
   int64_t rows, inputs, outputs;
 };
 
-// The scale and the least value of each weight in a vector: outputs 0 to 7, then 8 to 15, each twice.
+// The scale and the least value, or second scale, of each weight in a vector: outputs 0 to 7, then 8 to 15, each twice.
 struct Scales {
   __m512 scale[2], least[2];
 };
 
-WIDE INLINE void spread(const uint8_t* halves, __m512* found) {
-  const __m512 all = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+WIDE INLINE void spread(__m512 all, __m512* found) {
   found[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), all);
   found[1] = _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), all);
 }
@@ -52,10 +54,14 @@ WIDE INLINE void spread(const uint8_t* halves, __m512* found) {
 template <int64_t F>
 WIDE INLINE Scales scales_of(const uint8_t* block) {
   Scales found{};
-  if constexpr (F == kBlocks8) spread(block + 512, found.scale);
-  if constexpr (F == kBlocks4) {
-    spread(block + 256, found.scale);
-    spread(block + 288, found.least);
+  const uint8_t* place = block + (in_4_bits(F) ? 256 : 512);
+  if constexpr (F == kBlocks8 || F == kBlocks4)
+    spread(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(place))), found.scale);
+  if constexpr (F == kBlocks4)
+    spread(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(place + 32))), found.least);
+  if constexpr (F >= kLong4) {
+    spread(_mm512_loadu_ps(place), found.scale);
+    spread(_mm512_loadu_ps(place + 64), found.least);
   }
   return found;
 }
@@ -63,21 +69,23 @@ WIDE INLINE Scales scales_of(const uint8_t* block) {
 // Vector `pair` of a block, as float32.
 template <int64_t F>
 WIDE INLINE void dequantised(const uint8_t* block, const Scales& scales, int pair, __m512& low, __m512& high) {
-  if constexpr (F == kBlocks4) {
+  if constexpr (in_4_bits(F)) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 32 * (pair / 2)));
     const __m256i bits = _mm256_and_si256(pair % 2 ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
     low = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(bits)));
     high = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(bits, 1)));
-    low = _mm512_fmadd_ps(low, scales.scale[0], scales.least[0]);
-    high = _mm512_fmadd_ps(high, scales.scale[1], scales.least[1]);
   } else {
     const __m128i* bytes = reinterpret_cast<const __m128i*>(block + 32 * pair);
     low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
     high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-    if constexpr (F == kBlocks8) {
-      low = _mm512_mul_ps(low, scales.scale[0]);
-      high = _mm512_mul_ps(high, scales.scale[1]);
-    }
+  }
+  if constexpr (F == kBlocks8 || F == kHalves8) {
+    const __m512* scale = F == kHalves8 && pair >= kPairs / 2 ? scales.least : scales.scale;
+    low = _mm512_mul_ps(low, scale[0]);
+    high = _mm512_mul_ps(high, scale[1]);
+  } else if constexpr (F != kInt8) {
+    low = _mm512_fmadd_ps(low, scales.scale[0], scales.least[0]);
+    high = _mm512_fmadd_ps(high, scales.scale[1], scales.least[1]);
   }
 }
 
@@ -268,7 +276,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   const int64_t inputs = x.size(-1), rows = inputs ? x.numel() / inputs : 0;
   const bool half = x.scalar_type() == at::kBFloat16;
   TORCH_CHECK(half || x.scalar_type() == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(format >= 0 && format <= 2 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
+  TORCH_CHECK(format >= 0 && format <= kHalves8 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
   TORCH_CHECK(blocks.numel() == outputs / kOutputs * (inputs / kInputs) * kSizes[format], "not of this shape");
   TORCH_CHECK(blocks.is_contiguous() && (format != kInt8 || (scales && scales->numel() == outputs)), "no scales");
   auto sizes = x.sizes().vec();
@@ -283,16 +291,22 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
     part.x = static_cast<const char*>(task.x) + row * inputs * size;
     part.y = static_cast<char*>(task.y) + row * outputs * size;
     const bool with_tiles = half && by_tiles && has_tiles();
-    if (format == kInt8) run<kInt8>(part, half, with_tiles);
-    if (format == kBlocks8) run<kBlocks8>(part, half, with_tiles);
-    if (format == kBlocks4) run<kBlocks4>(part, half, with_tiles);
+    constexpr decltype(&run<kInt8>) runs[] = {run<kInt8>,  run<kBlocks8>, run<kBlocks4>,
+                                              run<kLong4>, run<kLong8>,   run<kHalves8>};
+    runs[format](part, half, with_tiles);
   }
   return y;
 }
 
-// Blocks of a GGUF file: their sizes in bytes, and where the weights begin.
-enum Kind : int64_t { kQ8_0 = 0, kQ4_0 = 1, kQ4_1 = 2 };
-constexpr int64_t kRawSizes[] = {34, 18, 20}, kRawStarts[] = {2, 2, 4};
+// Blocks of GGUF files: their sizes in bytes and in weights, and how they are laid out here.
+enum Kind : int64_t { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIQ4_NL, kQ4_K, kQ5_K, kQ6_K };
+struct Source {
+  int64_t bytes, weights, format;
+};
+constexpr Source kSources[] = {{34, 32, kBlocks8},  {18, 32, kBlocks4},  {20, 32, kBlocks4},
+                               {22, 32, kBlocks8},  {24, 32, kLong8},    {18, 32, kBlocks8},
+                               {144, 256, kLong4},  {176, 256, kLong8},  {210, 256, kHalves8}};
+constexpr int8_t kLevels[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};  // of IQ4_NL
 
 float half_at(const uint8_t* bytes) {
   c10::Half found;
@@ -300,37 +314,90 @@ float half_at(const uint8_t* bytes) {
   return found;
 }
 
+// 32 weights: `numbers` times `factor` plus `added`; of kHalves8 the last 16 are `numbers` times `added`.
+struct Part {
+  int8_t numbers[kInputs];
+  float factor, added = 0;
+};
+
+// The scale and the least value of one of 8 parts, 6 bits each, packed in 12 bytes.
+INLINE void packed_scales(const uint8_t* bytes, int64_t part, int& scale, int& least) {
+  const uint8_t *low = bytes + part, *high = bytes + part - 4;
+  scale = part < 4 ? low[0] & 63 : (low[4] & 15) | high[0] >> 6 << 4;
+  least = part < 4 ? low[4] & 63 : low[4] >> 4 | low[0] >> 6 << 4;
+}
+
+// Weights 32 * part to 32 * part + 31 of a row. Products of these floats are exact: 11 bits by 6 or 8, by 4 to 6.
+template <int64_t K>
+INLINE Part part_of(const uint8_t* row, int64_t part) {
+  constexpr int64_t in_block = kSources[K].weights / kInputs;
+  const uint8_t* raw = row + part / in_block * kSources[K].bytes;
+  part %= in_block;
+  Part found;
+  const auto nibble = [](const uint8_t* bytes, int i) { return i < 16 ? bytes[i] & 15 : bytes[i - 16] >> 4; };
+  if constexpr (K == kQ6_K) {
+    const uint8_t *low = raw + 64 * (part / 4) + 32 * (part & 1), *high = raw + 128 + 32 * (part / 4);
+    const auto* scales = reinterpret_cast<const int8_t*>(raw + 192) + 2 * part;
+    for (int i = 0; i < kInputs; ++i)
+      found.numbers[i] = ((low[i] >> 4 * (part % 4 / 2) & 15) | (high[i] >> 2 * (part % 4) & 3) << 4) - 32;
+    found.factor = half_at(raw + 208) * scales[0], found.added = half_at(raw + 208) * scales[1];
+  } else if constexpr (K == kQ4_K || K == kQ5_K) {
+    const uint8_t* low = raw + (K == kQ5_K ? 48 : 16) + 32 * (part / 2);
+    for (int i = 0; i < kInputs; ++i) {
+      found.numbers[i] = low[i] >> 4 * (part & 1) & 15;
+      if constexpr (K == kQ5_K) found.numbers[i] |= (raw[16 + i] >> part & 1) << 4;
+    }
+    int scale, least;
+    packed_scales(raw + 4, part, scale, least);
+    found.factor = half_at(raw) * scale, found.added = -(half_at(raw + 2) * least);
+  } else if constexpr (K == kQ8_0) {
+    std::memcpy(found.numbers, raw + 2, kInputs);
+    found.factor = half_at(raw);
+  } else {
+    constexpr bool affine = K == kQ4_1 || K == kQ5_1, fifth = K == kQ5_0 || K == kQ5_1;
+    const uint8_t* bits = raw + (affine ? 4 : 2);  // the fifth bit of each weight, if there is one
+    for (int i = 0; i < kInputs; ++i) {
+      const int four = nibble(bits + (fifth ? 4 : 0), i), top = fifth ? (bits[i / 8] >> i % 8 & 1) << 4 : 0;
+      found.numbers[i] = K == kIQ4_NL ? kLevels[four] : (four | top) - (K == kQ5_0 ? 16 : 0);
+    }
+    found.factor = half_at(raw);
+    found.added = affine ? half_at(raw + 2) : K == kQ4_0 ? float(c10::Half(-8 * half_at(raw))) : 0;
+  }
+  return found;
+}
+
 // Lays a row out, its `lane` of 16, and returns whether its weights, bfloat16, are these.
 template <int64_t K>
 WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, int lane, int64_t parts) {
-  constexpr int64_t size = kSizes[K == kQ8_0 ? kBlocks8 : kBlocks4];
+  constexpr int64_t F = kSources[K].format, size = kSizes[F];
   uint32_t wrong = 0;
-  for (int64_t part = 0; part < parts; ++part, raw += kRawSizes[K], weight += kInputs, blocks += size) {
-    const c10::Half scale(half_at(raw)), least(K == kQ4_1 ? half_at(raw + 2) : -8 * half_at(raw));
-    const float factor = scale, added = least;
-    const uint8_t* bytes = raw + kRawStarts[K];
-    int8_t numbers[kInputs];
-    for (int i = 0; i < 16; ++i) {
-      numbers[i] = K == kQ8_0 ? bytes[i] : bytes[i] & 15;
-      numbers[16 + i] = K == kQ8_0 ? bytes[16 + i] : bytes[i] >> 4;
-    }
+  for (int64_t part = 0; part < parts; ++part, weight += kInputs, blocks += size) {
+    const Part found = part_of<K>(raw, part);
+    const int8_t* numbers = found.numbers;
     for (int i = 0; i < kInputs; ++i) {  // rounds to the nearest, ties to even; zeros of both signs are the same
-      const float value = K == kQ8_0 ? factor * numbers[i] : factor * numbers[i] + added;
+      const float value = F != kHalves8 ? found.factor * numbers[i] + found.added
+                                        : numbers[i] * (i < 16 ? found.factor : found.added);
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
       bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
       const uint32_t either = (bits | weight[i]) & 0x7fff;
       wrong |= either ? bits ^ weight[i] : 0;
     }
-    if constexpr (K == kQ8_0) {
-      for (int pair = 0; pair < kPairs; ++pair) std::memcpy(blocks + 32 * pair + 2 * lane, numbers + 2 * pair, 2);
-      std::memcpy(blocks + 512 + 2 * lane, &scale, 2);
-    } else {
+    uint8_t* scales = blocks + (in_4_bits(F) ? 256 : 512);
+    if constexpr (in_4_bits(F)) {
       for (int pair = 0; pair < kPairs; pair += 2)
         for (int i = 0; i < 2; ++i)
           blocks[16 * pair + 2 * lane + i] = numbers[2 * pair + i] | numbers[2 * pair + 2 + i] << 4;
-      std::memcpy(blocks + 256 + 2 * lane, &scale, 2);
-      std::memcpy(blocks + 288 + 2 * lane, &least, 2);
+    } else {
+      for (int pair = 0; pair < kPairs; ++pair) std::memcpy(blocks + 32 * pair + 2 * lane, numbers + 2 * pair, 2);
+    }
+    if constexpr (F >= kLong4) {
+      std::memcpy(scales + 4 * lane, &found.factor, 4);
+      std::memcpy(scales + 64 + 4 * lane, &found.added, 4);
+    } else {
+      const c10::Half halves[] = {found.factor, found.added};
+      std::memcpy(scales + 2 * lane, halves, 2);
+      if constexpr (F == kBlocks4) std::memcpy(scales + 32 + 2 * lane, halves + 1, 2);
     }
   }
   return wrong == 0;
@@ -338,21 +405,25 @@ WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, i
 
 // `raw` is [outputs, bytes]; row i of `weight` is row order[i] of it. Empty if the weights differ.
 at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::Tensor& order, int64_t kind) {
-  const int64_t outputs = weight.size(0), parts = weight.size(1) / kInputs;
-  const int64_t size = kSizes[kind == kQ8_0 ? kBlocks8 : kBlocks4], raw_row = parts * kRawSizes[kind];
+  TORCH_CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
+  const Source source = kSources[kind];
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), parts = inputs / kInputs;
+  const int64_t size = kSizes[source.format], raw_row = inputs / source.weights * source.bytes;
   TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == raw_row, "not of this shape");
-  TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && weight.size(1) % kInputs == 0, "no such layout");
+  TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && inputs % source.weights == 0, "no such layout");
   at::Tensor blocks = at::empty({outputs / kOutputs, parts, size}, raw.options());
   std::atomic<bool> same{true};
   const uint8_t* from = raw.const_data_ptr<uint8_t>();
   const auto* weights = reinterpret_cast<const uint16_t*>(weight.const_data_ptr<c10::BFloat16>());
-  const auto lay = kind == kQ8_0 ? lay_out<kQ8_0> : kind == kQ4_0 ? lay_out<kQ4_0> : lay_out<kQ4_1>;
+  constexpr decltype(&lay_out<kQ8_0>) lays[] = {lay_out<kQ8_0>, lay_out<kQ4_0>,   lay_out<kQ4_1>,
+                                                lay_out<kQ5_0>, lay_out<kQ5_1>,   lay_out<kIQ4_NL>,
+                                                lay_out<kQ4_K>, lay_out<kQ5_K>,   lay_out<kQ6_K>};
   const int64_t* rows = order.const_data_ptr<int64_t>();
   uint8_t* to = blocks.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
-      if (!lay(from + rows[row] * raw_row, weights + row * weight.size(1), to + row / kOutputs * parts * size,
-               row % kOutputs, parts))
+      if (!lays[kind](from + rows[row] * raw_row, weights + row * inputs, to + row / kOutputs * parts * size,
+                      row % kOutputs, parts))
         same = false;
   });
   return same ? blocks : blocks.new_empty({0});

@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .small_weights import INPUTS, KERNEL, SmallCopy, fits, in_blocks
+from .small_weights import BLOCKS, KERNEL, SmallCopy, fits, in_blocks
 
-_TYPES = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
-_NONE: tuple[str, int, list[int]] = ("", 0, [])
+_NONE: tuple[int, int, list[int]] = (-1, 0, [])
 _STRING, _ARRAY = 8, 9  # kinds of fields; the others are numbers
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # bytes of a block of 32 weights
 _sources: Any = WeakIdKeyDictionary()  # of weights: file, name of the parameter, model type, number of layers
 
 
@@ -45,32 +43,23 @@ def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
         raw = _raw_blocks(*_sources[weight])
     except (ImportError, OSError, ValueError, struct.error, KeyError):
         return None
-    return None if raw is None or len(raw[1]) != len(weight) else _in_order(found, *raw, weight)
+    return None if raw is None else _in_order(found, *raw, weight.detach().contiguous())
 
 
-def _in_order(found: Any, kind: str, raw: torch.Tensor, weight: torch.Tensor) -> SmallCopy | None:
-    if weight.dtype != torch.bfloat16 or raw.shape[1] != weight.shape[1] // INPUTS * _SIZES[kind]:
+def _in_order(found: Any, kind: Any, raw: torch.Tensor, weight: torch.Tensor) -> SmallCopy | None:
+    import gguf
+
+    size, of_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, inputs = weight.shape
+    if weight.dtype != torch.bfloat16 or inputs % size or tuple(raw.shape) != (rows, inputs // size * of_bytes):
         return None
-    weight = weight.detach().contiguous()
-    if (copy := in_blocks(found, kind, raw, weight)) is not None:
+    if (copy := in_blocks(found, kind.name, raw, weight)) is not None:
         return copy
     # llama.cpp reorders rows of queries and keys.
-    values, order = dequantised(kind, raw.view(len(raw), -1, _SIZES[kind])), torch.empty(len(weight), dtype=torch.int64)
+    values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind)).bfloat16()
+    order = torch.empty(rows, dtype=torch.int64)
     order[_digests(weight).argsort()] = _digests(values).argsort()
-    return in_blocks(found, kind, raw, weight, order)
-
-
-def dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """`[out, in]`, bfloat16, of blocks `[out, in / 32, bytes]`."""
-
-    def half(place: int) -> torch.Tensor:
-        return blocks[..., place : place + 2].contiguous().view(torch.float16).float()
-
-    if kind == "Q8_0":
-        return (blocks[..., 2:].view(torch.int8) * half(0)).bfloat16().flatten(1)
-    nibbles = blocks[..., -INPUTS // 2 :]
-    numbers = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
-    return (numbers * half(0) + (half(2) if kind == "Q4_1" else -8 * half(0))).bfloat16().flatten(1)
+    return in_blocks(found, kind.name, raw, weight, order)
 
 
 def _digests(rows: torch.Tensor) -> torch.Tensor:
@@ -79,15 +68,19 @@ def _digests(rows: torch.Tensor) -> torch.Tensor:
     return (rows.detach().contiguous().view(torch.int16).long() * factors).sum(1)
 
 
-def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[str, torch.Tensor] | None:
+def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[Any, torch.Tensor] | None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     known = _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
-    kind, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(known, _NONE)
-    if kind not in _SIZES:
+    number, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(known, _NONE)
+    if number not in set(GGMLQuantizationType) or GGMLQuantizationType(number).name not in BLOCKS:
         return None
-    size = math.prod(sizes) // INPUTS * _SIZES[kind]
+    kind = GGMLQuantizationType(number)
+    size, of_bytes = GGML_QUANT_SIZES[kind]
     with file.open("rb") as opened:
         opened.seek(place)
-        return kind, torch.frombuffer(bytearray(opened.read(size)), dtype=torch.uint8).view(sizes[-1], -1)
+        read = bytearray(opened.read(math.prod(sizes) // size * of_bytes))
+        return kind, torch.frombuffer(read, dtype=torch.uint8).view(sizes[-1], -1)
 
 
 @lru_cache(maxsize=4)
@@ -101,8 +94,8 @@ def _names(model_type: str, layers: int) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _tensors(file: Path, _changed: int) -> dict[str, tuple[str, int, list[int]]]:
-    """Each tensor's type, place in the file, and sizes, innermost first. The package gguf takes seconds for this."""
+def _tensors(file: Path, _changed: int) -> dict[str, tuple[int, int, list[int]]]:
+    """Each tensor's type, a number, its place in the file, and its sizes, innermost first. gguf takes seconds."""
     with file.open("rb") as opened:
         read = functools.partial(_read, opened)
         if opened.read(4) != b"GGUF" or read("I") < 2:
@@ -115,7 +108,7 @@ def _tensors(file: Path, _changed: int) -> dict[str, tuple[str, int, list[int]]]
         for _ in range(count):
             name = opened.read(read("Q")).decode()
             sizes = [read("Q") for _ in range(read("I"))]
-            found[name] = _TYPES.get(read("I"), ""), read("Q"), sizes
+            found[name] = read("I"), read("Q"), sizes
         start = -(-opened.tell() // alignment) * alignment
     return {name: (kind, start + offset, sizes) for name, (kind, offset, sizes) in found.items()}
 

@@ -18,8 +18,9 @@ from .kernel import Kernel
 from .private_operators import integers
 
 OUTPUTS, INPUTS = 16, 32  # of a block
-INT8, BLOCKS_8, BLOCKS_4 = 0, 1, 2  # formats of few_rows.cpp
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1")  # of GGUF files, in the order of few_rows.cpp
+INT8 = 0  # format of few_rows.cpp: bare numbers
+# Blocks of GGUF files in the order of few_rows.cpp, with its format for each
+BLOCKS = {"Q8_0": 1, "Q4_0": 2, "Q4_1": 2, "Q5_0": 1, "Q5_1": 4, "IQ4_NL": 1, "Q4_K": 3, "Q5_K": 4, "Q6_K": 5}
 _SAME = 1e-4  # distance of two products in float32, relative to their size; rounded inputs are 100 times apart
 
 
@@ -31,7 +32,7 @@ class SmallCopy:
         operators: their namespace.
         blocks: `[outputs / 16, inputs / 32, bytes of a block]`, uint8.
         scales: `[outputs]`, float32, of `INT8`; otherwise `None`.
-        format: `INT8`, `BLOCKS_8` or `BLOCKS_4`.
+        format: `INT8`, or one of the values of `BLOCKS`.
     """
 
     operators: Any
@@ -77,8 +78,8 @@ def in_blocks(
     Row i of the weight is row `order[i]` of the blocks; `None` if their numbers differ.
     """
     order = torch.arange(len(weight)) if order is None else order
-    blocks = found.blocks_of(raw, weight, order, BLOCKS.index(kind))
-    return SmallCopy(found, blocks, None, BLOCKS_8 if kind == "Q8_0" else BLOCKS_4) if blocks.numel() else None
+    blocks = found.blocks_of(raw, weight, order, list(BLOCKS).index(kind))
+    return SmallCopy(found, blocks, None, BLOCKS[kind]) if blocks.numel() else None
 
 
 def joined(copies: Sequence[SmallCopy]) -> SmallCopy | None:
@@ -94,15 +95,12 @@ def joined(copies: Sequence[SmallCopy]) -> SmallCopy | None:
 
 def _multiplies(found: Any) -> bool:
     """Whether products of numbers that are exact in each dtype are right, in all formats."""
-    outputs, inputs = 3 * OUTPUTS, 2 * INPUTS
+    outputs, inputs = 3 * OUTPUTS, 256
     numbers, bias = integers(outputs, inputs), integers(outputs)
-    scales, parts = 2.0 ** integers(outputs), numbers.view(outputs, -1, INPUTS)
-    ones = torch.ones(outputs, inputs // INPUTS, 1).half().view(torch.uint8)  # scales of blocks
-    low, high = (parts + 8).to(torch.uint8).chunk(2, dim=-1)
-    blocks = {"Q8_0": parts.to(torch.int8).view(torch.uint8), "Q4_0": low | high << 4}
+    scales = 2.0 ** integers(outputs)
     copies: list[SmallCopy | None] = [in_int8(found, numbers.to(torch.int8), scales)]
-    for kind, held in blocks.items():
-        copies.append(in_blocks(found, kind, torch.cat([ones, held], dim=-1).flatten(1), numbers.bfloat16()))
+    for kind, blocks in _blocks_of(numbers.view(outputs, -1, INPUTS)).items():
+        copies.append(in_blocks(found, kind, blocks.flatten(1), numbers.bfloat16()))
     for rows in (1, 5, 17):  # a vector, a tile, two of them
         x = integers(rows, inputs)
         for copy in copies:
@@ -113,6 +111,29 @@ def _multiplies(found: Any) -> bool:
                 if not torch.equal(copy(x.to(dtype), bias.to(dtype)), expected.to(dtype)):
                     return False
     return True
+
+
+def _blocks_of(parts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Blocks of each layout for numbers `[outputs, 8, 32]` from -8 to 7, by kind, with scales of 1."""
+    outputs, ones = len(parts), torch.ones(len(parts), 8, 1).half().view(torch.uint8)
+    bits = (parts + 8).to(torch.uint8)  # and a least value of -8
+    halves, low, high = bits[..., :16] | bits[..., 16:] << 4, bits[:, ::2], bits[:, 1::2]
+    least = (-8 * torch.ones(outputs, 8, 1)).half().view(torch.uint8)
+    six = torch.tensor([1] * 4 + [8] * 4 + [1 | 8 << 4] * 4, dtype=torch.uint8).expand(outputs, -1)  # scales and leasts
+    more = (parts + 32).to(torch.uint8).view(outputs, 2, 4, INPUTS)
+    top = sum(more[:, :, part] >> 4 << 2 * part for part in range(4))
+    bottom = more[:, :, :2] & 15 | (more[:, :, 2:] & 15) << 4
+    by_part: dict[str, list[torch.Tensor]] = {
+        "Q8_0": [ones, parts.to(torch.int8).view(torch.uint8)],
+        "Q4_0": [ones, halves],
+        "Q5_1": [ones, least, torch.zeros(outputs, 8, 4, dtype=torch.uint8), halves],
+    }
+    by_block: dict[str, list[torch.Tensor]] = {
+        "Q4_K": [ones[:, 0], ones[:, 0], six, low | high << 4],
+        "Q6_K": [bottom, top, torch.ones(outputs, 16, dtype=torch.uint8), ones[:, 0]],
+    }
+    found = {kind: torch.cat(held, dim=-1) for kind, held in by_part.items()}
+    return found | {kind: torch.cat([each.flatten(1) for each in held], dim=1) for kind, held in by_block.items()}
 
 
 KERNEL = Kernel(Path(__file__).with_name("few_rows.cpp"), "products by small weights", _multiplies)

@@ -13,7 +13,7 @@ from hf_hsdraft.cpu import small_weights
 from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
 from hf_hsdraft.cpu.kernel import Kernel
 from hf_hsdraft.cpu.packed_weights import PackedWeight, PackedWeights, linears_to_pack
-from hf_hsdraft.cpu.small_weights import KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
+from hf_hsdraft.cpu.small_weights import BLOCKS, KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
 
 IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 
@@ -32,20 +32,32 @@ def made(operators, format: str, outputs: int, inputs: int) -> tuple[SmallCopy, 
     if format == "int8":
         scales = torch.rand(outputs)
         return in_int8(operators, numbers, scales), numbers.double() * scales[:, None].double()
-    scales, least = torch.rand(outputs, inputs // 32, 1).half(), -torch.rand(outputs, inputs // 32, 1).half()
-    parts = numbers.view(outputs, -1, 32)
-    if format == "Q8_0":
-        weight, raw = parts * scales.double(), [scales, parts]
-    else:
-        parts = parts.view(torch.uint8) & 15
-        weight, raw = parts * scales.double() + least, [scales, least, parts[..., :16] | parts[..., 16:] << 4]
-    blocks, weight = torch.cat([part.view(torch.uint8) for part in raw], dim=-1).flatten(1), weight.flatten(1)
-    copy = in_blocks(operators, format, blocks, weight.float().bfloat16())
+    blocks = random_blocks(format, outputs, inputs)
+    weight = dequantised(format, blocks)
+    copy = in_blocks(operators, format, blocks, weight.bfloat16())
     assert copy is not None
-    return copy, weight
+    return copy, weight.double()
 
 
-FORMATS = ("int8", "Q8_0", "Q4_1")
+def random_blocks(kind: str, outputs: int, inputs: int) -> torch.Tensor:
+    """`[outputs, bytes]`: any bytes are weights, as long as their scales, in float16, are finite."""
+    gguf = pytest.importorskip("gguf")
+    size, of_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = torch.randint(0, 256, (outputs, inputs // size, of_bytes), dtype=torch.uint8)
+    halves = 2 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    scales = torch.rand(outputs, inputs // size, halves).half().view(torch.uint8)
+    place = of_bytes - 2 if kind == "Q6_K" else 0
+    blocks[..., place : place + 2 * halves] = scales
+    return blocks.flatten(1)
+
+
+def dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """The weights as the package gguf reads them, float32."""
+    gguf = pytest.importorskip("gguf")
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+FORMATS = ("int8", *BLOCKS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -54,9 +66,9 @@ FORMATS = ("int8", "Q8_0", "Q4_1")
 @torch.no_grad()
 def test_products_are_those_of_the_weight(operators, format, rows, by_tiles):
     torch.manual_seed(rows)
-    copy, weight = made(operators, format, 48, 96)
-    for dtype, bound in ((torch.bfloat16, 2.0**-8), (torch.float32, 1e-6)):
-        x, bias = torch.randn(2, rows, 96).to(dtype), torch.randn(48).to(dtype)
+    copy, weight = made(operators, format, 48, 512)
+    for dtype, bound in ((torch.bfloat16, 2.0**-8), (torch.float32, 2e-6)):
+        x, bias = torch.randn(2, rows, 512).to(dtype), torch.randn(48).to(dtype)
         # In blocks, each weight is rounded to the dtype first, as a target's dequantised ones are.
         exact = weight if format == "int8" else weight.float().to(dtype).double()
         for added in (None, bias):
@@ -69,10 +81,24 @@ def test_products_are_those_of_the_weight(operators, format, rows, by_tiles):
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_joined_copies_are_side_by_side(operators, format):
-    [(one, _), (other, _)] = (made(operators, format, outputs, 64) for outputs in (32, 16))
-    x, whole = torch.randn(3, 64).bfloat16(), joined([one, other])
+    [(one, _), (other, _)] = (made(operators, format, outputs, 256) for outputs in (32, 16))
+    x, whole = torch.randn(3, 256).bfloat16(), joined([one, other])
     assert whole is not None and torch.equal(whole(x), torch.cat([one(x), other(x)], dim=-1))
-    assert joined([one, made(operators, FORMATS[FORMATS.index(format) - 1], 32, 64)[0]]) is None
+    assert joined([one, made(operators, "Q8_0" if format == "int8" else "int8", 32, 256)[0]]) is None
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_blocks_are_bitwise_their_weights(operators, kind):
+    blocks = random_blocks(kind, 32, 512)
+    weight = dequantised(kind, blocks).bfloat16()
+    copy = in_blocks(operators, kind, blocks, weight)
+    assert copy is not None
+    for by_tiles in (True, False):
+        columns = [copy(part, None, by_tiles) for part in torch.eye(512).bfloat16().split(32)]
+        assert torch.equal(torch.cat(columns).t(), weight)
+    weight[17, 300] = weight[17, 300] * 1.5 + 1.0
+    assert in_blocks(operators, kind, blocks, weight) is None, "another weight"
 
 
 @torch.no_grad()
@@ -199,7 +225,7 @@ def gguf_target(folder, **types):
         kind = gguf.GGMLQuantizationType[kind]
         raw = gguf.quantize(weight.detach().float().numpy(), kind)
         values = torch.from_numpy(gguf.dequantize(raw, kind)).bfloat16()
-        order = torch.randperm(len(values)) if "q_proj" in name else torch.arange(len(values))
+        order = torch.randperm(len(values)) if "self_attn" in name else torch.arange(len(values))
         weight.data = values[order]
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), raw, raw_dtype=kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
@@ -212,9 +238,9 @@ def gguf_target(folder, **types):
 def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path):
     if not operators.has_tiles():
         pytest.skip("packed copies are as quick here")
-    target = gguf_target(tmp_path, q_proj="Q4_1", gate_proj="Q4_0", up_proj="Q8_0")
+    target = gguf_target(tmp_path, q_proj="Q4_1", k_proj="Q5_0", gate_proj="Q4_0", up_proj="Q8_0")
     layer = target.model.layers[0]
-    for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+    for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
         copy = copy_of_blocks(linear.weight)
         assert copy is not None
         same = copy(torch.eye(32).bfloat16()).t()
