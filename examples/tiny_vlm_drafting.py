@@ -108,7 +108,7 @@ def tiny_budget(minutes: float) -> Any:
     """Returns the clock that ends training."""
     from hf_hsdraft.training.loop.budget import TimeBudget
 
-    return TimeBudget.resumed(minutes, {})
+    return TimeBudget(minutes)
 
 
 def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from ...hub.drafter_files import CONFIG
 from ...hub.fetching import find_folder, loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
-from ..data.gather import most_in_sources
+from ..data.gather import read_files
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
 from ..families.family import TrainableFamily
@@ -30,9 +30,9 @@ def prepared(
     """Checks a plan and the arguments of its run, which differ from the family's defaults, and completes both.
 
     Raises:
-        ValueError: plan and arguments do not fit together.
+        ValueError: plan and arguments do not fit together, or a line of the prompts cannot be used.
         TypeError: there is no such argument.
-        OSError: there is no such drafter to start from.
+        OSError: there is no such drafter to start from, or no such file of prompts.
     """
     plan.check(PartialState().num_processes)
     chosen_kinds(plan.kinds)
@@ -58,8 +58,10 @@ def prepared(
     if plan.init_from is not None:
         with loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))
-    if (most := most_in_sources(plan)) is not None:
-        plan.check_amount(most)
+    bad_lines = list[str]().append if plan.skip_bad_lines else None  # the run reports them
+    finished, prompts = read_files(plan, bad_lines)
+    if plan.dataset is None or plan.num_prompts is not None:
+        plan.check_amount(len(finished) + len(prompts) + (plan.num_prompts or 0) * (plan.dataset is not None))
     return plan, args
 
 
