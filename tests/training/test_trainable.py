@@ -30,6 +30,7 @@ from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
+from hf_hsdraft.training.families.family import width_of
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
@@ -512,7 +513,7 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, kind):
     chains = Chains(torch.tensor([8, 17, 30, 43]), 3, torch.ones(4, dtype=torch.bool))
     filled = Chains(torch.tensor([8, 17, 30, 0, 43, 0]), 4, torch.tensor([True, True, True, False, True, False]))
     chunk = 2 * len(borrow(drafter, target).vocab_ids)
-    regression = 0.3 * (family_of(drafter).width(drafter.config) == target.config.hidden_size)
+    regression = 0.3 * (width_of(drafter.config) == target.config.hidden_size)
     results = []
     for multiple, picked, sizes in (
         (1, chains, {}),

@@ -18,9 +18,9 @@ from ..data.conversations import Conversation, tokenize_conversation
 from ..data.gather import read_files
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
-from ..families.family import TrainableFamily
+from ..families.family import TrainableFamily, width_of
 from ..families.trainable import family_for
-from ..loss.objectives import WHOLE_LOSSES
+from ..loss.objectives import WHOLE_LOSSES, only_objective
 from .arguments import DrafterTrainingArguments, training_arguments
 
 
@@ -37,7 +37,7 @@ def prepared(
     plan.check(PartialState().num_processes)
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
-    family_for(plan).check_policy(args.data_policy)
+    _check_policy(family_for(plan), args.data_policy)
     if args.max_minutes is not None and PartialState().num_processes > 1:
         raise ValueError(
             "--max-minutes divides the time of one process: give --max-training-minutes and --num-prompts, or start "
@@ -84,14 +84,14 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
 
 def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any) -> None:
     """Raises a ValueError where a drafter with this configuration cannot be trained as the arguments ask."""
-    _check_objective(family, config, args)
-    family.check_policy(args.data_policy)
+    _check_objective(config, args)
+    _check_policy(family, args.data_policy)
     if args.candidates and not family.by_columns(config):
         raise ValueError(
             f"candidates={args.candidates} is invalid for this drafter of family {family.name!r}, whose logits are "
             "computed for the whole draft vocabulary at once: leave it out"
         )
-    width, wanted = family.width(config), text_config(target).hidden_size
+    width, wanted = width_of(config), text_config(target).hidden_size
     for name in ("regression_weight", "cosine_weight"):
         if getattr(args, name) > 0 and width != wanted:
             raise ValueError(
@@ -100,8 +100,16 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
             )
 
 
-def _check_objective(family: TrainableFamily, config: Any, args: Any) -> None:
-    only = family.only_objective(config)
+def _check_policy(family: TrainableFamily, data_policy: str) -> None:
+    if data_policy != "teacher" and not family.follows_drafts:
+        raise ValueError(
+            f"data_policy={data_policy!r} is invalid with family={family.name!r}, which learns from hidden states "
+            "along the text: expected 'teacher'"
+        )
+
+
+def _check_objective(config: Any, args: Any) -> None:
+    only = only_objective(config)
     if only and args.objective != only:
         raise ValueError(f"objective={args.objective!r} is invalid for this drafter, which learns by {only!r} only")
     if only:

@@ -34,7 +34,7 @@ from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
 from ..data.recording import can_record
 from ..data.stream import ChatStream, StreamPlace
-from ..data.vocabulary import answer_counts
+from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
@@ -370,7 +370,7 @@ class _Run:
         wanted = self.plan.drafter.get("draft_vocab_size")
         if start and wanted not in (None, start.config.draft_vocab_size):
             rows = self.target.get_output_embeddings().weight
-            start = self.family.with_draft_vocabulary(start, choose(), rows)
+            start = with_draft_vocabulary(start, choose(), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)
