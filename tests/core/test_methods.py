@@ -24,7 +24,7 @@ from hf_hsdraft.drafters.base.registry import FAMILIES
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
 from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS
-from hf_hsdraft.training.loss.data_policies import DATA_POLICIES
+from hf_hsdraft.training.loss.chains import DATA_POLICIES
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, WHOLE_LOSSES
 from hf_hsdraft.trees.tree_builders import TREE_BUILDERS
 from hf_hsdraft.verify.registry import VERIFIERS, rule_options

@@ -24,7 +24,7 @@ from hf_hsdraft.training.families.lm import LMPredictions
 from hf_hsdraft.training.families.trainable import TRAINABLE, as_trained, family_of
 from hf_hsdraft.training.loop.checks import prepared
 from hf_hsdraft.training.loop.start import drafter_to_start_from
-from hf_hsdraft.training.loss.loss import Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 
 
 @pytest.fixture(scope="module")

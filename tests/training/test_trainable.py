@@ -34,15 +34,8 @@ from hf_hsdraft.training.families.family import width_of
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
-from hf_hsdraft.training.loss.loss import (
-    ChainLoss,
-    Chains,
-    Pack,
-    chain_starts,
-    sample_chains,
-    true_labels,
-    unroll,
-)
+from hf_hsdraft.training.loss.chains import Chains, Pack, chain_starts, sample_chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss
 from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
 IDS = list(range(20, 60))

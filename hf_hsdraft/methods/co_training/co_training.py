@@ -16,7 +16,8 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.data.conversations import TokenizedConversation
 from ...training.data.features import Features, read_features
 from ...training.families.trainable import family_of
-from ...training.loss.loss import CHUNK_LOGITS, ChainLoss, Pack, sample_chains, true_labels, unroll
+from ...training.loss.chains import Pack, sample_chains, true_labels, unroll
+from ...training.loss.loss import CHUNK_LOGITS, ChainLoss
 from ...training.loss.objectives import OBJECTIVES, only_objective
 
 

@@ -13,7 +13,7 @@ from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.lm import LMFamily, TrainedLM
 from ...training.families.trainable import TRAINABLE
-from ...training.loss.branches import Branches
+from ...training.loss.chains import Branches
 from .steered_lm import SteeredLMDrafter, has_steering
 from .steering import Steering, SteeringSizes
 

@@ -25,7 +25,7 @@ from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation
 from ..data.features import read_features
 from ..families.trainable import family_of
-from ..loss.loss import ChainLabels, Chains, Pack, true_labels, unroll
+from ..loss.chains import ChainLabels, Chains, Pack, true_labels, unroll
 
 LabelsOf = Callable[[Pack, Chains, int], ChainLabels]
 

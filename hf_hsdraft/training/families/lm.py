@@ -20,7 +20,7 @@ from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDraft
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
-from ..loss.branches import Branches
+from ..loss.chains import Branches
 from ..loss.predictions import Predictions, trained
 from .family import OPTIONS, Choose, TrainableFamily, name_of
 
