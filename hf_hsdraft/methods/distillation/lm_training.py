@@ -20,9 +20,10 @@ from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDraft
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
-from ..loss.chains import Branches
-from ..loss.predictions import Predictions, trained
-from .family import OPTIONS, Choose, TrainableFamily, name_of
+from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_of
+from ...training.families.trainable import TRAINABLE
+from ...training.loss.chains import Branches
+from ...training.loss.predictions import Predictions, trained
 
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 
@@ -305,3 +306,6 @@ def _check_trainable(drafter: TrainedLM) -> None:
             f"{what} cannot be trained: its logits are more than its final states times its output layer (a scale, cap "
             "or bias)"
         )
+
+
+TRAINABLE[LMFamily.name] = LMFamily()
