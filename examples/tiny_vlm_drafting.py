@@ -19,10 +19,10 @@ import tiny_vlm
 import torch
 
 from hf_hsdraft import AutoDrafter
+from hf_hsdraft.methods.distillation.lm_training import LMFamily
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
-from hf_hsdraft.training.families.lm import LMFamily
 from hf_hsdraft.training.families.trainable import TRAINABLE, trainable
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
@@ -108,7 +108,7 @@ def tiny_budget(minutes: float) -> Any:
     """Returns the clock that ends training."""
     from hf_hsdraft.training.loop.budget import TimeBudget
 
-    return TimeBudget.resumed(minutes, {})
+    return TimeBudget(minutes)
 
 
 def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> list[Any]:

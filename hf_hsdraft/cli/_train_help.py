@@ -28,7 +28,7 @@ from ._shared import Dtype, checked_device
 PANELS: dict[str, dict[str, list[Any]]] = json.loads(
     resources.files(__package__).joinpath("train_panels.json").read_text(encoding="utf-8")
 )
-FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
+FAMILIES = ("hidden-state", "block", "eagle3", *offered("family"))
 _TYPE = re.compile(r"([^>*!]+)(?:>=(\d+))?([*!]?)")
 _TYPES: dict[str, Any] = {
     "str": str, "int": int, "float": float, "folder": Path, "file": Path, "flag": bool, "switch": bool, "dtype": Dtype,

@@ -24,6 +24,17 @@ _OF_DRAFTER = (
     "injector", "head", "markov_rank", "markov_head",
 )  # fmt: skip
 _RENAMED = {"markov_head": "markov_head_type"}
+# A run of five minutes, loading and leaving included: a drafter to look at, not to keep. Short greedy answers to
+# prompts for which the target writes no texts first, and a small draft vocabulary: few answers would choose more.
+_QUICK_PLAN: dict[str, Any] = {
+    "temperatures": (0.0,), "max_new_tokens": 96, "max_length": 256, "cache_taps": True, "answer_batch_size": 32,
+    "eval_conversations": 16, "eval_prompts": 8,
+}  # fmt: skip
+_QUICK_KINDS = dict.fromkeys(("question", "writing", "code", "mathematics"), 1.0)
+_QUICK_ARGUMENTS: dict[str, Any] = {
+    "max_minutes": 4.75, "learning_rate": 1e-3, "eval_steps": 10**6, "eval_new_tokens": 32, "logging_steps": 10,
+}  # fmt: skip
+_QUICK_VOCABULARY = 8192
 
 
 @app.command(
@@ -44,7 +55,6 @@ def train(context: typer.Context, **options: Any) -> None:
     from ..training.data.plan import TrainingPlan
     from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
     from ..training.loop.checks import prepared
-    from ..training.loop.quick import quick as quick_run
     from ..training.loop.run_folder import check_no_other_run
 
     given = {name: value for name, value in options.items() if _is_given(context, name)}
@@ -104,6 +114,24 @@ def _run(
             options = ["--drafter", plan.out, *(["--target", target] if target else []), "--dtype", dtype.value]
             _say(needed or f"next: hsdraft bench {shlex.join(options)}")
         _say(result_of(plan.results))
+
+
+def quick_run(given: dict[str, Any], arguments: dict[str, Any]) -> tuple[TrainingPlan, dict[str, Any]]:
+    """Returns the plan and the arguments of a quick run; what is given of either is kept."""
+    from ..training.data.plan import TrainingPlan
+    from ..training.loop.run_folder import ended_untrained
+
+    own = TrainingPlan(**given)
+    fields, further = {**_QUICK_PLAN, **given}, {**_QUICK_ARGUMENTS, **arguments}
+    if any(arguments.get(name) is not None for name in ("max_steps", "num_train_epochs", "max_training_minutes")):
+        further.pop("max_minutes")
+    elif "max_minutes" not in arguments:  # a run that ended with an untrained drafter goes on for as long again
+        further["max_minutes"] += ended_untrained(Path(own.out)).get("limits", {}).get("max_minutes", 0.0)
+    if own.invents and not own.openings:
+        fields["kinds"] = given.get("kinds") or _QUICK_KINDS
+    if own.family == "hidden-state" and own.init_from is None:
+        fields["drafter"] = {"draft_vocab_size": _QUICK_VOCABULARY, **own.drafter}
+    return TrainingPlan(**fields), further
 
 
 def _say(line: str) -> None:

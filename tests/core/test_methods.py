@@ -24,7 +24,8 @@ from hf_hsdraft.drafters.base.registry import FAMILIES
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
 from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS
-from hf_hsdraft.training.loss.data_policies import DATA_POLICIES
+from hf_hsdraft.training.loss.chains import DATA_POLICIES
+from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, WHOLE_LOSSES
 from hf_hsdraft.trees.tree_builders import TREE_BUILDERS
 from hf_hsdraft.verify.registry import VERIFIERS, rule_options
@@ -181,8 +182,9 @@ def test_all_that_is_offered_is_there():
             module = methods.load(kind, name)
             if kind == "name":
                 assert getattr(module, name).__name__ == name
-    training = (GROWTHS, TRAINABLE, OBJECTIVES, WHOLE_LOSSES, DATA_POLICIES, METHOD_OPTIONS, DRAFTER_OPTIONS)
-    for registry in (VERIFIERS, TREE_BUILDERS, REFINERS, FAMILIES, *training):
+    losses = (OBJECTIVES, WHOLE_LOSSES, WEIGHTINGS, DATA_POLICIES)
+    training = (GROWTHS, TRAINABLE, METHOD_OPTIONS, DRAFTER_OPTIONS)
+    for registry in (VERIFIERS, TREE_BUILDERS, REFINERS, FAMILIES, *losses, *training):
         assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
     assert set(methods.offered("format")) <= {form.name for form in formats()}
     assert set(methods.offered("verification_option")) == {option.name for option in rule_options()}

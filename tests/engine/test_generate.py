@@ -34,7 +34,8 @@ def trained(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
     from hf_hsdraft.training.data.conversations import TokenizedConversation
     from hf_hsdraft.training.data.features import Features
-    from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
+    from hf_hsdraft.training.loss.chains import Pack, sample_chains, true_labels
+    from hf_hsdraft.training.loss.loss import ChainLoss
     from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
     drafter = make_drafter(target, initializer_range=0.02).train()

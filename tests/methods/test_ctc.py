@@ -19,7 +19,7 @@ from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import family_of
-from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 STEPS, LABELS = 5, 3

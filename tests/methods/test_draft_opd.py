@@ -22,7 +22,8 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop.arguments import training_arguments
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, Pack, sample_chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss
 from hf_hsdraft.training.loss.objectives import hard_labels
 
 pytestmark = pytest.mark.train

@@ -26,7 +26,8 @@ from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.checks import prepared
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss
 from hf_hsdraft.training.loss.objectives import objective_of
 
 LAYERS, NEW = 4, 12

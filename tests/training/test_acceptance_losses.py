@@ -11,12 +11,13 @@ from conftest import make_target
 from test_trainable import borrow, fresh, loss_of, packed
 
 from hf_hsdraft.methods.losses.divergences import nla
+from hf_hsdraft.methods.losses.weightings import d_pace
 from hf_hsdraft.methods.on_policy.draft_opd import RejectedDrafts, rejected_draft
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
-from hf_hsdraft.training.loss.depth_weights import d_pace
-from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, objective_of, total_variation
 
 # One of each way in which predictions depend on slots, states and paths.
@@ -163,8 +164,8 @@ def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams)
         rejected = RejectedDrafts(columns, costs)
         labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
     pace, prefix = streams in ("d-pace", "both"), streams == "valid prefix"
-    terms = {"d_pace": pace, "valid_prefix": prefix}
-    parts = loss_of(drafter, target, pack, chains, labels, **terms, chunk_logits=2 * 40, scored_logits=40)
+    weightings = [WEIGHTINGS[name] for name, wanted in (("d-pace", pace), ("valid-prefix", prefix)) if wanted]
+    parts = loss_of(drafter, target, pack, chains, labels, weightings=weightings, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
 
     total, count = torch.zeros((), dtype=torch.float64), 1.0 if streams == "fixed" else labels.valid.sum().item()
@@ -215,7 +216,9 @@ def test_d_pace_takes_one_more_product_by_each_head(target, kind, monkeypatch):
     for pace in (False, True):
         for counts in products.values():
             counts.clear()
-        loss_of(drafter, target, pack, chains, labels, d_pace=pace, chunk_logits=2 * 40).loss.backward()
+        loss_of(
+            drafter, target, pack, chains, labels, weightings=[WEIGHTINGS["d-pace"]] * pace, chunk_logits=2 * 40
+        ).loss.backward()
         rows[pace] = {name: sum(counts) for name, counts in products.items()}
         assert max(map(max, products.values())) == drafter.loss_function.rows_per_chunk <= 2
     assert rows[False] == {"drafter": 10, "target": 10}  # four chains, of which three are followed
@@ -246,7 +249,7 @@ def test_d_pace_in_bfloat16_leaves_no_parameter_without_gradient(target, kind):
     for pace in (False, True):
         drafter.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(drafter, target, pack, chains, labels, d_pace=pace).loss
+            loss = loss_of(drafter, target, pack, chains, labels, weightings=[WEIGHTINGS["d-pace"]] * pace).loss
         found[pace] = {name for name, each in gradients(loss, drafter).items() if each.abs().max() > 0}
     least = 4 if kind == "steered-lm" else 6  # a steering has four
     assert found[True] == found[False] and len(found[True]) >= least

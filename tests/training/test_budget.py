@@ -22,6 +22,12 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
+def resumed(minutes: float, stored: dict) -> TimeBudget:
+    budget = TimeBudget(minutes)
+    budget.resume(stored)
+    return budget
+
+
 def step(budget: TimeBudget, due: bool = False) -> SimpleNamespace:
     """Ends a step of training, after which an evaluation may be due."""
     control = SimpleNamespace(should_evaluate=due, should_save=due, should_training_stop=False)
@@ -93,7 +99,7 @@ def test_evaluations_measure_as_much_as_the_first_one_had_time_for(clock):
 
     assert measured(4.0) == [0, 1, 2]  # after 12 seconds the time is over
     assert measured(0.1) == measured(100.0) == [0, 1, 2]
-    budget = TimeBudget.resumed(20.0, budget.state()["attributes"])
+    budget = resumed(20.0, budget.state()["attributes"])
     assert measured(0.1) == [0, 1, 2]
     budget = TimeBudget(10.0)
     assert measured(100.0) == [0]  # at least one
@@ -107,11 +113,11 @@ def test_a_resumed_budget_goes_on_with_the_minutes_that_are_left(clock):
     step(budget)
     stored = budget.state()["attributes"]
     clock.now += 5000.0  # the machine was off
-    budget = TimeBudget.resumed(10.0, stored)
+    budget = resumed(10.0, stored)
     clock.now += 60.0
     step(budget)
     assert budget.spent == 360.0
-    assert TimeBudget.resumed(10.0, {"spent": 120.0}).spent == 120.0  # all that earlier versions noted
+    assert resumed(10.0, {"spent": 120.0}).spent == 120.0  # all that earlier versions noted
 
 
 def test_the_learning_rate_rises_and_falls_over_the_time_of_training(clock):
@@ -121,3 +127,26 @@ def test_the_learning_rate_rises_and_falls_over_the_time_of_training(clock):
     for share, factor in ((0.025, 0.5), (0.05, 1.0), (0.525, 0.5), (1.0, 0.0)):
         budget.spent = share * training
         assert math.isclose(budget.scale(), factor, abs_tol=1e-6)
+
+
+def test_time_is_divided_and_kept_over_interruptions(clock, tmp_path):
+    begun = TimeBudget(10, tmp_path, answers=0.3, began=970.0)
+    clock.now += 149
+    assert begun.answer_seconds() == 1.0  # 179 of 600 seconds are over
+    clock.now += 1000.0  # killed
+    again = TimeBudget(10, tmp_path, answers=0.3)
+    clock.now += 51.0
+    assert again.answer_seconds() == -50.0
+    again.begin_training(24, {})
+    assert again.minutes == pytest.approx(10 - 230 / 60) and again.answer_seconds() is None and again.spent == 0.0
+    later = TimeBudget(20, tmp_path)
+    clock.now += 1000.0  # training's clock counts from here on
+    assert later.answer_seconds() <= 0.0 and later.first == 24
+    later.begin_training(99, {"spent": 60.0})
+    assert later.minutes == pytest.approx(20 - 230 / 60) and later.first == 24 and later.spent == 60.0
+
+
+def test_training_gets_a_part_whatever_came_before(clock, tmp_path):
+    budget = TimeBudget(10, tmp_path, answers=0.2, began=clock.now - 5000.0)
+    budget.begin_training(1, {})
+    assert budget.minutes == pytest.approx(1.0)

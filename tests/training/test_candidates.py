@@ -14,6 +14,7 @@ from test_trainable import KINDS, loss_of
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loss.candidates import Candidates, likely_columns
+from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES
 
 COUNTS = torch.arange(40, 0, -1) ** 3
@@ -71,7 +72,9 @@ def gradients(drafter, target, pack, chains, labels, candidates, **fields):
 
 @pytest.mark.parametrize("kind", BY_COLUMNS)
 @pytest.mark.parametrize(
-    "fields", [{}, {"d_pace": True, "objective": OBJECTIVES["forward_kl"]}], ids=["ce_tv", "d_pace"]
+    "fields",
+    [{}, {"weightings": [WEIGHTINGS["d-pace"]], "objective": OBJECTIVES["forward_kl"]}],
+    ids=["ce_tv", "d_pace"],
 )
 def test_with_all_columns_the_loss_is_that_of_the_vocabulary(target, kind, fields):
     drafter, pack, chains, labels = some_chains(target, kind)

@@ -15,7 +15,7 @@ from training_helpers import chat_of, planned, run
 
 from hf_hsdraft import EagleConfig, EagleDrafter
 from hf_hsdraft.training import files
-from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
+from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, row_of, temperature_of
 from hf_hsdraft.training.data.conversations import (
     Conversation,
     Prompt,
@@ -88,26 +88,9 @@ def answer(target, tokenizer, prompts, folder, **kwargs) -> list[dict]:
     store = RowFolder(folder, recipe={})
     done = store.keys()
     pending = [prompt for prompt in prompts if prompt.key not in done]
-    store_answers(answer_prompts(target, tokenizer, pending, **kwargs), store)
+    for batch in answer_prompts(target, tokenizer, pending, **kwargs):
+        store.append([row_of(each) for each in batch])
     return sorted(store.rows(), key=lambda row: row["key"])
-
-
-def test_interrupted_answers_go_on_where_they_were(chatty, tokenizer, tmp_path):
-    prompts = [Prompt.of([f"w{index} w1"]) for index in range(9)]
-    whole = answer(chatty, tokenizer, prompts, tmp_path / "whole", temperatures=(0.0,), max_new_tokens=5, batch_size=2)
-    store = RowFolder(tmp_path / "cut", recipe={})
-    batches = answer_prompts(chatty, tokenizer, prompts, temperatures=(0.0,), max_new_tokens=5, batch_size=2)
-
-    def dies():
-        yield next(batches)
-        yield next(batches)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        store_answers(dies(), store)
-    assert len(store.keys()) == 4
-    resumed = answer(chatty, tokenizer, prompts, tmp_path / "cut", temperatures=(0.0,), max_new_tokens=5, batch_size=3)
-    assert resumed == whole
 
 
 def test_answers_without_a_padding_token(chatty, tokenizer, tmp_path):

@@ -105,12 +105,11 @@ def test_prompts_are_invented_by_shares_and_the_same_after_a_restart(chatty, tok
     assert invented(chatty, tokenizer, 12, tmp_path / "cut") == whole
 
 
-@pytest.mark.parametrize("most", [4, 2])
-def test_batches_are_of_one_kind(chatty, tokenizer, tmp_path, most):
+def test_batches_are_of_one_kind(chatty, tokenizer, tmp_path):
     kinds = [replace(kind, share=2.0 if kind.name == "free" else 1.0) for kind in SMALL if kind.name != "long-context"]
-    found = invented(chatty, tokenizer, 18, tmp_path, kinds, batch_size=4, most=most)
+    found = invented(chatty, tokenizer, 18, tmp_path, kinds, batch_size=4)
     sizes = [len(list(rows)) for _, rows in groupby(RowFolder(tmp_path).rows(), key=lambda row: row["batch"])]
-    assert len(found) == sum(sizes) == 18 and max(sizes) <= most
+    assert len(found) == sum(sizes) == 18 and max(sizes) <= 4
     assert len({row["kind"] for row in RowFolder(tmp_path).rows()}) == len(kinds)
     assert Counter(kind for kind, _ in found).most_common(1)[0][0] == "free"
 

@@ -474,10 +474,10 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
     """The shift is in training alone, so nothing but the comparison could tell."""
     from hf_hsdraft.training.evaluate import parity
     from hf_hsdraft.training.loop import trainer
-    from hf_hsdraft.training.loss import loss
+    from hf_hsdraft.training.loss import chains as chain_module
 
     def shifted(pack, chains, steps):
-        labels = loss.true_labels(pack, chains, steps)
+        labels = chain_module.true_labels(pack, chains, steps)
         return replace(labels, tokens=labels.tokens.roll(1, dims=1))
 
     monkeypatch.setattr(trainer, "true_labels", shifted)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_helpers import decodes_as_plain, interrupted, planned, run
 
-from hf_hsdraft.training.loop.run_clock import RunClock
+from hf_hsdraft.training.loop.budget import TimeBudget
 from hf_hsdraft.training.loop.run_folder import steps_done
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_record_of_the_end_is_written_again(chatty, tokenizer, tmp_pat
 
 
 def test_a_damaged_clock_is_an_error_that_names_file_and_remedy(tmp_path):
-    RunClock(tmp_path, 10, stream=False, stopped=False).training_minutes(first=1)
+    TimeBudget(10, tmp_path, 0.3).begin_training(1, {})
     _damaged(tmp_path / "clock.json", "half")
     with pytest.raises(ValueError, match=r"clock\.json is damaged \(.*\): delete it"):
-        RunClock(tmp_path, 10, stream=False, stopped=True)
+        TimeBudget(10, tmp_path)

@@ -11,13 +11,12 @@ import pytest
 from conftest import write_prompts
 from training_helpers import decodes_as_plain, end_briefly, planned, run
 
-from hf_hsdraft.training.loop import budget, run_clock
+from hf_hsdraft.cli.train import quick_run as quick
+from hf_hsdraft.training.loop import budget
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loop.budget import TimeBudget
-from hf_hsdraft.training.loop.quick import quick
 from hf_hsdraft.training.loop.results import untrained, what_is_needed
 from hf_hsdraft.training.loop.run import train
-from hf_hsdraft.training.loop.run_clock import RunClock
 from hf_hsdraft.training.loop.run_folder import callback_of, finish, last_checkpoint, steps_done
 
 
@@ -25,31 +24,8 @@ from hf_hsdraft.training.loop.run_folder import callback_of, finish, last_checkp
 def clock(monkeypatch):
     """Lets each look at a run's clocks take a second."""
     now = iter(range(10**6))
-    for module in (budget, run_clock, run_module):
+    for module in (budget, run_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now)), perf_counter=time.time))
-
-
-def test_time_is_divided_and_kept_over_interruptions(tmp_path, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(run_clock.time, "monotonic", lambda: now)
-    begun = RunClock(tmp_path, 10, stream=False, stopped=False, began=70.0)
-    now = 249.0
-    assert begun.answers_go_on()  # 179 of 600 seconds are over
-    again = RunClock(tmp_path, 10, stream=False, stopped=False)
-    assert again.answers_go_on()
-    now = 251.0
-    assert not again.answers_go_on()
-    now = 300.0  # 230 seconds
-    assert again.training_minutes(first=24) == pytest.approx(10 - 230 / 60)
-    later = RunClock(tmp_path, 20, stream=False, stopped=True)
-    now = 1000.0  # training's clock counts from here on
-    assert not later.answers_go_on() and later.first == 24
-    assert later.training_minutes(first=99) == pytest.approx(20 - 230 / 60) and later.first == 24
-
-
-def test_training_gets_a_part_whatever_came_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_clock.time, "monotonic", lambda: 5000.0)
-    assert RunClock(tmp_path, 10, stream=True, stopped=False, began=0.0).training_minutes(first=1) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["answers first", "stream"])
@@ -107,9 +83,13 @@ def test_an_untrained_drafter_is_called_so_and_the_same_command_goes_on(chatty, 
     run(chatty, tokenizer, plan)
     out = tmp_path / "out"
     finish(out, 8, limits, untrained([{"eval_accuracy_1": 0.02}], 8))
-    assert "untrained" in what_is_needed(out, True) and "8 steps" in what_is_needed(out, True)
+    assert "untrained" in what_is_needed(out, True) and "the machine made 8 steps in its time" in what_is_needed(
+        out, True
+    )
     assert "same command goes on" in what_is_needed(out, True)
     assert quick({"out": str(out)}, {})[1]["max_minutes"] == pytest.approx(9.5)
     assert quick({"out": str(out)}, {"max_minutes": 6.0})[1]["max_minutes"] == 6.0
+    finish(out, 1, {"max_steps": 1.0}, True)
+    assert "it was trained for 1 step, " in what_is_needed(out, False) and "wider limit" in what_is_needed(out, False)
     finish(out, 800, limits, untrained([{"eval_accuracy_1": 0.02}, {"eval_accuracy_1": 0.5}, {"loss": 1.0}], 800))
     assert not what_is_needed(out, True) and quick({"out": str(out)}, {})[1]["max_minutes"] == 4.75

@@ -255,7 +255,8 @@ def answered_by(server: Stub, target, tokenizer, folder, asked: list[Prompt], li
     """The chats of a run that asks a server."""
     fields = {"prompts": ["x"], "temperatures": (0.0,), "max_new_tokens": 9, **fields}
     plan = TrainingPlan(out=str(folder), answers_from=server.url, **fields)
-    return Answering(target, tokenizer, plan, 0, "target", Reporter.of(lines.append)).all(asked)
+    answering = Answering(target, tokenizer, plan, 0, "target", Reporter.of(lines.append), grows=False)
+    return [chat for group in answering.groups(asked) for chat in group]
 
 
 def test_a_server_with_another_model_is_refused_before_any_work(chatty, tokenizer, tmp_path, monkeypatch):

@@ -66,7 +66,6 @@ def test_a_stream_that_is_killed_again_and_again_learns_all(passes):
 @pytest.fixture
 def small_groups(monkeypatch):
     monkeypatch.setattr(run_module, "BEFORE_LEARNING", 6)
-    monkeypatch.setattr(gather, "_LEAST_BATCH", 2)
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["taps in every step", "taps on disk"])
@@ -157,22 +156,12 @@ def test_documents_are_kept_before_their_prompts_are_answered(chatty, tokenizer,
             run(chatty, tokenizer, invented)
     written = list(RowFolder(tmp_path / "out" / "data").rows())
     assert written and all(row["category"] == "document" for row in written)
-    first = next(answering(chatty, tokenizer, invented).stream(()))
+    first = next(answering(chatty, tokenizer, invented).groups(()))
     assert first == [Conversation.of(row["messages"]) for row in written]
 
 
 def answering(target, tokenizer, plan):
     return gather.Answering(target, tokenizer, plan, 42, fingerprint(target), Reporter(lambda _: None))
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_little_is_invented_before_the_first_answer_if_it_is_late(chatty, tokenizer, tmp_path, late):
-    kinds = {"mathematics": 1.0, "question": 1.0, "writing": 1.0}
-    invented = plan(tmp_path, prompts=(), num_prompts=40, kinds=kinds, max_length=100, answer_batch_size=2)
-    groups = answering(chatty, tokenizer, invented).stream((), late=lambda: late)
-    assert next(groups) == [] and next(groups)
-    made = list(RowFolder(tmp_path / "out" / "prompts").rows())
-    assert len({row["kind"] for row in made}) == (1 if late else 3)
 
 
 def test_a_stream_of_given_prompts_looks_at_a_part_before_it_answers(chatty, tokenizer, tmp_path, monkeypatch):
@@ -185,7 +174,7 @@ def test_a_stream_of_given_prompts_looks_at_a_part_before_it_answers(chatty, tok
 
     monkeypatch.setattr(gather, "prompts_that_fit", looking)
     prompts = [Prompt.of([f"w{number} w2"]) for number in range(10)]
-    groups = answering(chatty, tokenizer, plan(tmp_path)).stream(prompts)
+    groups = answering(chatty, tokenizer, plan(tmp_path)).groups(prompts)
     assert next(groups) == [] and next(groups) and looked == [4]
     assert len([chat for group in groups for chat in group]) == 6 and looked == [4, 4, 2]
 
@@ -197,7 +186,7 @@ def test_a_stream_reads_its_rows_once(chatty, tokenizer, tmp_path, monkeypatch):
     invented = plan(
         tmp_path, prompts=(), num_prompts=40, kinds={"mathematics": 1.0}, max_length=100, answer_batch_size=2
     )
-    groups, counts = answering(chatty, tokenizer, invented).stream(()), []
+    groups, counts = answering(chatty, tokenizer, invented).groups(()), []
     for _ in itertools.islice(groups, 6):
         counts.append(len(read))
     assert len(set(counts[1:])) == 1

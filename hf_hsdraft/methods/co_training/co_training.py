@@ -16,8 +16,9 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.data.conversations import TokenizedConversation
 from ...training.data.features import Features, read_features
 from ...training.families.trainable import family_of
-from ...training.loss.loss import CHUNK_LOGITS, ChainLoss, Pack, sample_chains, true_labels, unroll
-from ...training.loss.objectives import OBJECTIVES
+from ...training.loss.chains import Pack, sample_chains, true_labels, unroll
+from ...training.loss.loss import CHUNK_LOGITS, ChainLoss
+from ...training.loss.objectives import OBJECTIVES, only_objective
 
 
 class CoTraining(TrainerCallback):
@@ -66,7 +67,7 @@ class CoTraining(TrainerCallback):
             raise ValueError(
                 f"the drafter is in {drafter.dtype}, which loses small updates: load it with dtype=torch.float32"
             )
-        if only := family_of(drafter).only_objective(drafter.config):
+        if only := only_objective(drafter.config):
             raise ValueError(f"this drafter is trained by `hsdraft train --objective {only}` only")
         drafter.check(target)
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer

@@ -21,8 +21,16 @@ import torch.nn.functional as F
 
 from ...drafters.base.target_weights import TargetWeights
 from ...training.loop.arguments import METHOD_OPTIONS, MethodOption
-from ...training.loss.data_policies import DATA_POLICIES, DataPolicy, PolicyStep
-from ...training.loss.loss import ChainLabels, Chains, Pack, chain_starts, true_labels
+from ...training.loss.chains import (
+    DATA_POLICIES,
+    ChainLabels,
+    Chains,
+    DataPolicy,
+    Pack,
+    PolicyStep,
+    chain_starts,
+    true_labels,
+)
 from .own_tokens import draft, is_end, labelled_by_target
 
 _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its depth

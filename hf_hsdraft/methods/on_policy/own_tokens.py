@@ -13,9 +13,7 @@ from ...runtime.prompt_inputs import end_tokens
 from ...runtime.target_limits import text_config
 from ...runtime.tree_reading import as_attention_takes_it
 from ...training.families.trainable import family_of
-from ...training.loss.branches import Branches
-from ...training.loss.data_policies import DATA_POLICIES, DataPolicy, PolicyStep
-from ...training.loss.loss import ChainLabels, Chains, Pack, unroll
+from ...training.loss.chains import DATA_POLICIES, Branches, ChainLabels, Chains, DataPolicy, Pack, PolicyStep, unroll
 
 
 @torch.no_grad()

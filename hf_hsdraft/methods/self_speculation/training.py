@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
-from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import StatePredictions
 from .modeling_self import SelfDrafter

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import family_of
 from ...training.loop.arguments import METHOD_OPTIONS, MethodOption
-from ...training.loss.loss import CHUNK_LOGITS, ChainLabels, LossParts, loss_parts, sum_over_chunks
+from ...training.loss.chains import ChainLabels
+from ...training.loss.loss import CHUNK_LOGITS, LossParts, loss_parts, sum_over_chunks
 from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
 from .collapsed_frames import CollapsedFrames
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
+from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
-from ...training.families.travelling import TravellingFamily
 from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import StatePredictions
 from .collapsed_frames import CollapsedFrames
@@ -55,14 +54,10 @@ class SpecFormerFamily(TravellingFamily):
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
 
     def by_columns(self, config: SpecFormerConfig) -> bool:
         return not config.ctc
-
-    def only_objective(self, config: SpecFormerConfig) -> str:
-        return "ctc" if config.ctc else ""
 
     def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> StatePredictions:
         return (FramePredictions if drafter.config.ctc else StatePredictions)(drafter, weights)

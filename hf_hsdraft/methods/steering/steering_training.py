@@ -11,10 +11,9 @@ from torch.nn.functional import pad
 
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
-from ...training.families.lm import LMFamily
 from ...training.families.trainable import TRAINABLE
-from ...training.families.trained_lm import TrainedLM
-from ...training.loss.branches import Branches
+from ...training.loss.chains import Branches
+from ..distillation.lm_training import LMFamily, TrainedLM
 from .steered_lm import SteeredLMDrafter, has_steering
 from .steering import Steering, SteeringSizes
 

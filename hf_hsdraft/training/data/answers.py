@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .conversations import Message, Prompt, with_padding
-from .dataset import RowFolder
 from .generating import reply
 from .inventing import invent_turns
 from .recording import TapRecorder
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
-_PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server's answers
 
 
 @dataclass(frozen=True)
@@ -101,41 +98,6 @@ def answer_prompts(
         yield _answer_batch(
             target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed, recorder, seconds
         )
-
-
-def store_answers(
-    batches: Iterable[Sequence[Answered]],
-    store: RowFolder,
-    on_progress: Callable[[int, float], None] | None = None,
-    on_stored: Callable[[Sequence[Answered]], object] = lambda batch: None,
-) -> None:
-    """Writes conversations as they come; small batches are collected into larger parts.
-
-    `on_progress` is called with the number of conversations stored so far, and the answered tokens per second.
-    """
-    waiting: list[Answered] = []
-    tokens, count, begin = 0, 0, time.monotonic()
-    last = begin
-
-    def flush() -> None:
-        nonlocal count, last
-        if not waiting:
-            return
-        store.append([row_of(answered) for answered in waiting])
-        on_stored(waiting)
-        count, last = count + len(waiting), time.monotonic()
-        waiting.clear()
-        if on_progress is not None:
-            on_progress(count, tokens / max(last - begin, 1e-9))
-
-    try:
-        for batch in batches:
-            waiting.extend(batch)
-            tokens += sum(answered.new_tokens for answered in batch)
-            if len(waiting) >= _PART_ROWS or len(batch) > 1 or time.monotonic() - last > _PART_SECONDS:
-                flush()
-    finally:
-        flush()
 
 
 def row_of(answered: Answered) -> dict[str, Any]:

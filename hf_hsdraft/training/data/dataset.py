@@ -26,10 +26,13 @@ class RowFolder:
         title: a line for its card.
         recipe: everything that decides the rows. Another recipe than the folder's, `made_with` excepted, is a
             ValueError.
-        writer: index of this process among those that add rows at the same time.
+        writer: index of this process among those that add rows at the same time; `None` where another one writes the
+            same rows.
     """
 
-    def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:
+    def __init__(
+        self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int | None = 0
+    ) -> None:
         self.folder = folder
         self._title = title
         self._recipe = None if recipe is None else json.loads(json.dumps(recipe))
@@ -57,7 +60,7 @@ class RowFolder:
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Adds rows as one file. Each row has a `key`, and all have the same columns."""
-        if not rows:
+        if not rows or self._writer is None:
             return
         from datasets import Dataset
         from pyarrow import parquet

@@ -151,16 +151,8 @@ class FeatureCache:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in sorted({*self._folder.glob("features-*.safetensors")} - self._seen):
             self._seen.add(path)
-            self._shards |= dict.fromkeys(self._intact(path), path)
-
-    def _intact(self, path: Path) -> list[str]:
-        """Returns the keys in a shard. A damaged one is removed."""
-        try:
-            return _keys(path)
-        except (SafetensorError, OSError) as error:
-            self._report(f"{path} is damaged ({error}): its hidden states are computed again")
-            path.unlink(missing_ok=True)
-            return []
+            keys = [name.removesuffix(".input_ids") for name in _names(path, self._report) if "input_ids" in name]
+            self._shards |= dict.fromkeys((key for key in keys if len(key) == _DIGITS), path)  # once they were numbers
 
     def _key(self, conversation: TokenizedConversation) -> str:
         digest = hashlib.sha256(repr((self._identity, self._taps)).encode())
@@ -196,21 +188,17 @@ class FeatureCache:
         write_complete(self._path(keys), lambda temporary: save_file(tensors, temporary))
 
 
-def _keys(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        keys = [name.split(".")[0] for name in file.keys() if name.endswith(".input_ids")]  # noqa: SIM118
-    return [key for key in keys if len(key) == _DIGITS]  # keys of earlier versions are numbers
-
-
-def _can_be_read(path: Path, report: Callable[[str], object]) -> bool:
+def _names(path: Path, report: Callable[[str], object]) -> list[str]:
+    """Returns the names of the tensors in a file, none if it is missing. A damaged one is reported and removed."""
     try:
-        with safe_open(path, framework="pt"):
-            return True
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
     except FileNotFoundError:
-        return False
+        return []
     except (SafetensorError, OSError) as error:
-        report(f"{path} is damaged ({error}): it is made again")
-        return False
+        report(f"{path} is damaged ({error}): what it held is computed again")
+        path.unlink(missing_ok=True)
+        return []
 
 
 def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
@@ -284,7 +272,7 @@ def keep_likely(
     digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
     paths = dict(dataset.entries)
     beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in paths}
-    missing = [path for path, kept in beside.items() if not _can_be_read(kept, report)]
+    missing = [path for path, kept in beside.items() if not _names(kept, report)]
     state.wait_for_everyone()  # until all processes know which are missing
     stage.start(len(beside), done := len(beside) - len(missing))
     for at, path in enumerate(missing):
@@ -314,7 +302,7 @@ class FeatureDataset(Dataset[Features]):
         path, key = self.entries[index]
         with safe_open(path, framework="pt") as file:
             features = Features(*(file.get_tensor(f"{key}.{name}") for name in _FIELDS))
-        if path not in self._likely:
-            return features
-        with safe_open(self._likely[path], framework="pt") as file:
-            return replace(features, likely=file.get_tensor(f"{key}.likely"))
+        if path in self._likely:
+            with safe_open(self._likely[path], framework="pt") as file:
+                features = replace(features, likely=file.get_tensor(f"{key}.likely"))
+        return features

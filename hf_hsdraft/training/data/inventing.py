@@ -33,12 +33,11 @@ def invent_prompts(
     *,
     max_prompt_tokens: int = 1024,
     batch_size: int = 64,
-    most: int | None = None,
     seed: int = 0,
     recorder: TapRecorder | None = None,
     on_document: OnDocument = lambda kind, ask, reply: None,
     on_given_up: Callable[[str], object] = lambda name: None,
-    seconds: float | None = None,
+    seconds: Callable[[], float | None] = lambda: None,
 ) -> Iterator[list[Prompt]]:
     """Lets the target invent prompts of some kinds, by their shares, and yields those that are new, batch by batch.
 
@@ -49,13 +48,12 @@ def invent_prompts(
         count: number of prompts in the end, with those in the store; fewer if the target can invent no more.
         store: keeps the `turns` of each prompt and the name of its `kind`.
         max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
-        most: greatest number of prompts kept of a batch; `None` for `batch_size`.
         recorder: keeps the hidden states of what is read for documents.
         on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
             learn from.
         on_given_up: called with the name of each kind that is given up for the others.
-        seconds: greatest time of a batch; `None` for no limit. What is unfinished then is left out, and later batches
-            are smaller.
+        seconds: returns the time left for prompts and answers; `None` for no limit. Half of it is for a batch of each
+            kind. What is unfinished then is left out, and later batches are smaller.
     """
     header, open_kinds, idle = user_header(tokenizer), list(kinds), Counter[str]()
     known, have, batch = set[str](), Counter[str](), 0
@@ -65,10 +63,11 @@ def invent_prompts(
         batch = max(batch, row["batch"] + 1)
     while len(known) < count and open_kinds:
         kind, missing = _next_kind(open_kinds, have, count)
-        missing = min(missing, most or batch_size, count - len(known))
+        missing = min(missing, batch_size, count - len(known))
         size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
-        begin, named = time.monotonic(), f"{seed} {batch}"
-        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, seconds)
+        begin, named, left = time.monotonic(), f"{seed} {batch}", seconds()
+        most = None if left is None else left / 2 / len(kinds)
+        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, most)
         fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
         added = list(fresh.values())[:missing]
         entry = {"kind": kind.name, "batch": batch}
@@ -81,7 +80,7 @@ def invent_prompts(
             if open_kinds:
                 on_given_up(kind.name)
         batch += 1
-        if seconds is not None and time.monotonic() - begin >= seconds:
+        if most is not None and time.monotonic() - begin >= most:
             batch_size = max(batch_size // 4, 1)
         yield added
 

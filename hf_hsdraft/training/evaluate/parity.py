@@ -17,6 +17,7 @@ import torch
 from ...core.draft_tree import DraftTree
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...engine.loop import Observer, Round
 from ...trees.tree_builders import Expansion
@@ -24,7 +25,7 @@ from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation
 from ..data.features import read_features
 from ..families.trainable import family_of
-from ..loss.loss import ChainLabels, Chains, Pack, true_labels, unroll
+from ..loss.chains import ChainLabels, Chains, Pack, true_labels, unroll
 
 LabelsOf = Callable[[Pack, Chains, int], ChainLabels]
 
@@ -247,8 +248,9 @@ class _ObservedDrafter(WrappedDrafter):
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        for name, value in family_of(drafter).plain_options.items():
-            setattr(self.generation_config, name, value)
+        for name, value in {"reuse": "none", **NOT_REFINED}.items():  # depends on nothing of earlier rounds
+            if hasattr(self.generation_config, name):
+                setattr(self.generation_config, name, value)
         self.recorder = ExpansionRecorder(length)
         self.drafts = self.recorder.drafts
         self.verified: dict[int, torch.Tensor] = {}

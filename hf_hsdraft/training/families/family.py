@@ -18,12 +18,19 @@ from ..loss.predictions import Predictions
 Choose = Callable[[], list[int]]
 OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
 _HEAD, _UP = 0.3, 0.2  # scales of the head and of the token bias of a fresh drafter
-GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
+# By a family's name, makes a drafter of the sizes in a plan's fields, which drafts as the given one does.
+GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")
 
 
 def name_of(target: Any, name: str | None = None) -> str:
     """Returns a target's name as it may be published: `name`, or else the one by which it was loaded."""
     return public_name(name or getattr(target, "name_or_path", "") or "")
+
+
+def width_of(config: Any) -> int:
+    """Width of what a drafter's `Predictions.final` returns."""
+    width: int = getattr(config, "sizes", config).hidden_size
+    return width
 
 
 class TrainableFamily:
@@ -43,7 +50,6 @@ class TrainableFamily:
         drafter: class of its drafters.
         predictions: makes the predictions of a drafter with given `TargetWeights`.
         least: fields of the smallest drafter, with which a target is tried.
-        plain_options: drafting options with which a draft depends on nothing of earlier rounds.
         arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
         follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
@@ -54,7 +60,6 @@ class TrainableFamily:
     drafter: Any
     predictions: Callable[[Any, TargetWeights], Predictions]
     least: Mapping[str, Any]
-    plain_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     takes_adapters = False
     follows_drafts = True
@@ -78,15 +83,13 @@ class TrainableFamily:
         `longest` is the number of tokens of the longest conversation that it will learn from. `choose` returns the
         ascending token ids of a draft vocabulary, of the size that the plan asks for or else of one that pays.
         """
-        raise NotImplementedError
-
-    def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
-        """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
         config = self.config_for(target, fields)
         if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
             ids = choose()
             config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
-        return self.drafter(config)
+        drafter = self.drafter(config)
+        self.set_options(drafter, fields)
+        return drafter
 
     def untrained(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns a drafter of the right sizes, to count or time; the target may be on the meta device."""
@@ -115,16 +118,11 @@ class TrainableFamily:
         copied.generation_config = drafter.generation_config
         return copied.to(drafter.device)
 
-    def grown(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns a drafter of the size that a plan asks for, which drafts as the given one does; or the given one."""
-        grow = GROWTHS.get(self.name)
-        return drafter if grow is None else grow(drafter, fields)
-
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         """Sets the fields that no weights depend on, in a drafter that is trained further.
 
         A plan that changes any other field is a ValueError that names it, except for a `draft_vocab_size` that
-        `with_draft_vocabulary` can change.
+        `vocabulary.with_draft_vocabulary` can change.
         """
         raise NotImplementedError
 
@@ -140,7 +138,7 @@ class TrainableFamily:
 
         `finals` are some of its final states, `[N, D]`, float32.
         """
-        if self.width(drafter.config) == drafter.config.target_hidden_size:
+        if width_of(drafter.config) == drafter.config.target_hidden_size:
             rows = target.get_output_embeddings().weight.detach()
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
             _start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
@@ -152,30 +150,9 @@ class TrainableFamily:
     def check_trainable(self, config: Any) -> None:
         """Raises a ValueError for the configuration of a drafter that can draft, but not be trained."""
 
-    def width(self, config: Any) -> int:
-        """Width of what `Predictions.final` returns."""
-        width: int = config.hidden_size
-        return width
-
-    def only_objective(self, config: Any) -> str:
-        """Name of the only objective that a drafter can learn by; empty if there are others."""
-        return ""
-
     def by_columns(self, config: Any) -> bool:
         """Whether `Predictions.logits` can compute some columns alone, as the loss on candidates wants."""
         return False
-
-    def check_policy(self, data_policy: str) -> None:
-        """Raises a ValueError for a data policy that chains of this family cannot follow."""
-        if data_policy != "teacher" and not self.follows_drafts:
-            raise ValueError(
-                f"data_policy={data_policy!r} is invalid with family={self.name!r}, which learns from hidden states "
-                "along the text: expected 'teacher'"
-            )
-
-    def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
-        """As `vocabulary.with_draft_vocabulary`; only families whose `continued` lets the size differ need it."""
-        raise NotImplementedError
 
     def taps(self, drafter: Any, target: Any) -> Sequence[int]:
         """Returns the hidden states of a target that training reads; by default those that drafting reads."""

@@ -1,4 +1,4 @@
-"""Training of hidden-state drafters."""
+"""Training of drafters in the package's own format, which are saved with their code: those of hidden states."""
 
 from __future__ import annotations
 
@@ -12,17 +12,66 @@ from torch import nn
 
 from ...core.cache_name import CACHE, returned_cache
 from ...core.tensors import biased
-from ...drafters.base.refiners import NOT_REFINED
+from ...drafters.base.refiners import leave_folder
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.hidden_state.target_match import can_measure, measure_match
+from ...drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
 from ..loss.predictions import StatePredictions, head_logits, some_columns, trained
-from .travelling import TravellingFamily, record_name
+from .family import Choose, TrainableFamily, name_of
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS, _FEWEST = 96, 24  # that the target writes; fewer than these say too little
+
+_SHORTEST_WINDOW = 128
+_FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend
+
+
+class TravellingFamily(TrainableFamily):
+    """Families whose configurations are transformers', drafting options included."""
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        return self.drafter.config_class.for_target(target, **fields)
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
+        # Training never looks back further than the longest text.
+        window = {"sliding_window": max(longest, _SHORTEST_WINDOW)} if "sliding_window" in self.fields else {}
+        return super().fresh(target, {**window, **fields}, longest, choose)
+
+    def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        config, options = drafter.config, drafter.generation_config
+        config.target_name = fields.get("target_name", config.target_name)
+        leave_folder(drafter)  # and its recipe and figures, which are not this run's
+        for name in _FREE:
+            if name in fields and hasattr(config, name):
+                setattr(config, name, fields[name])
+                if name != "sliding_window":
+                    setattr(options, name, fields[name])
+        config.check()
+        for name, value in fields.items():
+            found = getattr(config, name)
+            if found != value and name != "draft_vocab_size":
+                raise ValueError(
+                    f"{drafter.name_or_path} has {name}={found!r}, not {value!r}; leave {name} out, or train from "
+                    "scratch"
+                )
+
+    def record_target(
+        self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
+    ) -> None:
+        record_name(drafter, target, tokenizer, name)
+
+
+def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Records the target's name, tokenizer and special tokens in a drafter's configuration."""
+    drafter.check(target)
+    config = drafter.config
+    config.target_name = name_of(target, name)
+    config.target_revision = getattr(target.config, "_commit_hash", None) or ""
+    config.target_tokenizer_hash = tokenizer_hash(tokenizer)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(target.config.get_text_config(), token, None))
 
 
 class InjectedPredictions(StatePredictions):
@@ -62,7 +111,6 @@ class HiddenStateFamily(TravellingFamily):
     drafter = HSDrafter
     predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     arguments = {"rolled_fraction": 0.2}  # noqa: RUF012  # most of a step would be rolled chains otherwise
     takes_adapters = True
 

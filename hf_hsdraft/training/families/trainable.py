@@ -8,13 +8,11 @@ from typing import Any
 from ...core.checks import few
 from ...core.methods import Registry
 from ..data.plan import TrainingPlan
-from .block import BlockFamily
-from .eagle3 import EagleFamily
 from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
-from .lm import LMFamily
+from .published import BlockFamily, EagleFamily
 
-_CORE: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily(), LMFamily())
+_CORE: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily())
 TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
 
 

@@ -15,12 +15,12 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ...core.methods import Registry
-from ..loss.data_policies import DATA_POLICIES
-from ..loss.depth_weights import DEPTH_WEIGHTINGS
+from ..loss.chains import DATA_POLICIES
 from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
 _OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
 _DEPTH_DECAY = 0.8
+_DEPTH_WEIGHTINGS = ("fixed", "by-prediction", "d-pace")
 _MINUTES = ("max_minutes", "max_training_minutes")
 
 
@@ -47,14 +47,14 @@ class DrafterTrainingArguments(TrainingArguments):
         objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, such as `"ctc"` for a drafter whose
             slots are frames with a blank.
         ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
-        data_policy: whose tokens the chains follow, a name in `data_policies.DATA_POLICIES`: `"teacher"` for the text,
+        data_policy: whose tokens the chains follow, a name in `chains.DATA_POLICIES`: `"teacher"` for the text,
             `"student"` for tokens that the drafter draws and the target labels, `"mixed"` for half of each
             (DistillSpec, section 4); `"draft-opd"` for the rounds that drafting along the text comes to.
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
             for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
-            estimate of how far each chain is accepted, see `depth_weights.d_pace`.
-        valid_prefix: whether only the depths of a chain count that greedy decoding would reach, see
-            `depth_weights.reached`. The loss is then a mean over predictions.
+            estimate of how far each chain is accepted, see `methods/losses/weightings.py`.
+        valid_prefix: whether only the depths of a chain count that greedy decoding would reach. The loss is then a mean
+            over predictions.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
@@ -120,7 +120,7 @@ class DrafterTrainingArguments(TrainingArguments):
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        choices = {"objective": _OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
+        choices = {"objective": _OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": _DEPTH_WEIGHTINGS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
@@ -155,6 +155,12 @@ class DrafterTrainingArguments(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Returns all arguments, those of methods included, as trackers record them."""
         return {**super().to_dict(), **self.method_options}
+
+    @property
+    def weightings(self) -> list[str]:
+        """Names in `loss.WEIGHTINGS`."""
+        given = {"d-pace": self.depth_weighting == "d-pace", "valid-prefix": self.valid_prefix}
+        return [name for name, wanted in given.items() if wanted]
 
     def weights_of_depths(self, steps: int) -> list[float]:
         """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""

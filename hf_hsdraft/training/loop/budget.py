@@ -1,10 +1,11 @@
-"""Training by the clock: the learning rate follows the time that is left, and the run ends when none is left."""
+"""A run by the clock: a part of its time is for answers; training ends when none is left."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,11 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..files import read_kept, write_json
+
+ANSWERS, FIRST_ANSWERS = 0.3, 0.2  # shares of the time: for all answers, or for those that a stream begins with
+_LEAST_TRAINING = 0.1  # share that training gets even if all before it took longer
+_WARMUP = 0.05  # share of the training
 _EVALUATION = 1 / 8  # greatest share of the time for an evaluation
 _FINISH, _FINISH_SECONDS = 0.1, 20.0  # share of the time for saving and pictures, and its upper limit
 
@@ -23,39 +29,68 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training reserves time
     for one more step, a last evaluation and what comes after it. An evaluation takes an eighth of the time at most:
-    `within` cuts it, and later ones measure as much as the first one did.
+    `within` cuts it, and later ones measure as much as the first one did. The learning rate follows the time: it rises
+    for a twentieth of the training, then falls as a cosine.
 
     All processes follow the clock of the first one, so that their learning rates and last steps are the same.
 
     Args:
-        warmup: share of the training in which the learning rate rises. After that it falls as a cosine.
-        spent: seconds spent before this process.
+        out: folder of a run whose answers count too; it keeps their time. Once `begin_training` is called, `minutes`
+            are what is left of it.
+        answers: share of the minutes after which training should begin; 0 for at once.
+        began: when the run began, in seconds of `time.monotonic()`; `None` for now.
 
     Attributes:
         spent: seconds spent when the clock was last read, those before this process included.
         evaluation_seconds: duration of the last evaluation; `None` before the first one.
         measured: how much an evaluation measures, by name; empty before the first one.
         ended: minutes of the budget that ended training; 0 while it continues.
+        first: number of conversations that training began with; `None` before.
     """
 
-    def __init__(self, minutes: float, warmup: float = 0.05, spent: float = 0.0) -> None:
-        self.minutes = minutes
-        self.warmup = warmup
-        self.spent = spent
+    def __init__(
+        self, minutes: float, out: Path | None = None, answers: float = 0.0, began: float | None = None
+    ) -> None:
+        self._file = None if out is None else out / "clock.json"
+        kept = {} if self._file is None else read_kept(self._file, "delete it, and the time of the run begins again")
+        self.minutes, self.spent, self.first = minutes, float(kept.get("seconds", 0.0)), kept.get("first")
+        self.answer_minutes = answers * minutes
         self.evaluation_seconds: float | None = None
         self.measured: dict[str, int] = {}
         self.ended = 0.0
-        self._begin = time.monotonic() - spent
-        self._step, self._since = math.inf, spent  # seconds of the shortest step; when this one began
+        self._begin = (time.monotonic() if began is None else began) - self.spent
+        self._step, self._since = math.inf, self.spent  # seconds of the shortest step; when this one began
+        self._training = out is None
 
-    @classmethod
-    def resumed(cls, minutes: float, stored: Mapping[str, Any]) -> TimeBudget:
-        """Resumes a budget by its stored attributes, which are empty for a new run."""
-        budget = cls(minutes)
-        for name, value in stored.items():
-            setattr(budget, name, value)
-        budget._begin, budget._since = time.monotonic() - budget.spent, budget.spent
-        return budget
+    def answer_seconds(self) -> float | None:
+        """Returns the seconds left before training should begin, perhaps below 0; `None` once it has begun."""
+        if self._training:
+            return None
+        if self.answer_minutes:
+            self._keep(time.monotonic() - self._begin)
+        return 60.0 * self.answer_minutes - self.spent
+
+    def begin_training(self, first: int, stored: Mapping[str, Any]) -> None:
+        """Leaves what is left of the minutes to training, which begins with `first` conversations; see `resume`."""
+        if self._file is not None:
+            self.answer_seconds()
+            self.first = first if self.first is None else self.first
+            self._keep(self.spent)
+            self.minutes = max(self.minutes - self.spent / 60, _LEAST_TRAINING * self.minutes)
+        self._training = True
+        self.resume(stored)
+
+    def resume(self, stored: Mapping[str, Any]) -> None:
+        """Resumes training by the attributes in a checkpoint, which are empty for a new run."""
+        for name, value in {"spent": 0.0, **stored}.items():
+            setattr(self, name, value)
+        self._begin, self._since = time.monotonic() - self.spent, self.spent
+
+    def _keep(self, seconds: float) -> None:
+        assert self._file is not None
+        self.spent = seconds
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._file, {"seconds": seconds, "first": self.first})
 
     @property
     def evaluation_limit(self) -> float:
@@ -89,9 +124,9 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def scale(self) -> float:
         """Returns the current factor of the peak learning rate."""
-        if self.progress < self.warmup:
-            return max(self.progress / self.warmup, 1e-3)
-        return 0.5 * (1.0 + math.cos(math.pi * (self.progress - self.warmup) / (1.0 - self.warmup)))
+        if self.progress < _WARMUP:
+            return max(self.progress / _WARMUP, 1e-3)
+        return 0.5 * (1.0 + math.cos(math.pi * (self.progress - _WARMUP) / (1.0 - _WARMUP)))
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
@@ -134,5 +169,4 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         names = ("spent", "evaluation_seconds", "measured", "ended")
-        args = {"minutes": self.minutes, "warmup": self.warmup, "spent": self.spent}
-        return {"args": args, "attributes": {name: getattr(self, name) for name in names}}
+        return {"args": {"minutes": self.minutes}, "attributes": {name: getattr(self, name) for name in names}}

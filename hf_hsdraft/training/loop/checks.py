@@ -15,12 +15,12 @@ from ...hub.drafter_files import CONFIG
 from ...hub.fetching import find_folder, loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
-from ..data.gather import most_in_sources
+from ..data.gather import read_files
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
-from ..families.family import TrainableFamily
+from ..families.family import TrainableFamily, width_of
 from ..families.trainable import family_for
-from ..loss.objectives import WHOLE_LOSSES
+from ..loss.objectives import WHOLE_LOSSES, only_objective
 from .arguments import DrafterTrainingArguments, training_arguments
 
 
@@ -30,14 +30,14 @@ def prepared(
     """Checks a plan and the arguments of its run, which differ from the family's defaults, and completes both.
 
     Raises:
-        ValueError: plan and arguments do not fit together.
+        ValueError: plan and arguments do not fit together, or a line of the prompts cannot be used.
         TypeError: there is no such argument.
-        OSError: there is no such drafter to start from.
+        OSError: there is no such drafter to start from, or no such file of prompts.
     """
     plan.check(PartialState().num_processes)
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
-    family_for(plan).check_policy(args.data_policy)
+    _check_policy(family_for(plan), args.data_policy)
     if args.max_minutes is not None and PartialState().num_processes > 1:
         raise ValueError(
             "--max-minutes divides the time of one process: give --max-training-minutes and --num-prompts, or start "
@@ -58,8 +58,10 @@ def prepared(
     if plan.init_from is not None:
         with loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))
-    if (most := most_in_sources(plan)) is not None:
-        plan.check_amount(most)
+    bad_lines = list[str]().append if plan.skip_bad_lines else None  # the run reports them
+    finished, prompts = read_files(plan, bad_lines)
+    if plan.dataset is None or plan.num_prompts is not None:
+        plan.check_amount(len(finished) + len(prompts) + (plan.num_prompts or 0) * (plan.dataset is not None))
     return plan, args
 
 
@@ -82,14 +84,14 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
 
 def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any) -> None:
     """Raises a ValueError where a drafter with this configuration cannot be trained as the arguments ask."""
-    _check_objective(family, config, args)
-    family.check_policy(args.data_policy)
+    _check_objective(config, args)
+    _check_policy(family, args.data_policy)
     if args.candidates and not family.by_columns(config):
         raise ValueError(
             f"candidates={args.candidates} is invalid for this drafter of family {family.name!r}, whose logits are "
             "computed for the whole draft vocabulary at once: leave it out"
         )
-    width, wanted = family.width(config), text_config(target).hidden_size
+    width, wanted = width_of(config), text_config(target).hidden_size
     for name in ("regression_weight", "cosine_weight"):
         if getattr(args, name) > 0 and width != wanted:
             raise ValueError(
@@ -98,8 +100,16 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
             )
 
 
-def _check_objective(family: TrainableFamily, config: Any, args: Any) -> None:
-    only = family.only_objective(config)
+def _check_policy(family: TrainableFamily, data_policy: str) -> None:
+    if data_policy != "teacher" and not family.follows_drafts:
+        raise ValueError(
+            f"data_policy={data_policy!r} is invalid with family={family.name!r}, which learns from hidden states "
+            "along the text: expected 'teacher'"
+        )
+
+
+def _check_objective(config: Any, args: Any) -> None:
+    only = only_objective(config)
     if only and args.objective != only:
         raise ValueError(f"objective={args.objective!r} is invalid for this drafter, which learns by {only!r} only")
     if only:

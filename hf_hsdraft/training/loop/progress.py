@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,59 @@ if TYPE_CHECKING:
     from .budget import TimeBudget
 
 EVERY = 20.0  # seconds
-_PACES = 31  # last advances whose median pace estimates the time left
+
+
+class Stage:
+    """A part of a run's work.
+
+    Args:
+        name: what is done.
+        unit: what is counted.
+        total: amount of the whole; `None` while it is unknown.
+        done: what an earlier run has done.
+        show: called after each change.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: str,
+        total: float | None = None,
+        done: float = 0,
+        show: Callable[[Stage], object] = lambda stage: None,
+    ) -> None:
+        self.name, self.unit, self.note, self.advanced = name, unit, "", False
+        self.total, self.done, self._known = total, done, done
+        self._show, self._begin = show, time.monotonic()
+
+    def start(self, total: float, done: float = 0) -> None:
+        """Sets the amount of a stage that was opened before it was known."""
+        self.total, self.done, self._known, self._begin = total, done, done, time.monotonic()
+        self._show(self)
+
+    def advance(self, done: float, note: str | None = None) -> None:
+        """Sets how much is done, and the note unless it is `None`."""
+        self.done, self.advanced = done, True
+        self.note = self.note if note is None else note
+        self._show(self)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begin
+
+    def seconds_left(self) -> float | None:
+        """Estimates the seconds left by the mean pace so far; `None` if there is no pace yet."""
+        if self.total is None or self.done <= self._known:
+            return None
+        return self.elapsed / (self.done - self._known) * max(self.total - self.done, 0.0)
+
+    def line(self, ended: bool = False) -> str:
+        of = "" if self.total is None else f"/{_amount(self.total)}"
+        text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
+        if ended:
+            return f"{text}; took {span(self.elapsed)}"
+        left = self.seconds_left()
+        return text if not left or left < 0.5 else f"{text}; about {span(left)} left"
 
 
 class Reporter:
@@ -39,9 +89,11 @@ class Reporter:
     def __init__(
         self, say: Callable[[str], object] = print, every: float = EVERY, console: Console | None = None
     ) -> None:
-        self._say = say
-        self._every = every
-        self._bars = None if console is None else _Bars(console)
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._say, self._every, self._terminal = say, every, console is not None
+        columns = BarColumn(), TextColumn("{task.description}", markup=False)
+        self._bars = Progress(*columns, console=console, transient=True, disable=console is None)
 
     @classmethod
     def of(cls, report: Callable[[str], object]) -> Reporter:
@@ -57,114 +109,44 @@ class Reporter:
 
         `total` is `None` until `Stage.start` tells it; `done` was done by an earlier run.
         """
-        stage = Stage(name, unit, total, done)
-        said, lock, ended = -math.inf, new_lock(), threading.Event()
+        bar, said, lock, ended = self._bars.add_task(name, total=total), -math.inf, new_lock(), threading.Event()
 
-        def show() -> None:
+        def show(stage: Stage) -> None:
             nonlocal said
             with lock:
-                if self._bars is not None:
-                    self._bars.show(stage)
+                if self._terminal:
+                    self._bars.update(bar, description=stage.line(), completed=stage.done, total=stage.total)
                 elif time.monotonic() - said >= self._every:
                     said = time.monotonic()
                     self._say(stage.line())
 
-        def beat() -> None:
+        def beat() -> None:  # one batch of answers may take minutes
             while not ended.wait(self._every):
-                if stage.started:
-                    show()
+                if stage.advanced or (stage.total is not None and stage.done < stage.total):
+                    show(stage)
 
-        stage.show = show
-        beating = threading.Thread(target=beat, daemon=True)  # one batch of answers may take minutes
+        stage, beating = Stage(name, unit, total, done, show), threading.Thread(target=beat, daemon=True)
+        self._bars.start()
         beating.start()
         try:
             if total is not None and done < total:
-                show()
+                show(stage)
             yield stage
         finally:
             ended.set()
             beating.join()
-            if self._bars is not None:
-                self._bars.remove(stage)
+            self._bars.remove_task(bar)
+            if not self._bars.task_ids:
+                self._bars.stop()
         if stage.advanced:
             self._say(stage.line(ended=True))
-
-
-class Stage:
-    """A part of a run's work.
-
-    Attributes:
-        name: what is done.
-        unit: what is counted.
-        total: amount of the whole; `None` while it is unknown.
-        note: text added to the line.
-        further: seconds that will be spent on work that is not counted.
-        also: description of further work of unknown duration; empty for none.
-    """
-
-    def __init__(self, name: str, unit: str, total: float | None = None, done: float = 0) -> None:
-        self.name, self.unit, self.total, self.done = name, unit, total, done
-        self.note = ""
-        self.advanced = False
-        self.show: Callable[[], None] = lambda: None
-        self.further, self.also = 0.0, ""
-        self._begin = self._since = time.perf_counter()
-        self._paces, self._most = deque[float](maxlen=_PACES), 0.0  # seconds for one; most that came together
-
-    @property
-    def started(self) -> bool:
-        """Whether there is anything to report."""
-        return self.total is not None and (self.advanced or self.done < self.total)
-
-    def start(self, total: float, done: float = 0) -> None:
-        """Sets the amount of a stage that was opened before it was known."""
-        self.total, self.done = total, done
-        self._begin = self._since = time.perf_counter()
-        self.show()
-
-    def advance(self, done: float, note: str | None = None) -> None:
-        """Sets how much is done, and the note unless it is `None`."""
-        now = time.perf_counter()
-        if (step := done - self.done) > 0:
-            self._paces.append((now - self._since) / step)
-            self._most = max(self._most, step)
-        self._since, self.done, self.advanced = now, done, True
-        self.note = self.note if note is None else note
-        self.show()
-
-    def leave_out(self, seconds: float) -> None:
-        """Excludes the seconds just spent on other work from the pace."""
-        self._since += seconds
-
-    def seconds_left(self) -> float | None:
-        """Estimates the seconds left at the median of the last paces; `None` if there is no pace yet.
-
-        Between two advances it falls as time passes. Where one takes longer than expected, it grows with that pace.
-        """
-        if self.total is None or not self._paces:
-            return None
-        passed, left = time.perf_counter() - self._since, max(self.total - self.done, 0.0)
-        timed = self.unit == "minutes"
-        pace = 60.0 if timed else max(statistics.median(self._paces), passed / self._most)
-        return max(pace * left - passed, 0.0) + self.further
-
-    def line(self, ended: bool = False) -> str:
-        of = "" if self.total is None else f"/{_amount(self.total)}"
-        text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
-        left = self.seconds_left()
-        if ended:
-            return f"{text}; took {span(time.perf_counter() - self._begin)}"
-        return text if not left or left < 0.5 else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
 
 
 class TrainingProgress(TrainerCallback):
     """Reports to a stage how far the Trainer is: in minutes with a time budget, in steps without one."""
 
     def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
-        self._stage = stage
-        self._budget = budget
-        self._figures = ""
-        self._evaluation: float | None = None  # seconds of the latest one
+        self._stage, self._budget, self._figures = stage, budget, ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._budget is None:
@@ -174,34 +156,19 @@ class TrainingProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._budget is None:
-            self._expect(state, state.global_step - 1)
             self._stage.advance(state.global_step, self._figures)
         else:
             note = ", ".join(filter(None, [f"step {state.global_step:,}", self._figures]))
             self._stage.advance(self._budget.spent / 60, note)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if self._budget is None and metrics and "eval_seconds" in metrics:
-            self._evaluation = metrics["eval_seconds"]
-            self._stage.leave_out(self._evaluation)
-            self._expect(state, state.global_step)
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._figures = figures_in_words(logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._stage.advanced and self._stage.total is not None and self._stage.done < self._stage.total:
             why = "ended early" if self._budget is None else "the rest is for the last evaluation and saving"
             self._stage.advance(self._stage.done, ", ".join(filter(None, [self._stage.note, why])))
-
-    def _expect(self, state: Any, evaluated: int) -> None:
-        """Tells the stage which evaluations are still to come after step `evaluated`."""
-        every = int(getattr(state, "eval_steps", 0) or 0)
-        left = state.max_steps // every - evaluated // every if every else 0
-        unknown = left > 0 and self._evaluation is None
-        self._stage.also = f"{left} evaluation{'s' * (left > 1)}" if unknown else ""
-        self._stage.further = left * (self._evaluation or 0.0)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self._figures = figures_in_words(logs)
 
 
 _TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
@@ -230,29 +197,3 @@ def span(seconds: float) -> str:
 
 def _amount(value: float) -> str:
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
-
-
-class _Bars:
-    """A bar for each open stage, below the lines of a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._shown: dict[Stage, Any] = {}
-        self._progress = Progress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True)
-
-    def show(self, stage: Stage) -> None:
-        from rich.markup import escape
-
-        if stage not in self._shown:
-            self._progress.start()
-            self._shown[stage] = self._progress.add_task("", total=None)
-        self._progress.update(
-            self._shown[stage], description=escape(stage.line()), completed=stage.done, total=stage.total
-        )
-
-    def remove(self, stage: Stage) -> None:
-        if stage in self._shown:
-            self._progress.remove_task(self._shown.pop(stage))
-        if not self._shown:
-            self._progress.stop()

@@ -34,16 +34,15 @@ from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
 from ..data.recording import can_record
 from ..data.stream import ChatStream, StreamPlace
-from ..data.vocabulary import answer_counts
+from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
 from .arguments import DrafterTrainingArguments
-from .budget import TimeBudget
+from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
 from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, untrained, what_is_computed
-from .run_clock import RunClock
 from .run_folder import (
     callback_of,
     claim,
@@ -60,7 +59,6 @@ from .start import draft_vocabulary, drafter_to_start_from, with_lora
 from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
-_MINUTES_FOR_ALL_KINDS = 20.0  # for answers, from which on a stream invents full batches of each kind of prompt
 _FEWEST = 3  # chats at least, with which training begins when the time for answers is over
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
@@ -193,32 +191,41 @@ class _Run:
 
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
-        plan, clock, minutes = self.plan, None, self.args.max_minutes
-        features = self._features(start, bool(finished))
-        if minutes is not None:
-            begun = last_checkpoint(Path(plan.out)) is not None
-            clock = RunClock(Path(plan.out), minutes, plan.stream, begun, self.began)
-        seconds = clock.answer_seconds if clock is not None and not plan.stream else lambda: None
-        answering = replace(self.answering, features=features, seconds=seconds)
-        if not plan.stream and clock is None:
-            self.learn_from(finished + answering.all(prompts), start, features)
-            return
-        chats = list(finished)
-        timed: dict[str, Any] = {}
+        plan, budget, features = self.plan, self._budget(), self._features(start, bool(finished))
+        clock = budget if self.args.max_minutes is not None else None
+        answering = replace(self.answering, features=features, grows=plan.stream or clock is not None)
         if clock is not None:
-            timed = {"little_time": clock.answer_minutes < _MINUTES_FOR_ALL_KINDS, "late": clock.hurries}
-        groups = answering.stream(prompts, **timed)
-        unit, total = ("chats", BEFORE_LEARNING) if clock is None else ("minutes", clock.answer_minutes)
-        with self.report.stage("answering", unit, total, 0 if clock is None else min(clock.minutes, total)) as stage:
-            for group in groups:
+            answering = replace(answering, seconds=clock.answer_seconds)
+        groups = answering.groups(prompts)
+        chats = [*finished, *next(groups)]
+        given = 0 if plan.stream else len(finished)
+        unit, total = ("chats", BEFORE_LEARNING) if plan.stream else ("prompts", answering.expected(prompts))
+        unit, total = (unit, total) if clock is None else ("minutes", clock.answer_minutes)
+
+        def done() -> float:
+            return min(len(chats) - given if clock is None else clock.spent / 60, total)
+
+        with self.report.stage("answering", unit, total, done()) as stage:
+            while not self._is_enough(len(chats), clock) and (group := next(groups, None)) is not None:
                 chats += group
-                timed_out = clock is not None and not clock.answers_go_on()
-                done = len(chats) if clock is None else clock.minutes
-                stage.advance(min(done, total), f"{len(chats):,} chats" if clock else None)
-                enough = len(chats) > (plan.eval_conversations if plan.stream else _FEWEST)
-                if (timed_out and enough) or (plan.stream and len(chats) >= BEFORE_LEARNING):
-                    break
-        self.learn_from(chats, start, features, groups if plan.stream else None, clock)
+                stage.advance(done(), f"{len(chats):,} chats" if clock else None)
+        self.learn_from(chats, start, features, groups if plan.stream else None, budget)
+
+    def _budget(self) -> TimeBudget | None:
+        """The time of the whole run, or of its training, if it is limited."""
+        args, out = self.args, Path(self.plan.out)
+        if args.max_minutes is None:
+            return None if args.max_training_minutes is None else TimeBudget(args.max_training_minutes)
+        share = FIRST_ANSWERS if self.plan.stream else ANSWERS
+        share = 0.0 if last_checkpoint(out) else share  # nothing more is answered before training goes on
+        return TimeBudget(args.max_minutes, out, share, self.began)
+
+    def _is_enough(self, chats: int, clock: TimeBudget | None) -> bool:
+        """Whether training begins with so many chats: where the time for answers is over, or a stream can go on."""
+        late = clock is not None and (clock.answer_seconds() or 0.0) <= 0.0
+        if self.plan.stream:
+            return chats >= BEFORE_LEARNING or (late and chats > self.plan.eval_conversations)
+        return late and chats > _FEWEST
 
     def learn_from(
         self,
@@ -226,17 +233,17 @@ class _Run:
         start: Any,
         features: FeatureCache | None,
         groups: Iterator[list[Conversation]] | None = None,
-        clock: RunClock | None = None,
+        budget: TimeBudget | None = None,
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best.
 
         Args:
             features: those on disk; `None` to compute them in every step.
             groups: yields further conversations.
-            clock: the time of the whole run, if it is limited.
+            budget: see `_budget`.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        first, held_out = self._divided(len(conversations), groups is not None, clock)
+        first, held_out = self._divided(len(conversations), groups is not None, budget)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
@@ -260,7 +267,8 @@ class _Run:
             place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
             callbacks.append(place)
-        minutes = args.max_training_minutes if clock is None else clock.training_minutes(begun)
+        if budget is not None:
+            budget.begin_training(begun, callback_of(last, TimeBudget))
         trainer = DrafterTrainer(
             model,
             args,
@@ -269,7 +277,7 @@ class _Run:
             token_counts=answer_counts(tokenized[:first], text_config(target).vocab_size) if args.candidates else None,
             train_dataset=train_dataset,
             eval_dataset=Subset(dataset, range(held_out)),
-            budget=None if minutes is None else TimeBudget.resumed(minutes, callback_of(last, TimeBudget)),
+            budget=budget,
             report=report,
             callbacks=callbacks,
         )
@@ -278,12 +286,12 @@ class _Run:
         _learn(trainer, last, report)
         self._keep(trainer, counts, begin)
 
-    def _divided(self, count: int, grows: bool, clock: RunClock | None) -> tuple[int, int]:
+    def _divided(self, count: int, grows: bool, budget: TimeBudget | None) -> tuple[int, int]:
         """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
         if grows:  # what a resumed stream has answered since changes neither
-            count = min(BEFORE_LEARNING if clock is None or clock.first is None else clock.first, count)
-        most = self.plan.eval_conversations
-        return count, most if clock is None or self.plan.stream else min(most, count // 2)  # a slow machine has few
+            count = min(BEFORE_LEARNING if budget is None or budget.first is None else budget.first, count)
+        most, slow = self.plan.eval_conversations, self.args.max_minutes is not None and not self.plan.stream
+        return count, min(most, count // 2) if slow else most  # a slow machine has few
 
     def _model(
         self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
@@ -362,7 +370,7 @@ class _Run:
         wanted = self.plan.drafter.get("draft_vocab_size")
         if start and wanted not in (None, start.config.draft_vocab_size):
             rows = self.target.get_output_embeddings().weight
-            start = self.family.with_draft_vocabulary(start, choose(), rows)
+            start = with_draft_vocabulary(start, choose(), rows)
         torch.manual_seed(self.args.seed)  # answering has advanced the RNG differently in each process
         longest = max(len(chat.input_ids) for chat in tokenized)
         return start or self.family.fresh(self.target, self.plan.drafter, longest, choose)

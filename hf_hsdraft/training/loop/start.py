@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.plan import Report, TrainingPlan
 from ..data.vocabulary import choose_draft_vocabulary, column_cost_of, paying_size
-from ..families.family import TrainableFamily
+from ..families.family import GROWTHS, TrainableFamily
 from .run_folder import keep_vocabulary, vocabulary_of
 
 
@@ -30,7 +30,8 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
     fixed = sorted(plan.drafter.keys() - {"target_name"})
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
-    drafter = family.grown(drafter, plan.drafter)
+    if (grow := GROWTHS.get(family.name)) is not None:
+        drafter = grow(drafter, plan.drafter)
     family.continued(drafter, plan.drafter)
     size = plan.drafter.get("draft_vocab_size", 1)
     if not 1 <= size <= drafter.config.vocab_size:

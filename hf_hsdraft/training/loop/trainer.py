@@ -10,7 +10,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,47 @@ from ...engine.call_output import DraftStatistics, pooled_tau
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import TokenizedConversation
 from ..data.features import Features, read_features
-from ..evaluate.calibration import Calibration
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
 from ..loss.candidates import Candidates
-from ..loss.data_policies import DATA_POLICIES, PolicyStep
-from ..loss.loss import CHUNK_LOGITS, ChainLoss, LossParts, Pack, true_labels, unroll
+from ..loss.chains import DATA_POLICIES, Pack, PolicyStep, true_labels, unroll
+from ..loss.loss import CHUNK_LOGITS, WEIGHTINGS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, objective_of
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import check_learning
 from .progress import Reporter, figures_in_words
+
+_BINS = 10  # of confidence
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Confidence of first choices and their accuracy, as tables of K depths x `_BINS` equal bins of confidence.
+
+    `accuracy` is the share of a bin's predictions whose first choice is the target's. Empty bins hold 0.
+    """
+
+    count: list[list[int]]
+    confidence: list[list[float]]
+    accuracy: list[list[float]]
+
+    @classmethod
+    def of(cls, parts: Iterable[LossParts], steps: int) -> Calibration:
+        """Collects the measured predictions of several batches, for `steps` depths."""
+        count, confidence, right = (torch.zeros(steps * _BINS) for _ in range(3))
+        for part in parts:
+            cell = part.depth.cpu() * _BINS + (part.confidence.cpu() * _BINS).long().clamp(max=_BINS - 1)
+            count += torch.bincount(cell, minlength=len(count))
+            confidence.index_add_(0, cell, part.confidence.cpu().float())
+            right.index_add_(0, cell, part.right.cpu().float())
+        filled = count.clamp(min=1)
+
+        def table(values: torch.Tensor) -> list[list[float]]:
+            return values.view(steps, _BINS).tolist()
+
+        counts = [[int(value) for value in row] for row in table(count)]
+        return cls(counts, table(confidence / filled), table(right / filled))
 
 
 class TrainingDiverged(RuntimeError):
@@ -347,8 +377,7 @@ def _loss(
         head,
         objective_of(args.objective, args.ce_share),
         args.weights_of_depths(drafter.num_draft_steps),
-        d_pace=args.depth_weighting == "d-pace",
-        valid_prefix=args.valid_prefix,
+        weightings=[WEIGHTINGS[name] for name in args.weightings],
         cosine_weight=args.cosine_weight,
         by_prediction=args.depth_weighting == "by-prediction",
         candidates=_candidates(args.candidates, args, weights, token_counts) if args.candidates else None,

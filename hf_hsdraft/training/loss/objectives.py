@@ -94,6 +94,14 @@ class WholeLoss:
 WHOLE_LOSSES: Registry[WholeLoss] = Registry("objective")
 
 
+def only_objective(config: Any) -> str:
+    """Name of the whole loss that is the only objective for a drafter's configuration; empty if there are others."""
+    for name, loss in WHOLE_LOSSES.items():
+        if all(getattr(config, field, None) == value for field, value in loss.fields.items()):
+            return name
+    return ""
+
+
 def objective_of(name: str, ce_share: float | None = None) -> Objective:
     """Returns an objective by its name in `OBJECTIVES`.
 

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
 from hf_hsdraft.drafters.language_model.layer_subset import layers_of, with_layers
+from hf_hsdraft.methods.distillation.lm_training import LMPredictions
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, as_trained, family_of
-from hf_hsdraft.training.families.trained_lm import LMPredictions
 from hf_hsdraft.training.loop.checks import prepared
 from hf_hsdraft.training.loop.start import drafter_to_start_from
-from hf_hsdraft.training.loss.loss import Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 
 
 @pytest.fixture(scope="module")

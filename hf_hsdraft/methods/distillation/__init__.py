@@ -1,0 +1,1 @@
+"""Small language models as drafters, trained on the target's own answers."""
