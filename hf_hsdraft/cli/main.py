@@ -58,7 +58,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
             "skip-layers": "skip-layers", "plan": "plan",
         },
     ),
-    "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server", "fleet": "fleet"}),
+    "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server"}),
 }  # fmt: skip
 TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find")  # in this order
 

@@ -25,7 +25,7 @@ GROUPS = {
     "data": ["coverage", "overlap"],
     "history": ["list", "erase"],
     "make": ["average", "prune", "refiner", "verifier", "skip-layers", "plan"],
-    "remote": ["serve", "fleet"],
+    "remote": ["serve"],
 }
 
 
