@@ -2,7 +2,7 @@
 
 pip install --no-deps economize
 OMP_NUM_THREADS=1 python examples/economize_eagle3.py chats.jsonl --out eagle3 --minutes 40
-hsdraft bench --prompts prompts.jsonl --economize eagle3 --drafter my-drafter --dtype bfloat16
+python benchmarks/peers.py --prompts prompts.jsonl --variants default,economize-eagle3=eagle3 --drafter my-drafter
 
 Drafter, roll-out, teacher and optimiser are economize's own, by `economize.train.fit`. Its extension points add three
 things for a fair comparison: batches of similar lengths, a learning rate that follows the remaining time, and the same

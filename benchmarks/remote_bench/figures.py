@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from fleet import DeviceLoad, ServerCosts, costs_of_status, fleet_point
 from runner import print_table
-
-from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, costs_of_status, fleet_point
 
 
 def together(texts: Sequence[dict[str, Any]]) -> float | None:

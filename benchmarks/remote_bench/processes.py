@@ -36,7 +36,7 @@ def served(asked: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """Runs a server in a separate process; yields its port and its process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_hsdraft.cli", "verify-server", "--port", str(port), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "hf_hsdraft.cli", "remote", "serve", "--port", str(port), "--host", "127.0.0.1"]
     command += ["--max-sessions", "128", "--max-batch", str(asked.max_batch)]
     command += [] if asked.wait_ms is None else ["--wait-ms", str(asked.wait_ms)]
     command += ["--max-length", "2048", "--keep-seconds", str(KEEP_SECONDS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ from ..training.loop.progress import Reporter
 from .calls import Settings
 from .machine import processor
 from .profile import profile
-from .prompts import formats_of, length_of, read_questions
+from .prompts import read_questions
 from .report import BenchResult, as_document
-from .run import Measured, check_points, measure, positions_of, sweep
+from .run import Measured, check_points, measure, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # greatest number of prompts in a profile
@@ -81,27 +80,6 @@ class BenchPlan:
     def texts(self) -> list[str]:
         return [question.turns[0] for question in self.questions]
 
-    def fitting(self, target: Any, tokenizer: Any) -> tuple[BenchPlan, str]:
-        """Returns the plan without published prompts that the target has no positions for, and says which.
-
-        Raises a ValueError if none is left.
-        """
-        room = positions_of(target) - self.settings.max_new_tokens
-        published = tuple(each.prompt for each in formats_of(self.questions).values())
-        kept = [
-            each
-            for each in self.questions
-            if not isinstance(each, published) or length_of(tokenizer, each.turns[0]) <= room
-        ]
-        if len(kept) == len(self.questions):
-            return self, ""
-        told = f"{len(self.questions) - len(kept)} prompts longer than the target's {room} positions for a prompt"
-        if not kept:
-            raise ValueError(f"nothing to measure: all of the {told}")
-        plan = copy.copy(self)
-        object.__setattr__(plan, "questions", kept)
-        return plan, told
-
     def command(self, dtype: str) -> str:
         """Returns the command line of this plan, without local paths."""
         how = self.settings
@@ -136,11 +114,9 @@ def run_plan(
     measuring if a variant does not fit its drafter, or a sweep its target.
     """
     systems = make_systems(plan.parsed, target, drafters)
-    plan, too_long = plan.fitting(target, tokenizer)
     check_points(target, tokenizer, plan.texts, plan.points, plan.settings.max_new_tokens)
     digests = {system.name: getattr(system.drafter.config, "weights_digest", None) for system in systems if system.ours}
-    settings = {**_settings(plan, target, systems), **({"left_out_prompts": too_long} if too_long else {})}
-    result = BenchResult(settings, digests, plan.questions)
+    result = BenchResult(_settings(plan, target, systems), digests, plan.questions)
 
     def save() -> None:
         if plan.json_out is not None:

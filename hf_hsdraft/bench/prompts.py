@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..core.methods import Registry
 from ..runtime.prompt_inputs import encode_batch, encode_prompt
 from ..training.data.conversations import Prompt, read_prompts
 
@@ -23,44 +21,16 @@ with resources.as_file(resources.files(__package__) / "default_prompts.jsonl") a
 NOTE = f"no --prompts given: {len(DEFAULT_PROMPTS)} prompts that come with the package"
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """Prompt files of a published benchmark, whose figures a report has beside ours.
-
-    Attributes:
-        prompt: class of its prompts. Prompts that the target has no positions for are left out.
-        reads: whether `--prompts` names files of it.
-        read: reads the prompts in a file or folder.
-        tables: tables and notes of a result with such prompts.
-        document: what the report's JSON has of them.
-    """
-
-    prompt: type[Prompt]
-    reads: Callable[[Path], bool]
-    read: Callable[[Path], Sequence[Prompt]]
-    tables: Callable[[Any], Iterable[Any]]
-    document: Callable[[Any], dict[str, Any]]
-
-
-FORMATS: Registry[PromptFormat] = Registry("prompts")  # of methods, by the name that `--prompts` takes
-
-
-def formats_of(questions: Sequence[Prompt]) -> dict[str, PromptFormat]:
-    """Returns the formats that some prompts are of, by name."""
-    return {name: each for name, each in FORMATS.loaded.items() if any(isinstance(q, each.prompt) for q in questions)}
-
-
 def read_questions(paths: Sequence[Path], limit: int | None = None) -> list[Prompt]:
-    """Reads prompt files of all formats, or takes the prompts of the package if there is no file; see `spread`.
+    """Reads prompt files, or takes the prompts of the package if there is no file; see `spread`.
 
     Raises a ValueError if a file is missing, or the files hold no prompt.
     """
     found: list[Prompt] = [] if paths else [*DEFAULT_PROMPTS]
     for path in paths:
-        if str(path) not in FORMATS and not path.exists():
-            raise ValueError(f"--prompts {path} does not exist: expected a JSONL file, or one of {', '.join(FORMATS)}")
-        read = next((each.read for each in FORMATS.values() if each.reads(path)), read_prompts)
-        found += read(path)
+        if not path.exists():
+            raise ValueError(f"--prompts {path} does not exist: expected a JSONL file")
+        found += read_prompts(path)
     if not found:
         raise ValueError("no questions: the prompt files hold no line with `turns`")
     return spread(found, limit)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..training.data.conversations import Prompt
 from . import profile as profiling
 from .profile import Profile
-from .prompts import formats_of
 from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
 from .summary import DEFINITIONS, FIGURES, Summary, by_category, number, round_costs, shown, summarise
 from .systems import PLAIN
@@ -69,7 +68,6 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
     measured, drafted = result.measured, result.drafted()
-    formats = formats_of(result.questions)
 
     def point(each: SweepPoint) -> dict[str, Any]:
         figures = {name: asdict(row) for name, row in _summaries(each.measured).items()}
@@ -94,7 +92,6 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         "left_out": measured.left_out,
         **{axis: list(map(point, points)) for axis, points in result.sweeps.items()},
         "categories": result.categories,
-        **{name.replace("-", "_"): each.document(result) for name, each in formats.items() if measured.others},
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
     }
 
@@ -109,11 +106,7 @@ def print_report(result: BenchResult, console: Console) -> None:
     note(console, *(f"left out: {name}: {reason}" for name, reason in measured.left_out.items()))
     if result.drafted():
         console.print(_cost_table(result))
-    formats = formats_of(result.questions)
-    if formats and measured.others:
-        for part in (part for each in formats.values() for part in each.tables(result)):
-            note(console, part) if isinstance(part, str) else console.print(part)
-    elif len(set(result.categories)) > 1 and measured.others:
+    if len(set(result.categories)) > 1 and measured.others:
         console.print(_category_table(result))
     if result.profiles:
         console.print(_profile_table(result))
@@ -154,13 +147,6 @@ def note(console: Console, *lines: str) -> None:
 
 def define(console: Console, definitions: Mapping[str, str]) -> None:
     note(console, *(f"{name}: {text}." for name, text in definitions.items()))
-
-
-def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(*(Column(name, justify="right") for name in columns))
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _main_table(result: BenchResult) -> Table:

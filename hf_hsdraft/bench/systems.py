@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..core.checks import public_name
-from ..core.methods import Registry
 from ..cpu.packed_weights import linears_to_pack
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Drafter
@@ -32,9 +31,9 @@ _DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrain
 _CHAINS, LONGEST_CHAIN = "chains", 7  # as other speculators report
 
 
-# Variants of methods, by name. Each entry parses a whole variant, such as `mtp` or `dflash=FOLDER`, and returns what
-# makes its system for a target. It raises errors as `Variant.parse` does.
-OTHERS: Registry[Callable[[str], Callable[[Any], System]]] = Registry("variant")
+# Further variants, by name. Each entry parses a whole variant, such as `mtp` or `dflash=FOLDER`, and returns what makes
+# its system for a target. It raises errors as `Variant.parse` does.
+OTHERS: dict[str, Callable[[str], Callable[[Any], System]]] = {}
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ def bench(
         list[Path] | None,
         typer.Option(
             "--prompts",
-            help="JSONL with `turns`, a folder or file of SPEED-Bench, or speed-bench to find it; default: 6 prompts "
-            "that come with the package.",
+            help="JSONL with `turns`; default: 6 prompts that come with the package.",
         ),
     ] = None,
     target: TargetOption = None,
@@ -71,12 +70,6 @@ def bench(
     pictures: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder for pictures; default: beside the JSON.")
     ] = None,
-    economize: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="Short for economize-eagle3=FOLDER and economize-eagle3=FOLDER:6:0.4."
-        ),
-    ] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
     from ..bench.calls import Settings
@@ -86,9 +79,6 @@ def bench(
     from ..bench.run import BATCH, CONTEXT, NEW
     from ..generate.by_name import found_for_targets
 
-    names = (
-        variants if economize is None else f"{variants},economize-eagle3={economize},economize-eagle3={economize}:6:0.4"
-    )
     lists = {CONTEXT: context_lengths, BATCH: batch_sizes, NEW: new_tokens}
     points = {axis: numbers(text, f"--{axis.replace('_', '-')}", "1,2,4") for axis, text in lists.items() if text}
     settings = Settings(max_new_tokens, temperature, seed, top_k)
@@ -96,7 +86,7 @@ def bench(
     try:
         if len(set(given)) < len(given):
             raise ValueError(f"a drafter is named twice: {', '.join(given)}")
-        plan = BenchPlan(prompts or [], names, settings, limit, repeats, points, profile, json_out, pictures)
+        plan = BenchPlan(prompts or [], variants, settings, limit, repeats, points, profile, json_out, pictures)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prompts:

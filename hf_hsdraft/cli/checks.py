@@ -6,7 +6,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ..core.progress import working
 from ._shared import (
@@ -104,20 +103,3 @@ def _end(verdict: str, why: str) -> None:
     say(f"verdict: {verdict}: {why}")
     if verdict == _FAILED:
         sys.exit(1)
-
-
-class _Moved(TyperCommand):
-    """A command that left the package, whatever its options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        raise ValueError(
-            f"`hsdraft {ctx.info_name}` is `python benchmarks/{ctx.info_name}.py` now, in a checkout of the repository"
-        )
-
-
-def _moved() -> None:
-    raise AssertionError
-
-
-for _name in ("exactness", "support"):
-    app.command(_name, cls=_Moved, hidden=True)(_moved)

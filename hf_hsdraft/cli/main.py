@@ -1,7 +1,6 @@
 """`hsdraft`, the command line. A new command is a file beside this one or of a method.
 
-`GROUPS` says which commands stand in a group, and by which name there; the others stand at the top. A grouped command's
-own name is a hidden alias.
+`GROUPS` says which commands stand in a group, and by which name there; the others stand at the top.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     "measure": (
         "Measure speed, memory, exactness and quality.",
         {
-            "throughput": "throughput", "first-call": "first-calls", "memory": "concurrent", "quality": "quality",
-            "lm-eval": "lm-eval", "exactness": "exactness", "support": "support",
+            "throughput": "throughput", "quality": "quality", "lm-eval": "lm-eval",
         },
     ),
     "data": ("Examine training chats.", {"coverage": "coverage", "overlap": "overlap"}),
@@ -60,7 +58,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
             "skip-layers": "skip-layers", "plan": "plan",
         },
     ),
-    "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server", "fleet": "fleet"}),
+    "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server"}),
 }  # fmt: skip
 TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find")  # in this order
 
@@ -78,19 +76,20 @@ def _commands() -> dict[str, CommandInfo]:
 def _arrange() -> None:
     """Puts the commands into the groups and at the top."""
     known = _commands()
-    for name in sorted(known, key=lambda name: TOP.index(name) if name in TOP else len(TOP)):
-        grouped = any(name in names.values() for _, names in GROUPS.values())
-        app.registered_commands.append(_named(known[name], name, hidden=grouped or known[name].hidden))
+    groups = {}
     for group, (purpose, names) in GROUPS.items():
-        here = {name: own for name, own in names.items() if own in known}  # methods may be away
-        typed = typer.Typer(help=purpose, no_args_is_help=True, rich_markup_mode=None)
-        typed.registered_commands += [_named(known[own], name, known[own].hidden) for name, own in here.items()]
-        app.add_typer(typed, name=group)
+        groups[group] = typer.Typer(help=purpose, no_args_is_help=True, rich_markup_mode=None)
+        here = {name: known.pop(own) for name, own in names.items() if own in known}  # methods may be away
+        groups[group].registered_commands += [_named(command, name) for name, command in here.items()]
+    for name in sorted(known, key=lambda name: TOP.index(name) if name in TOP else len(TOP)):
+        app.registered_commands.append(_named(known[name], name))
+    for group, commands_of_group in groups.items():
+        app.add_typer(commands_of_group, name=group)
 
 
-def _named(command: CommandInfo, name: str, hidden: bool) -> CommandInfo:
+def _named(command: CommandInfo, name: str) -> CommandInfo:
     assert command.callback is not None
-    return CommandInfo(**{**vars(command), "name": name, "hidden": hidden, "callback": _running(command.callback)})
+    return CommandInfo(**{**vars(command), "name": name, "callback": _running(command.callback)})
 
 
 def _running(body: Callable[..., Any]) -> Callable[..., Any]:

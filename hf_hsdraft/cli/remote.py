@@ -1,4 +1,4 @@
-"""`hsdraft remote serve` and `hsdraft remote fleet`."""
+"""`hsdraft remote serve`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from ._shared import (
     PortOption,
     TargetOption,
     bound_socket,
-    console,
     loaded_target,
     say,
 )
 
 app = typer.Typer()
 _TOKEN = "HSDRAFT_TOKEN"
-MaxBatchOption = Annotated[int, typer.Option(min=1, help="Maximum number of texts per forward.")]
 
 
 @app.command("verify-server", short_help="Verify drafts of many devices.")
@@ -44,7 +42,7 @@ def verify_server(
     ] = 2048,
     max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Maximum number of tokens per text.")] = 4096,
     max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Maximum number of nodes per draft tree.")] = 64,
-    max_batch: MaxBatchOption = 32,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of texts per forward.")] = 32,
     max_columns: Annotated[
         int, typer.Option(min=2, help="Maximum product of the texts in a forward and the nodes of the largest tree.")
     ] = 256,
@@ -123,43 +121,3 @@ def _token(file: Path | None) -> str:
     if not all(33 <= ord(letter) <= 126 for letter in token):
         raise ValueError(f"{source} holds spaces or letters beyond ASCII: expected a token that a header can hold")
     return token
-
-
-@app.command(short_help="Estimate how many devices a server serves.")
-def fleet(
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            help="JSON that benchmarks/remote_sessions.py wrote; its measured values replace --fixed-ms, "
-            "--column-ms, --token-bytes and --max-batch.",
-        ),
-    ] = None,
-    fixed_ms: Annotated[float, typer.Option(min=0.001, help="Time of a forward, independent of its size.")] = 20.0,
-    column_ms: Annotated[float, typer.Option(min=0.0, help="Time that each node adds to a forward.")] = 0.05,
-    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of keys and values per token.")] = 131072,
-    gibibytes: Annotated[float, typer.Option(min=0.0, max=2.0**20, help="Memory for keys and values.")] = 40.0,
-    max_batch: MaxBatchOption = 32,
-    tau: Annotated[float, typer.Option(min=1.0, help="Tokens emitted per round.")] = 2.5,
-    nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes per round.")] = 8.0,
-    draft_ms: Annotated[float, typer.Option(min=0.0, help="Drafting time of a device.")] = 5.0,
-    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Network round-trip time.")] = 40.0,
-    sent: Annotated[float, typer.Option(min=0.0, help="Bytes sent by a device per round.")] = 80.0,
-    received: Annotated[float, typer.Option(min=0.0, help="Bytes received by a device per round.")] = 60.0,
-    mbit_per_second: Annotated[float, typer.Option(min=0.001, help="Speed of a device's link.")] = 20.0,
-    length: Annotated[int, typer.Option(min=1, help="Tokens per text, prompt included.")] = 1024,
-    least: Annotated[float, typer.Option(min=0.001, help="Minimum tokens/s for each device.")] = 10.0,
-) -> None:
-    """Estimates how many devices a server serves, by a model of queues; runs nothing.
-
-    The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
-    """
-    from ..remote.fleet import DeviceLoad, ServerCosts, costs_of, print_fleet
-
-    server = ServerCosts(fixed_ms / 1e3, column_ms / 1e3, token_bytes, int(gibibytes * 2**30), max_batch)
-    if measured is not None:
-        server = costs_of(measured, server)
-    load = DeviceLoad(
-        tau, nodes + 1, draft_ms / 1e3, sent, received, round_trip_ms / 1e3, mbit_per_second * 125_000, length
-    )
-    print_fleet(server, load, least, console)

@@ -25,7 +25,6 @@ from ..core.draft_tree import DraftTree
 from ..core.forks import new_lock
 from ..core.tuning import TUNING
 from ..runtime.cache_slots import make_room
-from .fleet import fitted_line
 from .messages import packed_states
 from .sessions import ServerLimits
 from .tree_reader import TreeReader, TreesRead
@@ -147,6 +146,17 @@ class BatchStatistics:
         sums = self.columns, self.columns_squared, self.verify_seconds, self.columns_seconds
         fixed, column = fitted_line([self.forwards, *sums])
         return TUNING.drafts_share * fixed / column if column else math.inf
+
+
+def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
+    """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
+
+    `counts`: number of forwards, and the sums of columns, their squares, seconds, and columns times seconds.
+    """
+    n, x, xx, t, xt = counts
+    spread = n * xx - x * x
+    slope = max((n * xt - x * t) / spread, 0.0) if n > 1 and spread > 0 else 0.0
+    return max((t - slope * x) / max(n, 1), 0.0), slope
 
 
 class MicroBatches:

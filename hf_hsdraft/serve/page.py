@@ -16,12 +16,9 @@ from typing import Any
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .guards import LOCAL_HOSTS, PromptServer, RequestLimits
+from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits
 from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
 from .talk import ReplySettings, Talk, Talks
 
@@ -148,7 +145,7 @@ def _html_of(talk: Talk) -> str:
 
 
 class _FromHereOnly:
-    """Middleware: forbids browsers to load from elsewhere, and rejects uploads."""
+    """Middleware: forbids browsers to load from elsewhere."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -160,9 +157,6 @@ class _FromHereOnly:
                 message = {**message, "headers": [*message.get("headers", []), policy]}
             await send(message)
 
-        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
-            await PlainTextResponse("this page takes no files", 403)(scope, receive, send)
-            return
         await self.app(scope, receive, with_policy)
 
 
@@ -185,8 +179,7 @@ def build_app(page: ChatPage, hosts: Sequence[str]) -> FastAPI:
         css_paths=Path(__file__).with_name("page.css"),
     )
     app.add_middleware(_FromHereOnly)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=RequestLimits().max_body)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    app.add_middleware(Guard, hosts=hosts, key="", most=RequestLimits().max_body)  # uploads, which are no JSON, too
     return app
 
 

@@ -1,19 +1,15 @@
-"""The parts of the page as HTML, and draft trees as images: the root at the left, a column for each depth, the accepted
-path marked. All texts of users and models are escaped here.
-"""
+"""The parts of the page as HTML, and draft trees as lists. All texts of users and models are escaped here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
 from ..core.draft_tree import DraftTree
 from .talk import Reply, Turn
 
-_ROW, _HEIGHT, _GAP, _CHAR, _PAD = 28, 22, 26, 7.3, 8  # pixels; a character of the monospaced font is 12 px high
 _LONGEST = 16  # characters of a label
 TAU = "tokens emitted per target forward, the bonus token included; plain decoding has 1"
 SPEED = "new tokens per second of generate(), the prompt's forward included"
@@ -116,8 +112,7 @@ def trees_html(turns: Sequence[Turn], word: Callable[[int], str]) -> str:
         text = f"Round {number}: {accepted} of {len(tree) - 1} drafted tokens accepted"
         if len(tree) == 1:
             text = f"Round {number}: nothing was drafted"
-        svg = round_svg(tree, accepted, tokens, word)
-        figures.append(f"<figure><figcaption>{text}</figcaption>{svg}</figure>")
+        figures.append(f"<figure><figcaption>{text}</figcaption>{tree_html(tree, accepted, tokens, word)}</figure>")
     return f'<div class="hs-trees">{_TREE_LEGEND}{"".join(figures)}</div>'
 
 
@@ -126,18 +121,6 @@ _TREE_LEGEND = (
     '<span class="hs-key hs-key-accepted"></span>accepted <span class="hs-key hs-key-refused"></span>not accepted '
     '<span class="hs-key hs-key-own"></span>the target\'s own token, which comes after them</p>'
 )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A node of the image."""
-
-    label: str
-    kind: str  # `root`, `accepted`, `refused`, or `own` for the target's own token
-    tip: str
-    column: int
-    row: float
-    parent: int
 
 
 def label_of(text: str) -> str:
@@ -155,78 +138,31 @@ def accepted_path(tree: DraftTree, tokens: Sequence[int], accepted: int) -> list
     return path
 
 
-def boxes_of(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> list[Box]:
-    """Returns the boxes of a round: the tree's nodes in order, then the target's own token.
+def tree_html(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> str:
+    """Returns a round's tree as nested lists: beside each node what follows it, the emitted tokens first.
 
     The round emitted `tokens`, of which `accepted` are the tree's.
     """
-    path = accepted_path(tree, tokens, accepted)
-    parents, labels = list(tree.parents), list(tree.tokens)
-    kinds = ["accepted" if node in path else "refused" for node in range(len(tree))]
-    tips = [f"drafted with probability {math.exp(score):.3f}" for score in tree.scores]
-    kinds[0], tips[0] = "root", "last token of the round before"
-    if len(tokens) > accepted:  # not if the text ended with a drafted token
-        parents.append(path[-1] if path else 0)
-        labels.append(tokens[accepted])
-        kinds.append("own")
-        tips.append("the target's own token")
-    columns = [0] * len(parents)
-    for node in range(1, len(parents)):
-        columns[node] = columns[parents[node]] + 1
-    rows = _rows(parents, kinds)
-    return [
-        Box(label_of(word(labels[node])), kinds[node], tips[node], columns[node], rows[node], parents[node])
-        for node in range(len(parents))
-    ]
+    path, children = accepted_path(tree, tokens, accepted), tree.children()
 
+    def item(token: int, kind: str, tip: str, following: str = "") -> str:
+        label = f'<span title="{tip}">{escape(label_of(word(token)))}</span>'
+        return f'<li class="hs-{kind}">{label}{following and f"<ul>{following}</ul>"}</li>'
 
-def _rows(parents: Sequence[int], kinds: Sequence[str]) -> list[float]:
-    """Places from the top: leaves below each other, the emitted path first; a parent beside its first child."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
-    rows, free = [0.0] * len(parents), 0
-    stack, order = [0], []
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack += sorted(children[node], key=lambda child: kinds[child] == "refused", reverse=True)
-    for node in order:
-        if not children[node]:
-            rows[node], free = free, free + 1
-    for node in reversed(order):
-        if children[node]:
-            rows[node] = min(rows[child] for child in children[node])
-    return rows
+    def after(node: int) -> str:
+        nodes = sorted(children[node].values(), key=lambda child: child not in path)
+        found = [
+            item(
+                tree.tokens[child],
+                "accepted" if child in path else "refused",
+                f"drafted with probability {math.exp(tree.scores[child]):.3f}",
+                after(child),
+            )
+            for child in nodes
+        ]
+        if node == (path[-1] if path else 0) and len(tokens) > accepted:  # not if the text ended with a drafted token
+            found.insert(0, item(tokens[accepted], "own", "the target's own token"))
+        return "".join(found)
 
-
-def round_svg(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callable[[int], str]) -> str:
-    boxes = boxes_of(tree, accepted, tokens, word)
-    widths = [0.0] * (max(box.column for box in boxes) + 1)
-    for box in boxes:
-        widths[box.column] = max(widths[box.column], len(box.label) * _CHAR + 2 * _PAD)
-    lefts = [sum(widths[:column]) + _GAP * column for column in range(len(widths))]
-    width, height = lefts[-1] + widths[-1] + 2, (max(box.row for box in boxes) + 1) * _ROW
-    lines, nodes = [], []
-    for box in boxes:
-        x, y = lefts[box.column] + 1, box.row * _ROW + 2
-        own = len(box.label) * _CHAR + 2 * _PAD
-        if box.parent >= 0:
-            parent = boxes[box.parent]
-            begin = lefts[parent.column] + 1 + len(parent.label) * _CHAR + 2 * _PAD
-            lines.append(_line(begin, parent.row * _ROW + 2 + _HEIGHT / 2, x, y + _HEIGHT / 2, box.kind))
-        nodes.append(
-            f'<g class="hs-node hs-{box.kind}"><title>{escape(box.tip)}</title>'
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{own:.1f}" height="{_HEIGHT}" rx="5"/>'
-            f'<text x="{x + own / 2:.1f}" y="{y + 15:.1f}" text-anchor="middle">{escape(box.label)}</text></g>'
-        )
-    return (
-        f'<svg class="hs-tree" role="img" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(lines)}{"".join(nodes)}</svg>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    middle = x2 - _GAP / 2
-    path = f"M{x1:.1f} {y1:.1f}H{middle:.1f}V{y2:.1f}H{x2:.1f}"
-    return f'<path class="hs-line hs-{kind}" d="{path}"/>'
+    root = item(tree.tokens[0], "root", "last token of the round before", after(0))
+    return f'<ul class="hs-tree">{root}</ul>'

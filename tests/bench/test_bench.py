@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import itertools
 import json
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
@@ -29,14 +29,13 @@ from hf_hsdraft.bench.prompts import padded_batches, padded_prompt
 from hf_hsdraft.bench.report import as_document, print_report
 from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, turn_order
 from hf_hsdraft.bench.summary import summarise
-from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
+from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
 from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.engine.divergence import Divergence, first_divergence
-from hf_hsdraft.methods.process_bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
@@ -255,20 +254,11 @@ def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, dra
         ("tree+ensemble+resample", "sets reuse twice"),
         ("tree,tree", "named twice"),
         (" , ", "no variant is named"),
-        ("economize-eagle3", "write economize-eagle3=FOLDER"),
-        ("economize-hybrid=/nowhere/at/all", "no such folder"),
     ],
 )
 def test_wrong_variants_are_refused_by_their_name(text, message):
     with pytest.raises(ValueError, match=message):
         parse_variants(text)
-
-
-def test_what_is_not_installed_is_said_at_once(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "economize" else find(name))
-    with pytest.raises(ImportError, match="pip install --no-deps economize"):
-        Variant.parse("economize-lookup")
 
 
 def test_options_have_to_be_the_drafters(target, drafter):
@@ -454,41 +444,21 @@ def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokeniz
         draw_bench(result, saved)
 
 
-def test_economize_decodes_plains_text_and_draws_its_own(target, drafter, inputs):
-    pytest.importorskip("economize")
-    systems = systems_of("economize-lookup:6,chain", target, drafter)
-    greedy = measure(target, systems, inputs[:2], Settings(10))
-    [name] = [system.name for system in systems if "economize" in system.name]
-    assert not greedy.left_out and summarise(greedy.runs[name], greedy.plain).identical == 2
-    assert all(0 < one.first_seconds < one.seconds for one in greedy.runs[name])
-    sampled = measure(target, systems, inputs[:2], Settings(10, 1.0))
-    assert not sampled.left_out and summarise(sampled.runs[name], sampled.plain).identical is None
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells the peak of a process's memory")
 def test_calls_at_once_are_measured_together(target, inputs):
-    drafter = make_drafter(target)
-    result = measure_calls(target, drafter, inputs[:2], 8)
+    result = processes.measure_calls(target, make_drafter(target), inputs[:2], 8)
     assert result.calls == 2 and result.packed == (2 if linears_to_pack(target, True) else 0)
     assert result.added >= 0 and result.before > 0
-    with pytest.raises(ValueError, match="calls=0 is invalid"):
-        run_concurrent(Pair(None, "none", torch.float32), ["a prompt"], [2, 0], 8)
-    outcome = CliRunner().invoke(app, ["concurrent", "--calls", "one", "--drafter", "none"])
-    assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 
 
 @pytest.mark.process
-def test_first_calls_are_made_in_processes_of_their_own(saved):
-    arguments = ["first-calls", "--target", str(saved / "target"), "--drafter", str(saved / "drafter")]
-    arguments += ["--lengths", "2", "--repeats", "1", "--prompt", "w1 w2"]
-    outcome = CliRunner().invoke(app, arguments, env=CONSOLE_WIDTH, catch_exceptions=False)
-    assert outcome.exit_code == 0, outcome.output
-    assert "drafted s" in outcome.output and "the first generate() of a process" in outcome.output
-    assert FirstCalls(8, [1.0, 5.0, 2.0], [3.0, 1.0, 9.0]).time_ratio == 1.5
-    with pytest.raises(ValueError, match=r"lengths=\[8, 0\] is invalid"):
-        run_first_calls(Pair(None, "none", torch.float32), "a prompt", [8, 0], 1)
-    outcome = CliRunner().invoke(app, ["first-calls", "--lengths", "one", "--drafter", "none"])
-    assert outcome.exit_code == 2 and "1,2,4" in outcome.output
+def test_first_calls_are_made_in_processes_of_their_own(saved, capsys):
+    prompts = write_prompts(saved / "prompts.jsonl", 1)
+    arguments = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter"), "--prompts", str(prompts)]
+    processes.main([*arguments, "--lengths", "2", "--repeats", "1", "--json", str(saved / "report.json")])
+    assert "drafted s" in capsys.readouterr().out
+    seconds = json.loads((saved / "report.json").read_text())["first_calls"]["2"]
+    assert all(len(each) == 1 and each[0] > 0 for each in seconds.values()) and len(seconds) == 2
 
 
 def test_variants_fit_drafters_of_any_depth(target, drafter):

@@ -156,7 +156,7 @@ def saved(tmp_path_factory, chatty, tokenizer) -> tuple[str, str]:
 def test_the_command_prints_scores_and_what_drafting_did(folder, saved, tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **given: TaskManager(include_defaults=False, **given))
     target, drafter = saved
-    arguments = ["lm-eval", "--target", target, "--drafter", drafter, "--include-path", str(folder)]
+    arguments = ["measure", "lm-eval", "--target", target, "--drafter", drafter, "--include-path", str(folder)]
     options = ["--tasks", "stopped,choice", "--batch-size", "2", "--limit", "4", "--compare"]
     done = CliRunner().invoke(cli.app, [*arguments, *options, "--json", str(tmp_path / "results.json")])
     assert done.exit_code == 0, done.output

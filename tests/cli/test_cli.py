@@ -21,15 +21,12 @@ TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find"]
 GROUPS = {
     "estimate": ["training", "decoding", "hierarchy"],
     "hub": ["push", "pull", "list", "card", "export"],
-    "measure": ["throughput", "first-call", "memory", "quality", "lm-eval"],
+    "measure": ["throughput", "quality", "lm-eval"],
     "data": ["coverage", "overlap"],
     "history": ["list", "erase"],
     "make": ["average", "prune", "refiner", "verifier", "skip-layers", "plan"],
-    "remote": ["serve", "fleet"],
+    "remote": ["serve"],
 }
-ALIASES = ["average", "card", "concurrent", "coverage", "export", "first-calls", "fleet", "list", "lm-eval", "overlap"]
-ALIASES += ["plan", "prune", "pull", "push", "quality", "skip-layers", "throughput", "train-refiner", "train-verifier"]
-ALIASES += ["verify-server"]
 
 
 def listed(*command: str) -> list[str]:
@@ -48,20 +45,6 @@ def test_commands_say_what_they_do_and_each_overview_has_a_line_for_each():
     for command in [[name] for name in TOP] + [[group, name] for group in GROUPS for name in GROUPS[group]]:
         own = CliRunner().invoke(cli.app, [*command, "--help"])
         assert own.exit_code == 0 and f" {' '.join(command)} [OPTIONS]" in own.output
-
-
-def test_the_names_of_earlier_versions_still_work():
-    assert sorted(ALIASES) == sorted(
-        own for _, names in cli.GROUPS.values() for own in names.values() if own in ALIASES
-    )
-    for name in ALIASES:
-        own = CliRunner().invoke(cli.app, [name, "--help"])
-        assert own.exit_code == 0 and f" {name} [OPTIONS]" in own.output
-    for group, (_, names) in cli.GROUPS.items():
-        for name, alias in names.items():
-            if alias in ALIASES:
-                shown = [CliRunner().invoke(cli.app, [*path, "--help"]).output for path in ([group, name], [alias])]
-                assert shown[0].partition("\n")[2] == shown[1].partition("\n")[2]
 
 
 def test_the_help_of_training_shows_every_option_with_its_type_and_default():
@@ -95,13 +78,6 @@ def test_the_help_of_training_shows_every_option_with_its_type_and_default():
         f"--{name.replace('_', '-')}" in shown for name in [*(row[0] for row in rows), *listed] if name != "opening"
     )
     assert [line[:-1] for line in shown.splitlines() if line[:-1] in PANELS] == list(PANELS)
-
-
-@pytest.mark.parametrize("name", ["exactness", "support"])
-def test_a_command_that_left_the_package_says_where_it_is(name):
-    for options in ([], ["--help"], ["--tasks", "causal"]):
-        outcome = CliRunner().invoke(cli.app, [name, *options])
-        assert outcome.exit_code == 1 and f"`python benchmarks/{name}.py`" in str(outcome.exception)
 
 
 def test_the_version_is_printed():
@@ -200,29 +176,23 @@ def test_the_tested_range_is_that_of_the_package_and_of_ci():
 
 @pytest.mark.parametrize(("device", "said"), [("cuda:99", "cuda:99 is not here"), ("gpu", "'gpu' is no device")])
 def test_a_device_that_is_not_here_is_told_before_anything_is_loaded(device, said):
-    takers = [
-        name
-        for name, command in get_command(cli.app).commands.items()
-        if any("--device" in parameter.opts for parameter in command.params)
-    ]
-    assert {"demo", "train", "serve", "verify-server"} <= set(takers)
-    for name in takers:
-        outcome = CliRunner().invoke(cli.app, [name, "--device", device])
-        assert outcome.exit_code == 2 and said in outcome.output, name
+    commands = {(name,): command for name, command in get_command(cli.app).commands.items()}
+    commands |= {
+        (*group, name): each
+        for group in list(commands)
+        for name, each in getattr(commands[group], "commands", {}).items()
+    }
+    takers = [path for path, each in commands.items() if any("--device" in parameter.opts for parameter in each.params)]
+    assert {("demo",), ("train",), ("serve",), ("remote", "serve")} <= set(takers)
+    for path in takers:
+        outcome = CliRunner().invoke(cli.app, [*path, "--device", device])
+        assert outcome.exit_code == 2 and said in outcome.output, path
 
 
 @pytest.mark.parametrize("given", ["", " , ", "1,x"])
-@pytest.mark.parametrize(
-    ("options", "like"),
-    [
-        (["concurrent", "--calls"], "1,2,4"),
-        (["first-calls", "--lengths"], "1,2,4"),
-        (["prune", "--out", "small", "--layers"], "0,1,15"),
-    ],
-)
-def test_a_list_without_numbers_is_refused_before_anything_is_loaded(options, like, given):
-    outcome = CliRunner().invoke(cli.app, [*options, given])
-    assert outcome.exit_code == 2 and f"expected numbers such as {like}, found {given!r}" in outcome.output
+def test_a_list_without_numbers_is_refused_before_anything_is_loaded(given):
+    outcome = CliRunner().invoke(cli.app, ["make", "prune", "--out", "small", "--layers", given])
+    assert outcome.exit_code == 2 and f"expected numbers such as 0,1,15, found {given!r}" in outcome.output
 
 
 def test_train_names_its_extra_before_it_loads_anything(monkeypatch, tmp_path):

@@ -55,7 +55,6 @@ def run(code: str, **options) -> subprocess.CompletedProcess:
         (["train", "--learning-rat", "1", "--out", "x"], 2, "--learning-rat. Did you mean --learning-rate?"),
         (["train", "--no-such=1", "--bf16"], 2, "No such option: --no-such"),
         (["train", "--bf16", "--no-tf32", "--depth_decay", "1", "--lr-scheduler-type=linear"], 2, "'--out'"),
-        (["support", "--any"], 1, "benchmarks/support.py"),
     ],
 )
 def test_help_and_wrong_options_load_nothing_heavy(options, status, said):

@@ -33,7 +33,7 @@ def test_every_command_drafts_by_ngrams_and_says_so(place, tokenizer, named, mon
         "chat": run("chat", *target, "--max-new-tokens", str(NEW), given=f"{PROMPT}\n"),
         "bench": run("bench", *target, *prompts, "--max-new-tokens", "4"),
         "throughput": run(
-            "throughput", *target, *prompts, "--max-new-tokens", "4", "--batch-sizes", "1", "--calls", "1"
+            "measure", "throughput", *target, *prompts, "--max-new-tokens", "4", "--batch-sizes", "1", "--calls", "1"
         ),
     }
     pytest.importorskip("fastapi")
@@ -76,7 +76,7 @@ def test_ngrams_are_a_name_wherever_a_drafter_has_one(prompt):
 
 def test_a_command_that_needs_a_trained_drafter_says_how_to_get_one(place):
     result = CliRunner().invoke(
-        app, ["train-refiner", "--target", str(place / "target"), "--train", str(place)], env={"COLUMNS": "200"}
+        app, ["make", "refiner", "--target", str(place / "target"), "--train", str(place)], env={"COLUMNS": "200"}
     )
     assert result.exit_code == 2 and "hsdraft train --target" in result.output
 

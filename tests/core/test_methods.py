@@ -167,8 +167,8 @@ app(standalone_mode=False)
 print("loaded:", *({"torch", "transformers"} & sys.modules.keys()))
 """
     package = Path(methods.__file__).parents[2]
-    for command in ("plan", "train"):
-        printed = child(code, package, command, "--help")
+    for command in ("make plan", "train"):
+        printed = child(code, package, *command.split(), "--help")
         assert f"hsdraft {command} [OPTIONS]" in printed and printed.endswith("loaded:\n")
     command = [sys.executable, "-X", "importtime", "-m", "hf_hsdraft.cli", "--help"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=package, check=True)

@@ -80,7 +80,7 @@ def test_commands_decode_with_drafters_of_any_format(kind, folders, tmp_path):
         assert re.search(r"verdict: passed: 3 of 3 texts are those of plain decoding; tau [1-9]\.\d\d$", said)
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["w1 w2 w3"]}))
         sizes = "--batch-sizes", "1", "--calls", "1", "--max-new-tokens", "4"
-        run("throughput", *sizes, "--prompts", str(tmp_path / "prompts.jsonl"), *both)
+        run("measure", "throughput", *sizes, "--prompts", str(tmp_path / "prompts.jsonl"), *both)
     else:
         assert "right in training right in decoding" in said
         assert re.search(
@@ -110,7 +110,7 @@ def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
 @pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
     out = tmp_path / "out"
-    run("export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
+    run("hub", "export", folders[kind], "--to", "speculators", "--out", str(out), "--target", "org/a-target")
     document = edited(out)
     assert document["speculators_model_type"] == {"block": "dspark", "eagle": "eagle3"}[kind]
     assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
@@ -121,7 +121,7 @@ def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
         assert torch.equal(tensor, after.state_dict()[name])
     with pytest.raises(ValueError, match=r"cannot be written in the format 'other': .* speculators only"):
         after.export("other", tmp_path / "again")
-    assert CliRunner().invoke(app, ["export", folders[kind], "--out", str(out)]).exit_code == 2
+    assert CliRunner().invoke(app, ["hub", "export", folders[kind], "--out", str(out)]).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
     ],
 )
 def test_what_no_other_format_holds_is_not_exported(kind, reason, folders, tmp_path):
-    error = refused("export", folders[kind], "--to", "speculators", "--out", str(tmp_path / "out"))
+    error = refused("hub", "export", folders[kind], "--to", "speculators", "--out", str(tmp_path / "out"))
     assert "cannot be written in the format 'speculators'" in error and reason in error
     assert not (tmp_path / "out").exists()
 
 
 def test_commands_for_hidden_states_say_so(folders):
-    error = refused("card", folders["cacheback"])
+    error = refused("hub", "card", folders["cacheback"])
     assert "needs a hidden-state drafter" in error and "is a CachebackDrafter" in error
 
 
@@ -163,7 +163,7 @@ def test_a_check_ends_with_its_verdict(folders, monkeypatch, tmp_path):
     assert "no prompts:" in checked("missing", "--prompts", str(tmp_path / "none.jsonl")).output
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "bench", "plan"])
+@pytest.mark.parametrize("command", ["demo", "check", "bench", "make plan"])
 def test_a_prompt_beyond_the_window_is_refused_before_anything_is_decoded(command, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the target ran"))
     long = " ".join(["w1"] * 300)
@@ -171,7 +171,7 @@ def test_a_prompt_beyond_the_window_is_refused_before_anything_is_decoded(comman
     prompts = [long] if command == "demo" else ["--prompts", str(tmp_path / "prompts.jsonl")]
     drafter, model = folders["cacheback"], folders["target"]
     pair = [drafter, model] if command == "check" else ["--drafter", drafter, "--target", model]
-    result = CliRunner().invoke(app, [command, *prompts, *pair])
+    result = CliRunner().invoke(app, [*command.split(), *prompts, *pair])
     assert "model's context window is 256: shorten it" in f"{result.exception} {' '.join(result.output.split())}"
 
 

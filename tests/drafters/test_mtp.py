@@ -353,7 +353,7 @@ def test_commands_take_the_layers_by_name(checkpoint, tokenizer, tmp_path):
         ["check", "mtp", str(folder), *short],
         ["demo", "w1 w2", *both, *short],
         ["bench", *both, *short, "--prompts", str(prompts_file), "--variants", "default"],
-        ["throughput", *both, *short, "--prompts", str(prompts_file), "--batch-sizes", "2", "--calls", "1"],
+        ["measure", "throughput", *both, *short, "--prompts", str(prompts_file), "--batch-sizes", "2", "--calls", "1"],
     ):
         outcome = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
         assert outcome.exception is None, (arguments[0], outcome.exception)

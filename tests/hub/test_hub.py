@@ -688,14 +688,14 @@ def command(*words):
     done = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
     return [done.exit_code, done.output if done.exception is None else repr(done.exception)]
 answer([
-    command("push", "drafter", "user/from-the-shell"),
+    command("hub", "push", "drafter", "user/from-the-shell"),
     command("info", "user/from-the-shell"),
-    command("list"),
-    command("pull", "user/from-the-shell", "--to", "pulled"),
-    command("list"),
+    command("hub", "list"),
+    command("hub", "pull", "user/from-the-shell", "--to", "pulled"),
+    command("hub", "list"),
     command("info", "pulled"),
-    command("pull", "user/nothing"),
-    command("pull", "user/from-the-shell", "--to", "pulled"),
+    command("hub", "pull", "user/nothing"),
+    command("hub", "pull", "user/from-the-shell", "--to", "pulled"),
 ])
 """,
         home="shell",

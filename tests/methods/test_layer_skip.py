@@ -101,7 +101,16 @@ def test_the_command_searches(target, tokenizer, tmp_path):
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
     prompts, out = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "skip"
-    arguments = ["skip-layers", "--target", str(tmp_path / "target"), "--prompts", str(prompts), "--out", str(out)]
+    arguments = [
+        "make",
+        "skip-layers",
+        "--target",
+        str(tmp_path / "target"),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+    ]
     found = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "8", "--most", "2"])
     assert found.exit_code == 0 and "best without [" in found.output, found.output
     loaded = with_fixed(AutoDrafter.from_pretrained(out))
@@ -136,7 +145,7 @@ def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monke
 
     def refused(name: str, file):
         given = {"--target": tmp_path / name, "--prompts": file, "--out": tmp_path / "x"}
-        return CliRunner().invoke(app, ["skip-layers", *(str(each) for pair in given.items() for each in pair)])
+        return CliRunner().invoke(app, ["make", "skip-layers", *(str(each) for pair in given.items() for each in pair)])
 
     assert "the target has 2 layers: expected 3 or more" in str(refused("short", prompts).exception)
     nothing = refused("missing", empty)  # seen before a target is loaded

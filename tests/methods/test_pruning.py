@@ -86,7 +86,7 @@ def test_the_command_prunes(target, tokenizer, tmp_path):
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
     out = tmp_path / "small"
-    arguments = ["prune", str(tmp_path / "target"), "--num-layers", "3", "--out", str(out)]
+    arguments = ["make", "prune", str(tmp_path / "target"), "--num-layers", "3", "--out", str(out)]
     found = CliRunner().invoke(app, arguments)
     assert found.exit_code == 0 and "3 of 6 layers (0, 2, 5)" in found.output, found.output
     recipe = json.loads((out / "pruning_recipe.json").read_text())

@@ -338,7 +338,7 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pair = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter")]
     monkeypatch.setattr(pivots, "label", lambda target, tokenizer, place, plan: place.drafted % 2)
-    train = ["train-verifier", *pair, "--tasks", "counting,copying", "--items", "6", "--max-new-tokens", "12"]
+    train = ["make", "verifier", *pair, "--tasks", "counting,copying", "--items", "6", "--max-new-tokens", "12"]
     run = CliRunner().invoke(app, [*train, "--out", str(tmp_path / "drafter")])
     assert run.exit_code == 0, run.output
     trained = PivotClassifier.load(tmp_path / "drafter" / FILE)
@@ -348,7 +348,19 @@ def test_the_commands(saved, tmp_path, monkeypatch):
 
     pair[3] = str(tmp_path / "drafter")
     out, picture = tmp_path / "quality.json", tmp_path / "quality.png"
-    command = ["quality", *pair, "--tasks", "counting", "--items", "2", "--max-new-tokens", "8", "--thresholds", "0.9"]
+    command = [
+        "measure",
+        "quality",
+        *pair,
+        "--tasks",
+        "counting",
+        "--items",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--thresholds",
+        "0.9",
+    ]
     files = ["--json", str(out), "--picture", str(picture), "--answers", str(tmp_path / "pivot.jsonl")]
     run = CliRunner().invoke(app, [*command, "--rules", "fly,typical,pivot", *files])
     assert run.exit_code == 0, run.output

@@ -366,7 +366,7 @@ def command(folder, *options: str, chats: str | None = None):
         for n in range(40)
     ]
     (folder / "chats.jsonl").write_text(chats or "".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["train-refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
+    arguments = ["make", "refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
     return CliRunner().invoke(app, [*arguments, *options])
 
 

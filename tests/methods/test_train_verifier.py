@@ -135,7 +135,7 @@ def command(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "target")
     make_drafter(target).save_pretrained(drafter)
     pair = ["--target", str(tmp_path / "target"), "--drafter", str(drafter)]
-    return ["train-verifier", *pair, "--tasks", "counting", "--items", "8", "--max-new-tokens", "12"]
+    return ["make", "verifier", *pair, "--tasks", "counting", "--items", "8", "--max-new-tokens", "12"]
 
 
 @pytest.mark.train

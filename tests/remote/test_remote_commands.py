@@ -1,4 +1,4 @@
-"""`hsdraft remote fleet` and `verify-server`, and the parts of the bench of many devices."""
+"""`hsdraft remote serve`, the plan of a fleet, and the parts of the bench of many devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+import fleet
 from remote_bench.clients import Order, run, soak
 from remote_helpers import plain, prompts, serving, until
 
@@ -19,24 +20,25 @@ from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.remote.verify_server import VerifyServer
 
 
-def test_fleet_prints_a_plan_by_given_and_by_measured_constants(tmp_path) -> None:
-    runner = CliRunner()
-    given = runner.invoke(app, ["fleet", "--fixed-ms", "20", "--column-ms", "0.5", "--least", "5"])
-    assert given.exit_code == 0 and "a forward takes 20.00 ms and 0.500 ms" in given.output
+def test_fleet_prints_a_plan_by_given_and_by_measured_constants(tmp_path, capsys) -> None:
+    fleet.main(["--fixed-ms", "20", "--column-ms", "0.5", "--least", "5"])
+    assert "a forward takes 20.00 ms and 0.500 ms" in capsys.readouterr().out
     columns, seconds = [4, 8], [0.02 + 4 * 0.001, 0.02 + 8 * 0.001]
     batches = {"forwards": 2, "columns": 12, "columns_squared": 80, "verify_seconds": sum(seconds)}
     batches["columns_seconds"] = sum(c * s for c, s in zip(columns, seconds, strict=True))
     status = {"batches": batches, "token_bytes": 46080, "limits": {"max_batch": 8, "max_bytes": 2**31}}
     path = tmp_path / "measured.json"
     path.write_text(json.dumps({"status": status}))
-    measured = runner.invoke(app, ["fleet", "--from", str(path)])
-    assert measured.exit_code == 0 and "a forward takes 20.00 ms and 1.000 ms" in measured.output
+    fleet.main(["--from", str(path)])
+    assert "a forward takes 20.00 ms and 1.000 ms" in capsys.readouterr().out
     path.write_text("{}")
-    assert isinstance(runner.invoke(app, ["fleet", "--from", str(path)]).exception, ValueError)
-    missing = runner.invoke(app, ["fleet", "--from", str(tmp_path / "none.json")]).exception
-    assert isinstance(missing, ValueError) and "no such file" in str(missing)
+    with pytest.raises(ValueError, match="holds no status of a server"):
+        fleet.main(["--from", str(path)])
+    with pytest.raises(ValueError, match="no such file"):
+        fleet.main(["--from", str(tmp_path / "none.json")])
     for wrong in ("--fixed-ms", "--tau", "--least"):
-        assert runner.invoke(app, ["fleet", wrong, "0"]).exit_code == 2
+        with pytest.raises(SystemExit):
+            fleet.main([wrong, "0"])
 
 
 @pytest.mark.parametrize("name", ["ngrams", "none"])
@@ -74,7 +76,7 @@ def started(target, monkeypatch):
 def test_the_command_starts_a_server_with_its_limits_and_token(started, tmp_path, monkeypatch) -> None:
     token, runner = tmp_path / "token", CliRunner()
     token.write_text("a-secret\n")
-    arguments = ["verify-server", "--port", "0", "--max-nodes", "7", "--max-columns", "20", "--max-length", "100"]
+    arguments = ["remote", "serve", "--port", "0", "--max-nodes", "7", "--max-columns", "20", "--max-length", "100"]
     done = runner.invoke(app, [*arguments, "--token-file", str(token)])
     assert done.exit_code == 0 and "verifies at http://localhost:" in done.output and "secret" not in done.output
     [(server, tls)] = started
@@ -85,7 +87,7 @@ def test_the_command_starts_a_server_with_its_limits_and_token(started, tmp_path
     for wrong in ("", "zwölf", "two words"):
         token.write_text(wrong)
         assert isinstance(runner.invoke(app, [*arguments, "--token-file", str(token)]).exception, ValueError)
-    assert runner.invoke(app, ["verify-server", "--certificate", str(token)]).exit_code == 2
-    assert runner.invoke(app, ["verify-server", "--max-length", str(2**21)]).exit_code == 2
-    assert isinstance(runner.invoke(app, ["verify-server", "--max-columns", "9"]).exception, ValueError)
+    assert runner.invoke(app, ["remote", "serve", "--certificate", str(token)]).exit_code == 2
+    assert runner.invoke(app, ["remote", "serve", "--max-length", str(2**21)]).exit_code == 2
+    assert isinstance(runner.invoke(app, ["remote", "serve", "--max-columns", "9"]).exception, ValueError)
     assert len(started) == 2

@@ -14,11 +14,11 @@ pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
 import msgpack
+from fleet import DeviceLoad, ServerCosts, fleet_point, most_sessions, saturates_at
 from oracles.remote_fuzz import fuzz, malformed
 from remote_helpers import serving
 
 from hf_hsdraft import DraftTree
-from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fleet_point, most_sessions, saturates_at
 from hf_hsdraft.remote.link import Address, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     TO_CLIENT,

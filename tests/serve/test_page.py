@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,12 +25,11 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.serve.conversation import Conversation
 from hf_hsdraft.serve.page_html import (
     accepted_path,
-    boxes_of,
     conversation_html,
     figures_html,
     label_of,
     pieces_html,
-    round_svg,
+    tree_html,
     trees_html,
 )
 from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, ReplySettings, Talk, Talks, Turn
@@ -182,8 +182,8 @@ def test_texts_are_escaped():
     )
     html = conversation_html([Turn(ALERT, error=ALERT)])
     assert "<img" not in html and html.count("&lt;img") == 2
-    svg = round_svg(TREE, 1, [5, 3], lambda token: "<b>")
-    assert "<b>" not in svg and svg.count("&lt;b&gt;") == len(TREE) + 1
+    drawn = tree_html(TREE, 1, [5, 3], lambda token: "<b>")
+    assert "<b>" not in drawn and drawn.count("&lt;b&gt;") == len(TREE) + 1
 
 
 def test_the_figures_of_two_answers():
@@ -195,16 +195,33 @@ def test_the_figures_of_two_answers():
         assert turn.difference == place
 
 
-def test_a_round_is_drawn_with_its_path():
-    boxes = boxes_of(TREE, 2, [6, 8, 11], lambda token: f"t{token} ")
-    assert [box.kind for box in boxes] == ["root", "refused", "accepted", "refused", "accepted", "refused", "own"]
-    assert [box.label for box in boxes] == ["t3␣", "t5␣", "t6␣", "t7␣", "t8␣", "t9␣", "t11␣"]
-    assert [box.column for box in boxes] == [0, 1, 1, 2, 2, 3, 3]
-    assert boxes[6].parent == 4  # after the last accepted node
-    assert len({(box.column, box.row) for box in boxes}) == len(boxes)  # no two in one place
-    assert {boxes[node].row for node in (0, 2, 4, 6)} == {0}  # the emitted path is straight
-    assert [box.kind for box in boxes_of(DraftTree.root(3), 0, [4], str)] == ["root", "own"]
-    assert [box.kind for box in boxes_of(TREE, 1, [5], str)].count("own") == 0  # a text may end with a drafted token
+class Nodes(HTMLParser):
+    """The nodes of a tree as it is drawn, from the top: depth, kind and label of each."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found, self._depth, self._kind = [], -1, ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self._depth += tag == "ul"
+        self._kind = dict(attributes)["class"] if tag == "li" else self._kind
+
+    def handle_endtag(self, tag):
+        self._depth -= tag == "ul"
+
+    def handle_data(self, data):
+        self.found.append((self._depth, self._kind.removeprefix("hs-"), data))
+
+
+def test_a_round_is_drawn_with_its_path_on_top():
+    assert Nodes(tree_html(TREE, 2, [6, 8, 11], lambda token: f"t{token} ")).found == [
+        (0, "root", "t3␣"), (1, "accepted", "t6␣"), (2, "accepted", "t8␣"), (3, "own", "t11␣"), (3, "refused", "t9␣"),
+        (1, "refused", "t5␣"), (2, "refused", "t7␣"),
+    ]  # fmt: skip
+    assert Nodes(tree_html(DraftTree.root(3), 0, [4], str)).found == [(0, "root", "3"), (1, "own", "4")]
+    kinds = [kind for _, kind, _ in Nodes(tree_html(TREE, 1, [5], str)).found]
+    assert "own" not in kinds and kinds.count("accepted") == 1  # a text may end with a drafted token
     assert label_of(" a\n") == "␣a⏎" and len(label_of("x" * 99)) == 16
     assert "no drafted answer" in trees_html([Turn("w1")], str)
 
@@ -277,8 +294,10 @@ def address(html_tokenizer):
 
 def test_a_local_page_answers_to_local_names_and_takes_no_files(address):
     assert httpx.get(address).status_code == 200
-    assert httpx.get(address, headers={"Host": "elsewhere.example"}).status_code == 400
-    assert httpx.post(f"{address}gradio_api/upload", files={"files": b"any"}).status_code == 403
+    foreign = httpx.get(address, headers={"Host": "elsewhere.example"})
+    assert foreign.status_code == 400 and "does not answer to the host" in foreign.json()["error"]["message"]
+    files = httpx.post(f"{address}gradio_api/upload", files={"files": b"any"})
+    assert files.status_code == 415 and "expected application/json" in files.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -366,8 +385,8 @@ def test_a_message_is_answered_compared_and_drawn(browser, address):
         assert own != drafted
         page.locator("#hs-show-trees").click()
         page.locator(".hs-tree").first.wait_for()
-        assert page.locator(".hs-tree").count() > 0 and page.locator(".hs-node.hs-accepted").count() > 0
-        assert page.locator(".hs-node.hs-own").count() > 0
+        assert page.locator(".hs-tree").count() > 0 and page.locator(".hs-tree .hs-accepted").count() > 0
+        assert page.locator(".hs-tree .hs-own").count() > 0
         page.locator("#hs-compare input").uncheck()
         page.locator("#hs-draft input").uncheck()
         say(page, "w5")

@@ -122,7 +122,7 @@ def test_the_commands_print_tables_with_their_definitions(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "target")
     train = write(tmp_path / "train.jsonl", [chat(LONG, "w1 w2 w3", source="code"), chat("w5", "w1 w9", source="chat")])
     dev = write_prompts(tmp_path / "dev.jsonl", 3)
-    arguments = ["coverage", "--train", train, "--against", str(dev), "--target", str(tmp_path / "target")]
+    arguments = ["data", "coverage", "--train", train, "--against", str(dev), "--target", str(tmp_path / "target")]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and "distinct-4" in result.output and "covered-3" in result.output
     # w0 w1 w3, w1 w3 w3 and w2 w5 w3: w1, w2 and w3 are known, no pair is.
@@ -131,9 +131,11 @@ def test_the_commands_print_tables_with_their_definitions(tmp_path, tokenizer):
         ["0.800", "1.000", "nan"],
         ["0.778", "0.000", "0.000"],
     ]
-    result = CliRunner().invoke(app, ["overlap", "--train", train, "--prompts", str(dev)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["data", "overlap", "--train", train, "--prompts", str(dev)], catch_exceptions=False
+    )
     assert result.exit_code == 0 and "0 of 3 prompts have near-duplicates among 2 training chats" in result.output
     write(Path(dev), [{"turns": [f"Say it in French: {LONG}"]}])
-    result = CliRunner().invoke(app, ["overlap", "--train", train, "--prompts", str(dev)])
+    result = CliRunner().invoke(app, ["data", "overlap", "--train", train, "--prompts", str(dev)])
     assert result.exit_code == 1 and "1 of 1 prompts" in result.output and "Near-duplicate: above 0.5" in result.output
     assert "--exclude-near" in result.output

@@ -1,4 +1,9 @@
-"""Capacity plan of a fleet of devices per server, from constants that a benchmark measures, and its table.
+"""How many devices a verifying server serves, by a model of queues; nothing is run.
+
+    python benchmarks/fleet.py --fixed-ms 20 --column-ms 0.05 --token-bytes 131072 --gibibytes 40 --tau 2.5 --nodes 8
+    python benchmarks/fleet.py --from remote_sessions.json --gibibytes 8 --tau 1.4 --nodes 3
+
+The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
 
 N devices repeat a round: each drafts and waits for the round trip (Z seconds), then for the forward that is running,
 then for its own. A forward over b texts takes f(b) = fixed + per_column * b * columns. A busy server begins each
@@ -10,15 +15,16 @@ server. The time that a batch waits for other texts is left out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from runner import options, print_table
 
 _SPREAD = 0.3  # relative spread of the time away
 
@@ -143,17 +149,6 @@ def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second
     return low
 
 
-def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
-    """Fits seconds over columns by least squares; returns intercept and slope, neither negative.
-
-    `counts`: number of forwards, and the sums of columns, their squares, seconds, and columns times seconds.
-    """
-    n, x, xx, t, xt = counts
-    spread = n * xx - x * x
-    slope = max((n * xt - x * t) / spread, 0.0) if n > 1 and spread > 0 else 0.0
-    return max((t - slope * x) / max(n, 1), 0.0), slope
-
-
 def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
     """Returns the costs in the JSON that `python benchmarks/remote_sessions.py` wrote, with `free_bytes` from `others`.
 
@@ -171,6 +166,8 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
 
 
 def costs_of_status(status: dict[str, Any]) -> ServerCosts:
+    from hf_hsdraft.remote.micro_batches import fitted_line
+
     batches = status["batches"]
     names = ("forwards", "columns", "columns_squared", "verify_seconds", "columns_seconds")
     fixed, slope = fitted_line([float(batches[name]) for name in names])
@@ -178,32 +175,76 @@ def costs_of_status(status: dict[str, Any]) -> ServerCosts:
     return ServerCosts(fixed, slope, int(status["token_bytes"]), int(limits["max_bytes"]), int(limits["max_batch"]))
 
 
-def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:
+def print_fleet(server: ServerCosts, load: DeviceLoad, least: float) -> None:
     """Prints a table of performance by number of devices; each should get `least` tokens per second."""
-    table = Table("devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits")
     plain = DeviceLoad(length=load.length)  # the server alone: one token per round, no round trip
+    print(
+        f"a forward takes {server.fixed_seconds * 1e3:.2f} ms and {server.column_seconds * 1e3:.3f} ms for each node "
+        f"of each text; a device is away for {load.away * 1e3:.1f} ms of each round"
+    )
+    columns = "devices", "batch", "busy", "tokens/s", "each", "plain", "in KB/s", "out KB/s", "cache MiB", "fits"
+    rows = []
     for sessions in (1, 4, 16, 64, 256, 1024):
         point, alone = fleet_point(server, load, sessions), fleet_point(server, plain, sessions)
-        table.add_row(
-            str(sessions),
-            f"{point.batch:.1f}",
-            f"{point.busy:.0%}",
-            f"{point.tokens_per_second:.1f}",
-            f"{point.each_tokens_per_second:.2f}",
-            f"{alone.tokens_per_second:.1f}",
-            f"{point.sent / 1e3:.1f}",
-            f"{point.received / 1e3:.1f}",
-            f"{point.cache_bytes / 2**20:.0f}",
-            "yes" if point.fits else "no",
-        )
-    console.print(
-        f"a forward takes {server.fixed_seconds * 1e3:.2f} ms and {server.column_seconds * 1e3:.3f} ms for each node "
-        f"of each text; a device is away for {load.away * 1e3:.1f} ms of each round",
-        highlight=False,
-    )
-    console.print(table)
-    console.print(
+        speeds = point.tokens_per_second, point.each_tokens_per_second, alone.tokens_per_second
+        traffic = point.sent / 1e3, point.received / 1e3, point.cache_bytes / 2**20
+        fits = "yes" if point.fits else "no"
+        rows.append([str(sessions), point.batch, f"{point.busy:.0%}", *speeds, *traffic, fits])
+    print_table(columns, rows)
+    print(
         f"the server emits no more from {saturates_at(server, load)} devices on; {most_sessions(server, load, least)} "
-        f"get {least:g} tokens/s each",
-        highlight=False,
+        f"get {least:g} tokens/s each"
     )
+
+
+# Default and least value of each option, and what it is
+_OPTIONS: dict[str, tuple[float, float, str]] = {
+    "fixed-ms": (20.0, 0.001, "time of a forward, independent of its size"),
+    "column-ms": (0.05, 0.0, "time that each node adds to a forward"),
+    "token-bytes": (131072, 1, "bytes of keys and values per token"),
+    "gibibytes": (40.0, 0.0, "memory for keys and values"),
+    "max-batch": (32, 1, "maximum number of texts per forward"),
+    "tau": (2.5, 1.0, "tokens emitted per round"),
+    "nodes": (8.0, 0.0, "drafted nodes per round"),
+    "draft-ms": (5.0, 0.0, "drafting time of a device"),
+    "round-trip-ms": (40.0, 0.0, "network round-trip time"),
+    "sent": (80.0, 0.0, "bytes sent by a device per round"),
+    "received": (60.0, 0.0, "bytes received by a device per round"),
+    "mbit-per-second": (20.0, 0.001, "speed of a device's link"),
+    "length": (1024, 1, "tokens per text, prompt included"),
+    "least": (10.0, 0.001, "minimum tokens/s for each device"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = options(__doc__)
+    measured = "JSON of remote_sessions.py; its values replace fixed-ms, column-ms, token-bytes and max-batch"
+    parser.add_argument("--from", dest="measured", type=Path, help=measured)
+    for name, (default, least, text) in _OPTIONS.items():
+        parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text}; default: {default:g}")
+    given = parser.parse_args(argv)
+    memory = int(given.gibibytes * 2**30)
+    server = ServerCosts(
+        given.fixed_ms / 1e3, given.column_ms / 1e3, int(given.token_bytes), memory, int(given.max_batch)
+    )
+    if given.measured is not None:
+        server = costs_of(given.measured, server)
+    load = DeviceLoad(
+        given.tau, given.nodes + 1, given.draft_ms / 1e3, given.sent, given.received, given.round_trip_ms / 1e3,
+        given.mbit_per_second * 125_000, int(given.length),
+    )  # fmt: skip
+    print_fleet(server, load, given.least)
+
+
+def _at_least(least: float) -> Any:
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: expected {least:g} or more")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

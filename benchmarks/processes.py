@@ -1,5 +1,8 @@
 """Measurements in fresh processes: the first call of a process, and the memory of concurrent calls.
 
+    python benchmarks/processes.py --lengths 8,32,128     # seconds of the first call, plain and with the drafter
+    python benchmarks/processes.py --calls 1,2,4,8        # memory of concurrent calls; Linux only
+
 Every process loads target and drafter by name, measures once, and ends. No earlier call has prepared anything for it.
 """
 
@@ -8,23 +11,16 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import statistics
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from rich.console import Console
-
-from ...bench.machine import PeakMemory, processor, timed
-from ...bench.prompts import Inputs
-from ...bench.report import figures_table, note
-from ...core.checks import demand
-from ...runtime.prompt_inputs import encode_prompt
+from runner import counts, dtype_of, keep, options, print_table, prompt_texts
 
 Found = TypeVar("Found")
-_MB = 10**6
 FIRST_CALLS = (
     "plain s, drafted s: seconds of the first generate() of a process, without loading target and drafter; plain and "
     "drafted calls take turns, each in a fresh process, and every text has exactly so many new tokens; median, with "
@@ -42,7 +38,7 @@ class Pair:
 
     target: str | None  # `None` for the default one
     drafter: str
-    dtype: torch.dtype
+    dtype: Any
     device: str = "cpu"
     packed_weights: bool | None = None  # the drafter's option of that name; `None` leaves it unchanged
 
@@ -64,8 +60,9 @@ class Pair:
     def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
         from transformers.utils.logging import disable_progress_bar
 
-        from ...generate.by_name import found_for_targets
-        from ...runtime.target_loading import load_target
+        from hf_hsdraft.generate.by_name import found_for_targets
+        from hf_hsdraft.runtime.prompt_inputs import encode_prompt
+        from hf_hsdraft.runtime.target_loading import load_target
 
         disable_progress_bar()
         named = found_for_targets(self.drafter, self.dtype, self.device)
@@ -76,50 +73,21 @@ class Pair:
         return measure(target, drafter, [encode_prompt(tokenizer, prompt, self.device) for prompt in prompts], *given)
 
 
-@dataclass(frozen=True)
-class FirstCalls:
-    """Seconds of the first calls that emit `new_tokens` tokens, plain and drafted."""
-
-    new_tokens: int
-    plain: list[float]
-    drafted: list[float]
-
-    @property
-    def time_ratio(self) -> float:
-        return statistics.median(self.drafted) / statistics.median(self.plain)
+def first_calls(pair: Pair, prompt: str, length: int, repeats: int) -> dict[bool, list[float]]:
+    """Returns seconds of first calls of `length` tokens, plain (False) and drafted, each in a fresh process."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for repeat in range(repeats):
+        for drafted in (False, True) if repeat % 2 == 0 else (True, False):
+            seconds[drafted].append(pair.in_fresh_process(time_first_call, [prompt], length, drafted))
+    return seconds
 
 
-def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: int) -> list[FirstCalls]:
-    """Measures calls of each length, `repeats` plain and `repeats` drafted ones, each in a fresh process.
-
-    Raises a ValueError if there is no length, or one is below 1.
-    """
-    valid, wanted = min(lengths, default=0) > 0, "expected numbers of at least 1, such as 8,32,128"
-    demand(valid, "lengths", list(lengths), wanted)
-    results = []
-    for length in lengths:
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for repeat in range(repeats):
-            for drafted in (False, True) if repeat % 2 == 0 else (True, False):
-                seconds[drafted].append(pair.in_fresh_process(time_first_call, [prompt], length, drafted))
-        results.append(FirstCalls(length, seconds[False], seconds[True]))
-    return results
-
-
-def time_first_call(target: Any, drafter: Any, inputs: Sequence[Inputs], new_tokens: int, drafted: bool) -> float:
+def time_first_call(target: Any, drafter: Any, inputs: Sequence[Any], new_tokens: int, drafted: bool) -> float:
     """Returns the seconds of one greedy call, plain or drafted."""
+    from hf_hsdraft.bench.machine import timed
+
     call = {**inputs[0], "do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     return timed(target.device, target.generate, **call, assistant_model=drafter if drafted else None)[1]
-
-
-def print_first_calls(results: Sequence[FirstCalls], console: Console) -> None:
-    rows = ((str(row.new_tokens), _shown(row.plain), _shown(row.drafted), f"{row.time_ratio:.2f}") for row in results)
-    console.print(figures_table(("new tokens", "plain s", "drafted s", "time"), rows))
-    note(console, f"processor: {processor(torch.device('cpu'))}", FIRST_CALLS)
-
-
-def _shown(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}..{max(seconds):.2f})"
 
 
 @dataclass(frozen=True)
@@ -129,52 +97,65 @@ class ConcurrentCalls:
     calls: int
     packed: int  # calls that used packed weights
     before: int  # bytes of resident memory before the calls
-    peak: int  # its peak while they ran
-
-    @property
-    def added(self) -> float:
-        return (self.peak - self.before) / _MB
+    added: int  # bytes that the peak of it while they ran is above that
 
 
-def run_concurrent(
-    pair: Pair, prompts: Sequence[str], counts: Sequence[int], max_new_tokens: int
-) -> list[ConcurrentCalls]:
-    """Measures each number of concurrent calls in a fresh process; the calls take the prompts in turn.
-
-    Raises a ValueError if a count is below 1, or the system does not report a process's peak memory.
-    """
-    demand(min(counts) > 0, "calls", min(counts), "expected numbers of at least 1")
-    taken = [[prompts[index % len(prompts)] for index in range(count)] for count in counts]
-    return [pair.in_fresh_process(measure_calls, each, max_new_tokens) for each in taken]
-
-
-def measure_calls(target: Any, drafter: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> ConcurrentCalls:
+def measure_calls(target: Any, drafter: Any, inputs: Sequence[Any], max_new_tokens: int) -> ConcurrentCalls:
     """Makes one plain call, then decodes all inputs concurrently, each in a thread.
 
     Raises a ValueError if the system does not report a process's peak memory.
     """
+    from hf_hsdraft.bench.machine import PeakMemory
+
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
     target.generate(**inputs[0], **settings)
     together = threading.Barrier(len(inputs))
 
-    def call(each: Inputs) -> bool:
+    def call(each: Any) -> bool:
         together.wait()
         output = target.generate(**each, **settings, assistant_model=drafter, return_dict_in_generate=True)
         return output.statistics.packed_weights
 
-    memory = PeakMemory(torch.device("cpu"))
+    memory = PeakMemory(target.device)
     before = memory.start()
     with ThreadPoolExecutor(len(inputs)) as threads:
         packed = sum(threads.map(call, inputs))
     peak = memory.peak()
     if before is None or peak is None:
         raise ValueError("this system does not tell the peak of a process's memory: measure on Linux")
-    return ConcurrentCalls(len(inputs), packed, before, peak)
+    return ConcurrentCalls(len(inputs), packed, before, peak - before)
 
 
-def print_concurrent(results: Sequence[ConcurrentCalls], console: Console) -> None:
-    rows = (
-        (str(row.calls), f"{row.packed}/{row.calls}", f"{row.added:.0f}", f"{row.before / _MB:.0f}") for row in results
-    )
-    console.print(figures_table(("calls at once", "packed", "added MB", "MB before"), rows))
-    note(console, CONCURRENT)
+def main(argv: Sequence[str] | None = None) -> None:
+    shared: dict[str, Any] = {"target": None, "drafter": None, "prompts": None, "max_new_tokens": 128, "repeats": 3}
+    parser = options(__doc__, **shared, dtype="float32", device="cpu", json=None)
+    parser.add_argument("--lengths", type=counts, default=[], help="numbers of new tokens of first calls")
+    parser.add_argument("--calls", type=counts, default=[], help="numbers of concurrent calls")
+    parser.add_argument("--packed-weights", choices=("true", "false"), help="default: the drafter's setting")
+    given = parser.parse_args(argv)
+    from hf_hsdraft.runtime.target_loading import default_drafter
+
+    [drafter] = given.drafter or [default_drafter(given.target) or "ngrams"]
+    packed = None if given.packed_weights is None else given.packed_weights == "true"
+    pair, prompts = Pair(given.target, drafter, dtype_of(given), given.device, packed), prompt_texts(given)
+    found = {length: first_calls(pair, prompts[0], length, given.repeats) for length in given.lengths}
+    if found:
+        print_table(("new tokens", "plain s", "drafted s", "time"), (_first_row(*each) for each in found.items()))
+        print(FIRST_CALLS)
+    taken = [[prompts[index % len(prompts)] for index in range(count)] for count in given.calls]
+    memory = [pair.in_fresh_process(measure_calls, each, given.max_new_tokens) for each in taken]
+    if memory:
+        rows = ((each.calls, each.packed, each.added / 1e6, each.before / 1e6) for each in memory)
+        print_table(("calls at once", "packed", "added MB", "MB before"), rows)
+        print(CONCURRENT)
+    keep(given.json, {"first_calls": found, "concurrent": [vars(each) for each in memory]})
+
+
+def _first_row(length: int, seconds: dict[bool, list[float]]) -> tuple[Any, ...]:
+    plain, drafted = seconds[False], seconds[True]
+    shown = (f"{statistics.median(each):.2f} ({min(each):.2f}..{max(each):.2f})" for each in (plain, drafted))
+    return length, *shown, statistics.median(drafted) / statistics.median(plain)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,13 @@
-"""Systems of others to compare with: transformers' drafters (a draft model, multi-token prediction, DFlash), and the
-package `economize` (prompt lookup, EAGLE-3, a hybrid of both).
+"""`hsdraft bench` with drafting of other projects as further variants, and all its options.
+
+    python benchmarks/peers.py --prompts prompts.jsonl --variants default,draft-model=FOLDER,economize-lookup
+
+`draft-model=FOLDER`: transformers' assisted generation with a small model (a folder or Hub name) of the target's own
+tokenizer. `mtp`: transformers' multi-token prediction, for targets whose checkpoint has such layers; transformers
+reads them from disk in every call, which is part of the time. `dflash=FOLDER`: transformers' DFlash with a DFlash
+drafter of the target. `economize-lookup`, `economize-eagle3=FOLDER`, `economize-hybrid=FOLDER`: the package economize
+(`pip install --no-deps economize`), its EAGLE-3 trained by `examples/economize_eagle3.py`; `=FOLDER:6:0.4` drafts in
+cycles of 6 while above 0.4.
 """
 
 from __future__ import annotations
@@ -7,18 +15,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
-
-from ...bench.systems import OTHERS, Decode, System
-from ...core.checks import public_name
-from ...runtime.prompt_inputs import end_tokens
+from runner import options
 
 NAMES = {"draft-model": "draft model", "mtp": "multi-token prediction", "dflash": "DFlash"}
 _LOADED = ("draft-model", "dflash")  # these need separate weights
@@ -29,22 +32,27 @@ CYCLE = 4  # economize's default: tokens of a cycle, one of them the target's
 _ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
 
 
-def parse_peer(text: str) -> Callable[[Any], System]:
-    """Parses a variant of transformers' own drafting, such as `mtp` or `dflash=FOLDER`; see `systems.OTHERS`."""
+def parse_peer(text: str) -> Callable[[Any], Any]:
+    """Parses a variant of transformers' own drafting, such as `mtp` or `dflash=FOLDER`."""
+    from hf_hsdraft.bench.systems import System
+    from hf_hsdraft.core.checks import public_name
+
     kind, sign, place = text.partition("=")
     name = place if sign else None
     check_name(kind, name)
     title = f"{NAMES[kind]}{f' {public_name(name)}' if name else ''} (transformers)"
 
-    def system(target: Any) -> System:
+    def system(target: Any) -> Any:
         kwargs = generate_kwargs(kind, target, name)
         return System(title, kwargs, draws_as_plain=False, drafts_later=kind != "draft-model")
 
     return system
 
 
-def parse_economize(text: str) -> Callable[[Any], System]:
+def parse_economize(text: str) -> Callable[[Any], Any]:
     """Parses a variant of economize: `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4."""
+    from hf_hsdraft.bench.systems import System
+
     match = _ECONOMIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"unknown variant {text!r}: expected a name such as economize-eagle3=FOLDER:6:0.4")
@@ -57,7 +65,7 @@ def parse_economize(text: str) -> Callable[[Any], System]:
     length, stop = int(cycle or CYCLE), None if confidence is None else float(confidence)
     title = f"economize {ECONOMIZE[kind]}, cycle {length}" + ("" if stop is None else f", above {stop}")
 
-    def system(target: Any) -> System:
+    def system(target: Any) -> Any:
         decode = economize_decoder(kind, target, Path(folder) if folder else None, length, stop)
         return System(title, decode=decode, draws_as_plain=False)
 
@@ -84,6 +92,8 @@ def generate_kwargs(kind: str, target: Any, name: str | None) -> dict[str, Any]:
 
     Raises an OSError if they are missing, a ValueError if they do not fit the target or the target has none for it.
     """
+    from transformers import AutoModel, AutoModelForCausalLM
+
     if kind == "mtp":
         _check_mtp(target)
         return {"use_mtp": True}
@@ -106,6 +116,8 @@ def _check_mtp(target: Any) -> None:
 
     transformers reads them in every call. Here they are read once and dropped, to say what is missing.
     """
+    from transformers.modeling_layers import MtpModel
+
     if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
         raise ValueError(
             "variant 'mtp': the target's configuration has no `num_mtp_layers`, or 0: its checkpoint brings no layers "
@@ -144,7 +156,7 @@ def check_economize() -> None:
 
 def economize_decoder(
     kind: str, target: Any, folder: Path | None, cycle_length: int, min_confidence: float | None
-) -> Decode:
+) -> Any:
     """Returns the function by which economize decodes with a target.
 
     `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
@@ -154,15 +166,17 @@ def economize_decoder(
     check_economize()
     import economize
 
+    from hf_hsdraft.runtime.prompt_inputs import end_tokens
+
     model = _economize_model(kind, target, folder)
     ends = end_tokens(target)
 
     def decode(
-        prompts: Sequence[torch.Tensor], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
+        prompts: Sequence[Any], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
     ) -> list[tuple[list[int], list[int]]]:
         waiting = [True]
 
-        def ends_text(text: torch.Tensor) -> bool:  # economize calls it after every token
+        def ends_text(text: Any) -> bool:  # economize calls it after every token
             if waiting:
                 waiting.clear()
                 first()
@@ -202,7 +216,20 @@ def _economize_model(kind: str, target: Any, folder: Path | None) -> Any:
     return model.eval()
 
 
-for _name in NAMES:
-    OTHERS[_name] = parse_peer
-for _name in ECONOMIZE:
-    OTHERS[_name] = parse_economize
+def register() -> None:
+    """Makes the variants known to `hsdraft bench`."""
+    from hf_hsdraft.bench.systems import OTHERS
+
+    OTHERS.update(dict.fromkeys(NAMES, parse_peer) | dict.fromkeys(ECONOMIZE, parse_economize))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    _, given = options(__doc__).parse_known_args(argv)
+    register()
+    from hf_hsdraft.cli.main import app
+
+    app(["bench", *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,11 @@
-"""Drafting of transformers itself as variants of `hsdraft bench`."""
+"""Drafting of other projects as variants of `hsdraft bench`: `benchmarks/peers.py`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
+import peers
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
@@ -16,14 +18,18 @@ from transformers import (
     MuseGlimmerAssistantModel,
 )
 from transformers.modeling_layers import MtpModel
-from typer.testing import CliRunner
 
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.run import measure
 from hf_hsdraft.bench.summary import summarise
 from hf_hsdraft.bench.systems import PLAIN, make_systems, parse_variants
-from hf_hsdraft.cli.main import app
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.bench.systems.OTHERS", {})
+    peers.register()
 
 
 @pytest.fixture
@@ -100,6 +106,8 @@ def test_what_is_missing_is_named_before_anything_is_measured(target, tmp_path):
         ("dflash", "write dflash=FOLDER"),
         ("mtp=folder", "its layers are the target's own"),
         (f"draft-model={tmp_path}/no/folder", "no such folder"),
+        ("economize-eagle3", "write economize-eagle3=FOLDER"),
+        ("economize-hybrid=/nowhere/at/all", "no such folder"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_variants(wrong)
@@ -117,15 +125,33 @@ def test_what_is_missing_is_named_before_anything_is_measured(target, tmp_path):
             make_systems(parse_variants(wrong), target, {})
 
 
+def test_economize_that_is_not_installed_is_said_at_once(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "economize" else find(name))
+    with pytest.raises(ImportError, match="pip install --no-deps economize"):
+        parse_variants("economize-lookup")
+
+
+def test_economize_decodes_plains_text_and_draws_its_own(target, drafter, inputs):
+    pytest.importorskip("economize")
+    systems = make_systems(parse_variants("economize-lookup:6,chain"), target, {"d": drafter})
+    greedy = measure(target, systems, inputs[:2], Settings(10))
+    [name] = [system.name for system in systems if "economize" in system.name]
+    assert not greedy.left_out and summarise(greedy.runs[name], greedy.plain).identical == 2
+    assert all(0 < one.first_seconds < one.seconds for one in greedy.runs[name])
+    sampled = measure(target, systems, inputs[:2], Settings(10, 1.0))
+    assert not sampled.left_out and summarise(sampled.runs[name], sampled.plain).identical is None
+
+
 def test_the_command_takes_a_draft_model_and_tells_no_places(chatty, tokenizer, tmp_path):
     for folder in ("target", "small"):
         chatty.save_pretrained(tmp_path / folder)
         tokenizer.save_pretrained(tmp_path / folder)
     prompts, report = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "report.json"
-    arguments = ["bench", "--prompts", str(prompts), "--target", str(tmp_path / "target"), "--max-new-tokens", "6"]
-    arguments += ["--variants", f"draft-model={tmp_path / 'small'}", "--json", str(report)]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    arguments = ["--prompts", str(prompts), "--target", str(tmp_path / "target"), "--max-new-tokens", "6"]
+    with pytest.raises(SystemExit) as ended:
+        peers.main([*arguments, "--variants", f"draft-model={tmp_path / 'small'}", "--json", str(report)])
+    assert not ended.value.code
     document = json.loads(report.read_text())
     assert document["summary"]["draft model small (transformers)"]["identical"] == 2
     assert str(tmp_path) not in json.dumps(document) and "draft-model=small" in document["settings"]["command"]

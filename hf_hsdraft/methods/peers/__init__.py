@@ -1,1 +1,0 @@
-"""Drafting of other projects as variants of `hsdraft bench`."""

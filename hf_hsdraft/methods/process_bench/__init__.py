@@ -1,1 +1,0 @@
-"""The first call of a process, and the memory of concurrent calls, each in fresh processes."""

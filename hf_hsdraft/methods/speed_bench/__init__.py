@@ -1,1 +1,0 @@
-"""NVIDIA's SPEED-Bench: its prompts, and its figures in a report of `hsdraft bench`."""
