@@ -40,6 +40,7 @@ _MODULES = {
     "connect": "remote.connecting",
     "detach": "generate.attachment",
     "erase_history": "drafters.history.history",
+    "harmless": "runtime.foreign_code",
     "list_history": "drafters.history.history",
     "load_target": "runtime.target_loading",
     "register_drafter": "drafters.base.registry",

@@ -34,4 +34,5 @@ from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFor
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
 from .methods.uno.uno_drafter import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
+from .runtime.foreign_code import harmless as harmless
 from .runtime.target_loading import load_target as load_target

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_hsdraft import harmless
 from hf_hsdraft.bench.calls import until_end
 from hf_hsdraft.bench.machine import PeakMemory, timed
 
@@ -145,7 +146,7 @@ def _forwards(target: Any, watched: bool) -> Any:
     def add(*_: Any) -> None:
         count[0] += 1
 
-    hook = target.register_forward_hook(add) if watched else None
+    hook = target.register_forward_hook(harmless(add)) if watched else None
     try:
         yield count
     finally:

@@ -18,7 +18,8 @@ from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
-from ..runtime.foreign_parts import state_of_the_user, why_stateful, why_untriable
+from ..runtime.foreign_parts import look_at
+from ..runtime.foreign_state import Watch
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_limits import refusal
@@ -67,7 +68,9 @@ def speculative_decoding(
     options = DraftOptions.of(drafter, generation_config)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
-    untriable = _untriable(target, len(input_ids) * columns, refused)
+    untriable, own_modules = look_at(target, len(input_ids) * columns)
+    if untriable and refused is not refuse:  # the caller can decode plainly
+        raise refusal(target, f"{untriable}.")
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
@@ -82,26 +85,22 @@ def speculative_decoding(
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
-        before = state_of_the_user(target)
+        watch = Watch(target, own_modules)
         output = _read_prompts(runtime, texts, input_ids, generation_config)
         keeper.enter("prefill")
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
-        limits = DraftLimits(call, output.taps.shape[1], refused, untriable or why_stateful(before))
+        untriable = untriable or watch.why_not()
+        if untriable and refused is not refuse:
+            refused(refusal(target, f"{untriable}."))
+        limits = DraftLimits(call, output.taps.shape[1], refused, untriable)
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
+        watch.end(statistics.target_forwards)
     _finish(keeper, texts, runtime, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
-
-
-def _untriable(target: Any, columns: int, refused: Callable[[DraftingRefused], None]) -> str:
-    """Why no trial of the target is possible; raises the refusal where the caller can decode plainly."""
-    why = why_untriable(target, columns)
-    if why and refused is not refuse:
-        raise refusal(target, f"{why}.")
-    return why
 
 
 def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, session: Session | None) -> None:

@@ -1,135 +1,152 @@
 """State that the user's modules keep between forwards: what depends on it follows from how many forwards there were.
 
-Drafting makes fewer forwards than plain decoding, and trials make more. So nothing is drafted for a target whose
-modules store attributes that they read, or hold something that the prompts' forward has changed.
+Drafting makes fewer forwards than plain decoding, and trials make more. So what the user's modules hold is compared
+with what they held before. Some change only in single steps, which a trial would run too often: so the first call of a
+target with such modules drafts nothing, and shows whether they do.
 """
 
 from __future__ import annotations
 
 import collections
-import dis
 import functools
-import inspect
 import itertools
+import random
+import sys
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .foreign_code import is_foreign
-from .recording_hooks import ADDS
+from .foreign_code import LIBRARIES, is_foreign
+from .module_hooks import fingerprint
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COUNTERS = (itertools.count, itertools.cycle, itertools.repeat)
-_OF_MODULES = frozenset(vars(nn.Module()))
-_LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE")
-_MOST_BYTES = 2**20  # of an array that is compared
-_MOST_ITEMS, _DEEPEST = 64, 3
-_NOT_IN_FORWARDS = ("__init__", "__new__", "reset", "reset_parameters", "extra_repr", "train", "__getattr__")
+_OBJECTS: tuple[Any, ...] = (types.SimpleNamespace, collections.UserDict, collections.UserList, Cache, CacheLayerMixin)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_LEAVES = LIBRARIES | sys.stdlib_module_names
+_MOST_NUMBERS = 2**12  # of a tensor that is compared by them
+_MOST_OBJECTS = 20_000
+
+# Forms of targets, by `fingerprint`, whose own modules have changed nothing in a call.
+_steady: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
 
-class State:
-    """What some modules hold, apart from weights; compares equal to what they hold later if nothing has changed."""
+class Watch:
+    """Compares what the user's modules of a target hold with what they held at the beginning of a call."""
 
-    def __init__(self, parts: dict[str, nn.Module]) -> None:
-        self._parts, self._held = parts, _held_by(parts)
+    def __init__(self, target: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+        self._target, self._parts = target, parts
+        self._held = _held_by(parts) if parts else {}
 
     def changed(self) -> str:
-        """What has changed since, by name; empty if nothing has."""
-        now = _held_by(self._parts)
-        return next((name for name in self._held.keys() | now.keys() if self._held.get(name) != now.get(name)), "")
+        """The name of something that has changed since the call began; empty if nothing has."""
+        now = _held_by(self._parts) if self._parts else {}
+        pairs = ((name, own, now.get(key)) for key, (name, own, _) in self._held.items())
+        return next((name for name, own, later in pairs if later is None or later[1] != own), "")
+
+    def why_not(self) -> str:
+        """Why nothing may be drafted, after the prompts' forward; empty if something may."""
+        if changed := self.changed():
+            return f"{changed} changes in forwards, and a draft makes fewer of them"
+        if self._parts and fingerprint(self._target) not in _steady.get(self._target, ()):
+            name = next(iter(self._parts))
+            return (
+                f"{name} is not transformers' own, and is watched in this call for what it changes; later calls draft, "
+                "or mark its forward with hf_hsdraft.harmless()"
+            )
+        return ""
+
+    def end(self, forwards: int) -> None:
+        """After a call of so many forwards: later ones may draft, unless something has changed."""
+        if self._parts and forwards > 1:
+            steady, form, changed = _steady.setdefault(self._target, set()), fingerprint(self._target), self.changed()
+            if len(steady) > 64:  # of a target that changes from call to call
+                steady.clear()
+            (steady.discard if changed else steady.add)(form)
 
 
-def stored_and_read(kind: type, forward: Any) -> str:
-    """The name of an attribute that a module's forward, or another method of its class, both stores and reads."""
-    functions = list(functions_of(kind, forward))
-    stores = {name for each in functions for name in _stored(each.__code__)}
-    return min(stores & {name for each in functions for name in _read(each.__code__)}, default="")
+def _held_by(parts: Mapping[str, nn.Module]) -> dict[int, tuple[str, Any, Any]]:
+    """All that modules have at hand: by id of each object its name, what it contains, and itself."""
+    found, waiting, roots = dict[int, tuple[str, Any, Any]](), [*parts.items()], {id(part) for part in parts.values()}
+    while waiting and len(found) < _MOST_OBJECTS:
+        name, value = waiting.pop()
+        if id(value) in found:
+            continue
+        try:
+            held = list(_items(value, id(value) in roots))
+            plain = [(key, repr(each)) if isinstance(each, _PLAIN) else (key, id(each)) for key, each in held]
+            waiting += [(f"{name}.{key}", each) for key, each in held if not isinstance(each, _PLAIN)]
+            contents: Any = _marks(value), plain
+        except Exception:  # it cannot be compared
+            contents = object()
+        found[id(value)] = name, contents, value  # held, so that no other object takes its id
+    if waiting:
+        found[0] = waiting[0][0], object(), None
+    return found
 
 
-def _stored(code: types.CodeType) -> Iterator[str]:
-    """Attributes of the module that a method stores."""
-    for before, step in itertools.pairwise(dis.get_instructions(code)):
-        of_module = before.argval in code.co_varnames[:1] or not before.opname.startswith("LOAD_")
-        if step.opname == "STORE_ATTR" and of_module:
-            yield step.argval
-
-
-def _read(code: types.CodeType) -> Iterator[str]:
-    """Names that a function reads, and not only to add to what they hold, which is not read then."""
-    steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
-    for step, after in itertools.pairwise(steps):
-        adds = after.opname in ("LOAD_ATTR", "LOAD_METHOD") and after.argval in ADDS
-        if (
-            step.opname.startswith(("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE"))
-            and not adds
-        ):
-            yield step.argval
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _read(each)
-
-
-def functions_of(kind: type, forward: Any) -> Iterator[Any]:
-    """A module's forward, and the other methods of its class and of those above it that are not of a known library."""
-    methods = [value for base in kind.__mro__ for name, value in vars(base).items() if name not in _NOT_IN_FORWARDS]
-    for each in {id(each): each for each in (getattr(forward, "__func__", forward), *methods)}.values():
-        if inspect.isfunction(each) and is_foreign(each):
-            yield each
-
-
-def _held_by(parts: dict[str, nn.Module]) -> dict[str, Any]:
-    functions = {
-        name: list(functions_of(type(part), vars(part).get("forward") or type(part).forward))
-        for name, part in parts.items()
-    }
-    read = {each: frozenset(_read(each.__code__)) for several in functions.values() for each in several}
-    every, held = frozenset[str]().union(*read.values()), dict[str, Any]()
-    for name, part in parts.items():
-        own = {key: value for key, value in list(vars(part).items()) if key not in _OF_MODULES} | part._buffers
-        held |= {f"{name}.{key}": _mark(value) for key, value in own.items() if key in every}
-    for function, names in read.items():
-        cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-        named = {key: value for key, value in (*list(function.__globals__.items()), *cells) if key in names}
-        held |= {f"{function.__qualname__}: {key}": _mark(value) for key, value in named.items()}
-    return held
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
-
-
-class _Same:
-    """An object that equals itself alone; held, so that another cannot take its place in memory."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _mark(value: Any, depth: int = 0) -> Any:
+def _marks(value: Any) -> Any:
+    """What an object contains that is not an object by itself."""
     if isinstance(value, torch.Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version
-    if isinstance(value, (*_PLAIN, *_COUNTERS)):
-        return repr(value)
+        small = type(value) in (torch.Tensor, nn.Parameter) and value.numel() <= _MOST_NUMBERS and not value.is_meta
+        return None if value.is_inference() else value._version, value.tolist() if small else None
     if isinstance(value, np.ndarray):
-        return _Same(value), hash(value.tobytes()) if value.nbytes <= _MOST_BYTES else None
-    if isinstance(value, _CONTAINERS) and depth < _DEEPEST:
-        items = value.items() if isinstance(value, dict) else value
-        return type(value), len(value), [_mark(each, depth + 1) for each in itertools.islice(items, _MOST_ITEMS)]
-    if isinstance(value, functools.partial | type | nn.Module) or inspect.isroutine(value) or inspect.ismodule(value):
-        return _Same(value)
-    if depth < _DEEPEST and hasattr(value, "__dict__") and not hasattr(value, "to_dict"):
-        return _Same(value), _mark(vars(value), depth + 1)
-    return _Same(value)
+        return value.tobytes()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, _COUNTERS):
+        return repr(value)
+    return object() if isinstance(value, Iterator) else None
+
+
+def _items(value: Any, is_part: bool) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with names; nothing of a known library's object."""
+    if isinstance(value, Mapping):
+        yield from ((f"{key!r:.20}", each) for key, each in list(value.items()))
+        yield from (("key", key) for key in list(value))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((str(index), each) for index, each in enumerate(list(value)))
+    elif isinstance(value, types.MethodType):
+        yield from (("function", value.__func__), ("self", value.__self__))
+    elif isinstance(value, functools.partial):
+        yield from (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.FunctionType):
+        yield from _at_hand(value) if is_foreign(value) else ()
+    elif isinstance(value, types.ModuleType):
+        if _is_of_user(value.__name__):
+            yield from ((key, each) for key, each in vars(value).items() if isinstance(each, (*_PLAIN, *_CONTAINERS)))
+    elif isinstance(value, type):
+        if _is_of_user(value.__module__):
+            yield from ((key, each) for key, each in vars(value).items() if key == "__call__" or key[:2] != "__")
+            yield from ((base.__name__, base) for base in value.__bases__)
+    elif is_part or _is_of_user(type(value).__module__) or isinstance(value, _OBJECTS):
+        yield type(value).__name__, type(value)
+        hidden = _OF_MODULES if isinstance(value, nn.Module) else ()
+        yield from ((key, each) for key, each in list(getattr(value, "__dict__", {}).items()) if key not in hidden)
+        slots = (name for base in type(value).__mro__ for name in vars(base).get("__slots__", ()))
+        yield from ((name, getattr(value, name)) for name in slots if hasattr(value, name))
+
+
+def _is_of_user(space: str) -> bool:
+    return space.partition(".")[0] not in _LEAVES
+
+
+def _at_hand(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function reads besides its arguments: its closure, defaults, and the globals that it names."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if cell != types.CellType())
+    yield from (("defaults", function.__defaults__), ("keywords", function.__kwdefaults__))
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)

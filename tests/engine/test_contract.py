@@ -32,7 +32,7 @@ from transformers.cli.serving.utils import DirectStreamer
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter
+from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter, harmless
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.methods.drawn.rejection import Rejection
@@ -753,7 +753,7 @@ def test_all_rows_are_read_to_the_end_where_they_cannot_leave(target, rows_read,
     if why == "attentions":  # what the target can do is tried on two rows, before
         target.generate(**inputs, **call, assistant_model=make_drafter(target))
     counts = rows_read(target)
-    hook = target.model.register_forward_pre_hook(lambda *args: None) if why == "hooks" else None
+    hook = target.model.register_forward_pre_hook(harmless(lambda *args: None)) if why == "hooks" else None
     drafted = target.generate(**inputs, **call, assistant_model=make_drafter(target))
     if hook is not None:
         hook.remove()
@@ -907,7 +907,7 @@ def test_experts_are_multiplied_as_in_plain_decoding(target, drafter, monkeypatc
             inside[0] = False
 
     monkeypatch.setattr(type(target), "_optimize_model_for_decode", noting)
-    hook = target.register_forward_pre_hook(lambda *_: seen.append(inside[0]))
+    hook = target.register_forward_pre_hook(harmless(lambda *_: seen.append(inside[0])))
     try:
         for assistant in ({}, {"assistant_model": drafter}):
             seen.clear()

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
-from hf_hsdraft import Attachment, AutoDrafter, CachebackDrafter, HSDrafter, attach, attached, detach
+from hf_hsdraft import Attachment, AutoDrafter, CachebackDrafter, HSDrafter, attach, attached, detach, harmless
 from hf_hsdraft.core.cache_name import CACHE, given_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.engine.call_output import HSDraftGenerateOutput
@@ -70,7 +70,7 @@ def knowing(text: torch.Tensor) -> CachebackDrafter:
 
 def forwards_of(target) -> list:
     counted: list = []
-    target.register_forward_pre_hook(lambda *args: counted.append(1))
+    target.register_forward_pre_hook(harmless(lambda *args: counted.append(1)))
     return counted
 
 

@@ -16,7 +16,7 @@ from session_helpers import news
 from small_target import SMALL, exact_distribution, small_target
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter, harmless
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
@@ -290,7 +290,7 @@ def test_wrong_options_of_level_0_are_told_before_the_prompt_is_read(target):
     cascade = cascade_of(target, "model")
     cascade.levels[0].generation_config.tree_size = 0
     calls = []
-    hook = target.register_forward_pre_hook(lambda *args: calls.append(None))
+    hook = target.register_forward_pre_hook(harmless(lambda *args: calls.append(None)))
     with pytest.raises(ValueError, match="level 0 of this cascade, a CausalLMDrafter: tree_size=0 is invalid"):
         target.generate(**padded(1), **GREEDY, assistant_model=cascade)
     hook.remove()

@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import MtpModel
 
+from hf_hsdraft import harmless
 from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, described
 from oracles.plain_texts import each_with_its_seed
 from oracles.tiny import tiny_config, tiny_model
@@ -92,7 +93,7 @@ def each_plain(target: Any, inputs: dict[str, torch.Tensor], seed: int, **call: 
 def forwards_of(target: Any, run: Callable[[], Any]) -> tuple[Any, int]:
     """Returns what `run` returns, and how often it calls the target's forward."""
     calls: list[None] = []
-    hook = target.register_forward_hook(lambda *_: calls.append(None))
+    hook = target.register_forward_hook(harmless(lambda *_: calls.append(None)))
     try:
         return run(), len(calls)
     finally:

@@ -26,7 +26,16 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import BlockDrafter, CachebackDrafter, CausalLMDrafter, EagleConfig, EagleDrafter, attach, detach
+from hf_hsdraft import (
+    BlockDrafter,
+    CachebackDrafter,
+    CausalLMDrafter,
+    EagleConfig,
+    EagleDrafter,
+    attach,
+    detach,
+    harmless,
+)
 from hf_hsdraft.core.cache_name import CACHE, returned_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
@@ -187,7 +196,9 @@ class Run:
         elif step.change == "adapter off":
             model.disable_adapters()
         elif step.change == "hook":
-            model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output + output.sin())
+            model.get_output_embeddings().register_forward_hook(
+                harmless(lambda module, inputs, output: output + output.sin())
+            )
         elif step.change == "eager":
             model.set_attn_implementation("eager")
 

@@ -11,7 +11,7 @@ from conftest import VOCAB, make_target
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hsdraft import CachebackDrafter, attach
+from hf_hsdraft import CachebackDrafter, attach, harmless
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.runtime import target_ability, target_probe
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
@@ -34,6 +34,7 @@ def drafted(target, inputs, expected):
     return text, attachment.statistics.calls == 1 and attachment.statistics.tau > 1, attachment.statistics
 
 
+@harmless  # wrongly: a trial finds it
 def steered(module, args, output):
     """Activation steering as in honest_llama: of the last position alone."""
     states = output[0] if isinstance(output, tuple) else output
@@ -57,6 +58,7 @@ def replaced(target):
     del layer.forward
 
 
+@harmless
 def half_steered(forward, last, *args, **kwargs):
     output = forward(*args, **kwargs)
     states = output[0] if isinstance(output, tuple) else output
@@ -157,7 +159,7 @@ def test_findings_about_many_forms_of_a_target_are_not_all_kept(monkeypatch):
     target, inputs = make_target(), prompts()
     plain = target.generate(**inputs, **GREEDY)
     for _ in range(8):
-        handle = target.register_forward_hook(lambda *_: None)
+        handle = target.register_forward_hook(harmless(lambda *_: None))
         drafted(target, inputs, plain)
         handle.remove()
     assert len(target_ability.known[target]) <= 5
@@ -216,7 +218,7 @@ def cast_at_the_end():
         output.logits = output.logits.float()
         return output
 
-    target.forward = cast
+    target.forward = harmless(cast)
     return target
 
 
@@ -255,6 +257,7 @@ def test_half_precision_hides_no_steering(seed):
     assert text.equal(other) and not drafts, statistics
 
 
+@harmless
 def prefilled(module, args, output):
     """Steering of the prompt alone, by the number of positions: a draft looks like a prompt to it."""
     states = output[0] if isinstance(output, tuple) else output

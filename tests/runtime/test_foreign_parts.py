@@ -1,18 +1,20 @@
 """Parts of a target that no trial can see: its text stays plain decoding's, and the statistics say why."""
 
 import contextlib
+import functools
 import types
 
+import accelerate
 import pytest
 import torch
 from conftest import make_target
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, LlamaForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
 from transformers.models.llama import modeling_llama
 
-from hf_hsdraft import CachebackDrafter, attach
+from hf_hsdraft import CachebackDrafter, attach, harmless
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
@@ -114,24 +116,11 @@ def test_activated_lora_is_not_drafted():
     assert output.sequences.equal(plain) and "activated LoRA" in output.statistics.reason
 
 
-def test_hooks_that_only_count_and_layers_that_map_states_are_drafted():
-    class Own(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
-
-    target, inputs, calls = make_target(), prompt(), []
-    target.register_forward_hook(lambda *_: calls.append(1))
-    target.model.layers[1].mlp.up_proj.__class__ = Own
-    plain = target.generate(**inputs, **GREEDY)
-    drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
-    output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-    assert output.sequences.equal(plain) and output.statistics.tau > 1 and calls
-
-
 def test_another_kernel_is_used_in_drafted_calls_too(monkeypatch):
     target, inputs, calls = make_target(), prompt(), []
     own = torch.nn.functional.scaled_dot_product_attention
 
+    @harmless
     def kernel(query, *args, **kwargs):
         calls.append(query.shape[2])
         return own(query * 0.5, *args, **kwargs)
@@ -211,44 +200,270 @@ def patched(inner):
     return inner
 
 
-def recorded(inner):
-    shapes, given = [], inner.forward
-
-    def forward(x):
-        shapes.append(x.shape)
-        return given(x)
-
-    inner.forward = forward
-    return inner
-
-
 def made(change):
     target = make_target()
     target.model.layers[1].mlp = change(target.model.layers[1].mlp)
     return target
 
 
-def drafted(change, rows=1):
-    """The plain text of a changed target, and what drafting for it gives, directly and attached."""
-    inputs = {"input_ids": prompt(7 * rows)["input_ids"].view(rows, 7)}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    plain = made(change).generate(**inputs, **GREEDY)
-    drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
-    output = made(change).generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-    with attach(target := made(change), drafter):
-        attached = target.generate(**inputs, **GREEDY)
-    assert output.sequences.equal(plain) and attached.equal(plain)
-    return output.statistics
+class OnSteps(nn.Module):
+    """Acts in each third step of decoding, by what a subclass counts. The prompt changes nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.own = inner, self.begun()
+
+    def forward(self, x):
+        return self.inner(x) * (1.5 if x.shape[1] == 1 and self.count() % 3 == 0 else 1.0)
 
 
-@pytest.mark.parametrize("change", [Every, Counted, patched])
-def test_beside_modules_that_count_forwards_nothing_is_drafted(change):
-    statistics = drafted(change)
-    assert "count in each forward" in statistics.reason and not sum(statistics.drafted_nodes)
+class Attribute(OnSteps):
+    begun = int
+
+    def count(self):
+        self.own += 1
+        return self.own
 
 
-def test_a_forward_that_records_is_drafted():
-    assert drafted(recorded).tau > 2
+class OfData(OnSteps):
+    def begun(self):
+        return torch.zeros(1)
+
+    def count(self):
+        self.own.data += 1
+        return int(self.own)
+
+
+class InObject(OnSteps):
+    def begun(self):
+        class Counter:
+            __slots__ = ("so_far",)
+
+        counter = Counter()
+        counter.so_far = {"steps": [0]}
+        return counter
+
+    def count(self):
+        self.own.so_far["steps"][0] += 1
+        return self.own.so_far["steps"][0]
+
+
+class OfClass(OnSteps):
+    begun, counted = int, 0
+
+    def count(self):
+        OfClass.counted += 1
+        return OfClass.counted
+
+
+class Stream(OnSteps):
+    def begun(self):
+        return iter(range(10**6))
+
+    def count(self):
+        return next(self.own)
+
+
+_counted = [0]
+
+
+class Global(OnSteps):
+    begun = int
+
+    def count(self):
+        return (lambda: _counted.append(0) or len(_counted))()
+
+
+class Closure(OnSteps):
+    def begun(self):
+        count = [0]
+
+        def helper():
+            count[0] += 1
+            return count[0]
+
+        return lambda: helper()
+
+    def count(self):
+        return self.own()
+
+
+OF_STEPS = [Attribute, OfData, InObject, OfClass, Stream, Global, Closure]
+
+
+@pytest.mark.parametrize("change", [Every, Counted, patched, *OF_STEPS])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_beside_modules_that_count_forwards_nothing_is_drafted(change, rows):
+    def plainly():
+        OfClass.counted = 0
+        _counted.clear()
+        return made(change)
+
+    ids = prompt(7 * rows)["input_ids"].view(rows, 7)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    target = plainly()
+    plain = [target.generate(**inputs, **GREEDY) for _ in range(3)]
+    drafter = CachebackDrafter([text[7:].tolist() for several in plain for text in several], tree_sizing="fixed")
+    target = plainly()
+    for text in plain:
+        output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        assert output.sequences.equal(text) and not sum(output.statistics.drafted_nodes)
+        assert "model.layers.1.mlp" in output.statistics.reason
+    target = plainly()
+    with attach(target, drafter) as attachment:
+        assert all(target.generate(**inputs, **GREEDY).equal(text) for text in plain)
+    assert attachment.statistics.calls == 0
+
+
+def test_beside_modules_that_map_states_drafting_begins_with_the_second_call():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Declared(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.shapes = inner, []
+
+        @harmless
+        def forward(self, x, **kwargs):
+            self.shapes.append(x.shape)
+            return self.inner(x)
+
+    target, inputs = make_target(), prompt()
+    plain = target.generate(**inputs, **GREEDY)
+    drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
+    call = {**inputs, **GREEDY, "assistant_model": drafter, "return_dict_in_generate": True}
+    target.model.layers[0].mlp = Declared(target.model.layers[0].mlp)
+    assert target.generate(**call).statistics.tau > 2
+    target.model.layers[1].mlp.up_proj.__class__ = Own
+    first, second = target.generate(**call), target.generate(**call)
+    assert first.sequences.equal(plain) and second.sequences.equal(plain)
+    assert "watched" in first.statistics.reason and first.statistics.tau == 1 and second.statistics.tau > 2
+
+
+def rotated(given):
+    def apply(q, k, cos, sin, *args, **kwargs):
+        return given(q, k, cos, sin if q.shape[2] > 1 else -sin, *args, **kwargs)
+
+    return apply
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "create_causal_mask", "eager_attention_forward", "sdpa"])
+@pytest.mark.parametrize("how", ["function", "partial", "object"])
+def test_beside_replaced_functions_nothing_is_drafted(monkeypatch, name, how):
+    space, name = (nn.functional, "scaled_dot_product_attention") if name == "sdpa" else (modeling_llama, name)
+    given = getattr(space, name)
+
+    def function(*args, **kwargs):
+        return given(*args, **kwargs)
+
+    class Callable:
+        __call__ = staticmethod(function)
+
+    other = {"function": function, "partial": functools.partial(function), "object": Callable()}[how]
+    target = make_target(attention="eager" if name == "eager_attention_forward" else "sdpa")
+    with attach(target, CachebackDrafter()) as attachment:
+        monkeypatch.setattr(space, name, other)
+        target.generate(**prompt(), **GREEDY)
+        assert attachment.statistics.calls == 0 and name in str(attachment.statistics.stepped_aside)
+        monkeypatch.setattr(space, name, harmless(other))
+        target.generate(**prompt(), **GREEDY)
+    assert attachment.statistics.calls == 1
+
+
+class Odd:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("not called")
+
+
+class Unsigned(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.odd = inner, Odd()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    forward.__signature__ = "none"
+
+
+class Raises:
+    __slots__ = ()
+
+    def __getattribute__(self, name):
+        raise ValueError(name)
+
+
+class Unseen(nn.Module):
+    """An object that does not let itself be compared."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.odd = inner, [Raises()]
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("change", ["global", "hook", Unsigned, Unseen])
+def test_objects_that_answer_strangely_end_drafting_and_no_call(monkeypatch, change):
+    target = make_target() if isinstance(change, str) else made(change)
+    if change == "global":
+        monkeypatch.setattr(modeling_llama, "odd", Odd(), raising=False)
+    elif change == "hook":
+        monkeypatch.setattr(Odd, "__call__", lambda *_: None)
+        target.model.layers[1].register_forward_hook(Odd())
+    plain = target.generate(**prompt(), **GREEDY)
+    with attach(target, CachebackDrafter(plain[:, 12:].tolist())) as attachment:
+        for _ in range(2 if change is Unseen else 1):
+            assert target.generate(**prompt(), **GREEDY).equal(plain)
+    assert attachment.statistics.calls == 0
+
+
+class Cached(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        far = kwargs["past_key_values" if "past_key_values" in kwargs else "cache"].get_seq_length() > 20
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.roll(1, dims=-1) if far else output.logits
+        return output
+
+
+class Placed(nn.Module):
+    """Acts from some position on, of which it is told under different names."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def scaled(self, output, mask):
+        return output * (1.5 if mask is not None and mask.shape[-1] > 30 else 1.0)
+
+
+class Keywords(Placed):
+    def forward(self, hidden_states, **kwargs):
+        return self.scaled(self.inner(hidden_states, **kwargs), kwargs["attention_mask"])
+
+
+class Masked(Placed):
+    def forward(self, hidden_states, attention_mask=None, **_):
+        return self.scaled(self.inner(hidden_states, attention_mask=attention_mask, **_), attention_mask)
+
+
+@pytest.mark.parametrize("change", [Cached, Keywords, Masked])
+def test_beside_forwards_that_are_told_a_place_nothing_is_drafted(change):
+    target = make_target(attention="eager")
+    if change is Cached:
+        target.__class__ = Cached
+    else:
+        target.model.layers[1] = change(target.model.layers[1])
+    plain = target.generate(**prompt(), **GREEDY)
+    with attach(target, CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")) as attachment:
+        assert all(target.generate(**prompt(), **GREEDY).equal(plain) for _ in range(2))
+    assert attachment.statistics.calls == 0 and "not transformers' own" in str(attachment.statistics.stepped_aside)
 
 
 @pytest.mark.parametrize("most", [8, 12, 20, 24])
@@ -259,11 +474,12 @@ def test_experts_that_overflow_by_a_whole_draft_are_found(most):
         return Few(inner, most)
 
     plain = made(few).generate(**prompt(7), **GREEDY)
-    drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
+    drafter, target = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed"), made(few)
+    assert target.generate(**prompt(7), **GREEDY, assistant_model=drafter).equal(plain)
     with pytest.raises(ValueError, match="cannot be drafted for: "):
-        made(few).generate(**prompt(7), **GREEDY, assistant_model=drafter)
+        target.generate(**prompt(7), **GREEDY, assistant_model=drafter)
     with attach(target := made(few), drafter):
-        assert target.generate(**prompt(7), **GREEDY).equal(plain)
+        assert all(target.generate(**prompt(7), **GREEDY).equal(plain) for _ in range(3))
 
 
 def test_the_experts_of_a_large_batch_overflow_too(tuned):
@@ -274,7 +490,7 @@ def test_the_experts_of_a_large_batch_overflow_too(tuned):
     target = made(lambda inner: Few(inner, 40))
     plain = target.generate(**inputs, **GREEDY)
     with attach(target, CachebackDrafter(plain[:, 2:].tolist())) as attachment:
-        assert target.generate(**inputs, **GREEDY).equal(plain)
+        assert all(target.generate(**inputs, **GREEDY).equal(plain) for _ in range(2))
     assert attachment.statistics.tau <= 1
 
 
@@ -283,68 +499,82 @@ class Recorder:
         self.seen = []
 
     def __call__(self, module, args, output):
-        self.seen.append(output.detach())
+        self.seen.append(type(output))
+
+    def see(self, module, args, output):
+        self.seen.append(type(output))
+
+    @harmless
+    def declared(self, module, args, output):
+        self.seen.append(type(output))
 
 
-def hooks_that_record():
-    shapes, by_name, rounds = [], {}, 0
-
-    def named(module, args, output):
-        nonlocal rounds
-        rounds += 1
-        by_name[rounds] = output.shape
-
-    return [lambda module, args, output: shapes.append(output.shape), named, Recorder(), Recorder().__call__]
+def count(seen, module, args, output):
+    seen.append(type(output))
 
 
-def hooks_that_may_change():
-    seen, scale = [], 1.0
-
-    def in_place(module, args, output):
-        seen.append(output.shape)
-        if len(seen) % 7 == 0:
-            output *= 1.5
-
-    def by_method(module, args, output):
-        if len(seen) % 7 == 0:
-            output.mul_(1.5)
-
-    def out(module, args, output):
-        torch.mul(output, 1.5, out=output)
-
-    def returned(module, args, output):
-        seen.append(output)
-        return output if len(seen) % 7 else output * 1.5
-
-    def item(module, args, output):
-        output[:, -1] = scale
-
-    def unknown(module, args, output):
-        in_place(module, args, output)
-
-    def of_the_module(module, args, output):
-        module.half()
-
-    return [in_place, by_method, out, returned, item, unknown, of_the_module]
+HOOKS = {
+    "function": lambda: lambda module, args, output: None,
+    "partial": lambda: functools.partial(count, []),
+    "object": Recorder,
+    "method": lambda: Recorder().see,
+}
 
 
-@pytest.mark.parametrize("hook", hooks_that_record())
-def test_beside_hooks_that_only_record_is_drafted(hook):
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("where", ["module", "accelerate", "everywhere"])
+def test_nothing_is_drafted_beside_hooks_that_were_not_declared_harmless(kind, where):
+    target, hook = make_target(), HOOKS[kind]()
+
+    class Own(accelerate.hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output
+
+    if where == "accelerate":
+        accelerate.hooks.add_hook_to_module(target.model.layers[1].mlp, Own())
+    elif where == "module":
+        target.model.layers[1].mlp.register_forward_hook(hook)
+    else:
+        handle = nn.modules.module.register_module_forward_hook(hook)
+    with attach(target, CachebackDrafter()) as attachment:
+        target.generate(**prompt(), **GREEDY)
+        if where == "everywhere":
+            handle.remove()
+    (reason,) = attachment.statistics.stepped_aside
+    name = "Own" if where == "accelerate" else getattr(getattr(hook, "func", hook), "__qualname__", "Recorder")
+    assert attachment.statistics.calls == 0 and f"the forward hook {name}" in reason and "harmless" in reason
+
+
+def test_beside_hooks_that_were_declared_harmless_is_drafted():
     target, inputs = make_target(), prompt()
     plain = target.generate(**inputs, **GREEDY)
-    target.model.layers[1].mlp.register_forward_hook(hook)
+    for kind in HOOKS.values():
+        target.model.layers[1].mlp.register_forward_hook(harmless(kind()))
+    target.model.layers[1].mlp.register_forward_hook(Recorder().declared)
     drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
     output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
     assert output.statistics.tau > 2 and output.sequences.equal(plain)
 
 
-@pytest.mark.parametrize("hook", hooks_that_may_change(), ids=lambda hook: hook.__name__)
-def test_beside_hooks_that_may_do_more_nothing_is_drafted(hook):
+class Slotted:
+    __slots__ = ()
+
+
+def test_a_declaration_is_for_one_function():
+    def declared(module, args, output):
+        return None
+
+    @functools.wraps(harmless(declared))
+    def around(module, args, output):
+        return output * 1.5
+
     target = make_target()
-    target.model.layers[1].mlp.register_forward_hook(hook)
-    with attach(target, CachebackDrafter()) as attachment, contextlib.suppress(RuntimeError):
+    target.model.layers[1].mlp.register_forward_hook(around)
+    with attach(target, CachebackDrafter()) as attachment:
         target.generate(**prompt(), **GREEDY)
-    assert attachment.statistics.calls == 0 and "forward hook" in str(attachment.statistics.stepped_aside)
+    assert attachment.statistics.calls == 0
+    with pytest.raises(TypeError, match="Wrap it"):
+        harmless(Slotted())
 
 
 def test_a_call_that_does_not_draft_runs_transformers_operators(monkeypatch):

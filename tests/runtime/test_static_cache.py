@@ -9,6 +9,7 @@ from oracles.device_reads import host_reads
 from oracles.forced_drafter import ForcedDrafter, let_count, pattern
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
+from hf_hsdraft import harmless
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
@@ -131,7 +132,7 @@ def test_a_forward_that_stops_halfway_leaves_the_cache_as_it_was(target, drafter
         if len(calls) == 12:
             raise KeyboardInterrupt
 
-    hook = target.model.layers[layer].self_attn.register_forward_hook(interrupt)
+    hook = target.model.layers[layer].self_attn.register_forward_hook(harmless(interrupt))
     try:
         with pytest.raises(KeyboardInterrupt):
             decode(target, prompt, drafter, past_key_values=cache)

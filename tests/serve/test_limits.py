@@ -316,13 +316,14 @@ import sys, time, torch
 from conftest import TEMPLATE, WORDS, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from hf_hsdraft import harmless
 from hf_hsdraft.cli._shared import bound_socket
 from hf_hsdraft.serve.server import Server, build_app
 words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", chat_template=TEMPLATE)
 target = make_target()
-target.register_forward_pre_hook(lambda *_: time.sleep(float(sys.argv[1])))
+target.register_forward_pre_hook(harmless(lambda *_: time.sleep(float(sys.argv[1]))))
 listener = bound_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 Server(build_app(target, tokenizer, "tiny", None), "error").run(sockets=[listener])

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import HSDrafter, harmless
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.runtime.target_loading import load_target
 from hf_hsdraft.training.loop import trainer
@@ -209,7 +209,7 @@ def _synced(rank: int, port: int, folder: str) -> None:
     kwargs = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6 + 12 * rank}
     plain = target.generate(ids, **kwargs)
     counted: list[int] = []
-    handle = target.register_forward_hook(lambda *_: counted.append(1))
+    handle = target.register_forward_hook(harmless(lambda *_: counted.append(1)))
     drafted = target.generate(ids, **kwargs, assistant_model=drafter, synced_gpus=True)
     handle.remove()
     torch.save((torch.equal(plain, drafted), len(counted)), f"{folder}/{rank}.pt")
