@@ -29,8 +29,8 @@ from .methods.cascade.cascade_drafter import CascadeDrafter as CascadeDrafter
 from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
 from .methods.self_speculation.drafter import SelfDraftConfig as SelfDraftConfig
 from .methods.self_speculation.drafter import SelfDrafter as SelfDrafter
-from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
-from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
+from .methods.specformer.drafter import SpecFormerConfig as SpecFormerConfig
+from .methods.specformer.drafter import SpecFormerDrafter as SpecFormerDrafter
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
 from .methods.uno import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
