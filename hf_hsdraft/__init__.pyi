@@ -27,12 +27,12 @@ from .generate.attachment import attached as attached
 from .generate.attachment import detach as detach
 from .methods.cascade.cascade_drafter import CascadeDrafter as CascadeDrafter
 from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
-from .methods.self_speculation.configuration_self import SelfDraftConfig as SelfDraftConfig
-from .methods.self_speculation.modeling_self import SelfDrafter as SelfDrafter
-from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
-from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
+from .methods.self_speculation.drafter import SelfDraftConfig as SelfDraftConfig
+from .methods.self_speculation.drafter import SelfDrafter as SelfDrafter
+from .methods.specformer.drafter import SpecFormerConfig as SpecFormerConfig
+from .methods.specformer.drafter import SpecFormerDrafter as SpecFormerDrafter
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
-from .methods.uno.uno_drafter import UnoDrafter as UnoDrafter
+from .methods.uno import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
 from .runtime.foreign_code import harmless as harmless
 from .runtime.target_loading import load_target as load_target

@@ -124,9 +124,9 @@ class DraftTree:
 
     def ancestor_mask(self) -> list[list[bool]]:
         """Returns `[nodes][nodes]`, True where the row's node may see the column's: its ancestors and itself."""
-        rows = [[True] + [False] * (len(self) - 1)]
-        for node in range(1, len(self)):
-            rows.append(rows[self.parents[node]].copy())
+        rows: list[list[bool]] = []
+        for node, parent in enumerate(self.parents):
+            rows.append([False] * len(self) if parent < 0 else rows[parent].copy())
             rows[node][node] = True
         return rows
 

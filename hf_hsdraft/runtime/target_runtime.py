@@ -7,9 +7,9 @@ It alone owns the cache while a call runs. `target_limits` has what model and ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from .target_forwards import TargetCall, TargetOutput, dropped, target_output
 from .target_limits import GRADIENTS, check_cache, decoder_layers, text_config
 from .target_parts import LastState, final_norm
 from .tree_reading import (
-    AheadReader,
     AttentionKind,
     TreeBatch,
     close_gaps,
@@ -36,8 +35,6 @@ from .tree_reading import (
     read_roots,
     tokens_kept,
 )
-
-Reader = TypeVar("Reader", bound=AheadReader)
 
 
 class TargetRuntime(TargetCall):
@@ -54,12 +51,16 @@ class TargetRuntime(TargetCall):
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
-        reused_share: share of the layers' work in verifying trees that was done ahead, after the call.
+        ahead: verifies trees instead by `verify(trees, columns)`, unless that returns `None`; set by methods that read
+            nodes before. `None` for most calls.
+        reused_share: share of the layers' work in verifying trees that `ahead` had done before.
     """
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         super().__init__(target, model_kwargs)
-        self.trees, self.kinds, self.reused_share = True, list[AttentionKind](), 0.0
+        self.trees, self.kinds = True, list[AttentionKind]()
+        self.ahead: Any = None
+        self.reused_share = 0.0
         self.drafts = (0, 0)
         self.num_texts = self.cached_before = self._prompt_length = 0
         self.tap_layers = list(tap_layers)
@@ -74,7 +75,6 @@ class TargetRuntime(TargetCall):
         self.batch: TreeBatch | None = None
         self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
-        self._ahead: AheadReader | None = None
         self._keeps_slots = True
         if (cache := given_cache(self.kwargs)) is not None:
             check_cache(target, cache)
@@ -113,11 +113,10 @@ class TargetRuntime(TargetCall):
         """Switches to chains; only with one text, as rows of a batch may differ in length by now."""
         self.trees, self.fixed = False, 0
 
-    def read_ahead(self, made: Callable[[TargetCall, Sequence[AttentionKind]], Reader]) -> Reader | None:
-        """Lets what `made` returns verify trees from here on; `None` without trees or with a static cache."""
-        able = self.trees and self.kinds and self.slots.static is None and not self.recurrent
-        self._ahead = reader = made(self, self.kinds) if able else None
-        return reader
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether nodes can be read after the texts and dropped again: the cache grows, and attention takes masks."""
+        return self.trees and bool(self.kinds) and self.slots.static is None and not self.recurrent
 
     def make_room(self, columns: int) -> None:
         """Makes the cache grow in place, where its layers can and attention takes views of any strides.
@@ -153,8 +152,8 @@ class TargetRuntime(TargetCall):
 
     def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
         kept = self.rows.kept
-        if self._ahead is not None and (ahead := self._ahead.verify(trees, self._columns)) is not None:
-            return ahead
+        if self.ahead is not None and (outputs := self.ahead.verify(trees, self._columns)) is not None:
+            return outputs
         if self._columns == 1 and self.slots.static is None and min(kept) == max(kept) == self.length:
             return read_roots(self, trees, self.kinds)
         self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
@@ -240,12 +239,11 @@ class TargetRuntime(TargetCall):
 
     def _release(self) -> None:
         self.slots.release()
-        if self._ahead is not None:
-            self.reused_share, self._ahead = self._ahead.reused_share, None  # it refers to this call
+        self.ahead = None  # it refers to this call
 
     def apart(self) -> Self:
         trial = super().apart()
-        trial._ahead = trial._outputs = None  # these belong to the call itself
+        trial.ahead = trial._outputs = None  # these belong to the call itself
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -173,17 +173,6 @@ class DraftedLevels:
         """Returns the columns `[B, count, 1]` of the last `count` nodes."""
         rows, device = len(self.batch.tokens), self.batch.tokens.device
         return torch.arange(self.count - count, self.count, device=device)[None, :, None].expand(rows, -1, -1)
-
-
-class AheadReader(Protocol):
-    """Reads drafts before they are verified, so that verification has less to compute."""
-
-    @property
-    def reused_share(self) -> float:
-        """Share of the layers' work in verifying trees that was done before."""
-
-    def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
-        """The target's outputs for a tree of each row, as by `read_trees`; `None` if nothing was read ahead."""
 
 
 def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:

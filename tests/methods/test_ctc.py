@@ -16,7 +16,7 @@ from test_trainable import FRAMES, IDS, assert_gradients, borrow, decodes_as_pla
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
 from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
-from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
+from hf_hsdraft.methods.specformer.training import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll

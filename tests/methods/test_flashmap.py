@@ -17,9 +17,8 @@ from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.methods.flashmap import session
-from hf_hsdraft.methods.flashmap.drafter import FlashMapDrafter
-from hf_hsdraft.methods.flashmap.network import PairedAttention, embedded
+from hf_hsdraft.methods.flashmap import drafter as flashmap
+from hf_hsdraft.methods.flashmap.drafter import FlashMapDrafter, PairedAttention, embedded
 
 CLOSE, TEXT = 1e-4, list(range(5, 15))
 
@@ -115,7 +114,7 @@ def test_sums_of_embeddings_are_made_once_and_again_after_a_change(target, monke
         made.append(states.shape)
         return embedded(states, embed)
 
-    monkeypatch.setattr(session, "embedded", noting)
+    monkeypatch.setattr(flashmap, "embedded", noting)
     drafter = make_flashmap(target)
     before, again = first_tree(drafter, target), first_tree(drafter, target)
     assert_same_tree(before, again)

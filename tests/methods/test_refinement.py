@@ -35,7 +35,7 @@ from hf_hsdraft.methods.refinement.path_lm import (
 )
 from hf_hsdraft.methods.refinement.refinement import Refiner
 from hf_hsdraft.methods.refinement.refiner_training import examples_of, perplexity, train_refiner
-from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
+from hf_hsdraft.methods.specformer.drafter import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 

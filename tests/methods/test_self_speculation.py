@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -155,10 +154,10 @@ def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
 
     def checked(self, trees, columns):
         found = original(self, trees, columns)
-        if found is not None and self.reused:
+        if found is not None and self._reused:
             texts = found.logits[:, -columns:]
             self._call.slots.drop(columns)
-            plain = read_trees(self._call, trees, columns, self._every)
+            plain = read_trees(self._call, trees, columns, self._call.kinds)
             compared.extend(
                 (texts[row, node], plain.logits[row, node])
                 for row, tree in enumerate(trees)
@@ -179,7 +178,7 @@ def test_an_interrupt_leaves_the_cache_as_it_was(where, monkeypatch):
     target = early(target_of("windows"))
     drafter, inputs = make_self(target), padded(1)
     cache = DynamicCache(config=target.config)
-    name = {"drafting": "read_nodes", "verifying": "_completed"}[where]
+    name = {"drafting": "read_nodes", "verifying": "_model_after"}[where]
     original, calls = getattr(FirstLayers, name), []
 
     def interrupted(self, *args):
@@ -230,20 +229,6 @@ def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
     drafted = as_plain(target, make_self(target), padded(1), max_new_tokens=NEW)
     assert drafted.statistics.reused_share == 0.0
     assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
-
-
-def test_layers_are_tried_again_as_texts_grow(monkeypatch, tuned):
-    """A trial holds for texts of twice its length, as every trial of a target does."""
-    tuned(sure_length=1)
-    target, noted, tried = early(target_of("llama")), [], FirstLayers._tried
-
-    def noting(self, *args):
-        noted.append(self._call.slots.length)
-        return tried(self, *args)
-
-    monkeypatch.setattr(FirstLayers, "_tried", noting)
-    assert as_plain(target, make_self(target), padded(1), max_new_tokens=90).statistics.reused_share > 0
-    assert len(noted) > 1 and all(later > 2 * sooner for sooner, later in itertools.pairwise(noted)), noted
 
 
 def test_what_cannot_be_taken_apart_is_refused():

@@ -16,7 +16,7 @@ from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
+from hf_hsdraft.methods.specformer.drafter import SpecFormerSession
 
 STEPS = 4
 PART = list(range(1, VOCAB, 3))

@@ -15,8 +15,7 @@ from transformers import Qwen2MoeConfig
 
 from hf_hsdraft import UnoDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.methods.uno.noise_rows import NoiseRows
-from hf_hsdraft.methods.uno.uno_drafter import UnoConfig
+from hf_hsdraft.methods.uno import NoiseRows, UnoConfig
 
 MASK, DEPTH, BASE = 60, 5, "user/base"
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -111,10 +111,6 @@ class Call:
         """The foreseen draws of the target; None if nothing is drawn."""
         return None if self.texts is None else self.texts.foresight
 
-    def read_ahead(self, made: Callable[..., Any]) -> Any:
-        """See `TargetRuntime.read_ahead`."""
-        return None if self.runtime is None else self.runtime.read_ahead(made)
-
 
 @dataclass(frozen=True)
 class Verified:

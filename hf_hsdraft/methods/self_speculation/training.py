@@ -13,7 +13,7 @@ from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.loop.arguments import DRAFTER_OPTIONS
 from ...training.loss.predictions import StatePredictions
-from .modeling_self import SelfDrafter
+from .drafter import SelfDrafter
 
 
 class SelfFamily(TravellingFamily):

@@ -1,8 +1,9 @@
-"""The SpecFormer drafter: attention over the accepted positions, then slots computed at once; loading and saving."""
+"""The SpecFormer drafter: configuration, network and session. One attended position makes all slots at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +11,54 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.tensors import RMSNorm, batched_attention, is_unhooked
-from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
+from ...core.checks import integer, setting
+from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
+from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
-from ...drafters.base.protocol import Call, Drafter, Read, check_sizes, weights_of
+from ...drafters.base.plain_config import FLAG
+from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Read, check_sizes, weights_of
+from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
+from ...drafters.base.travelling_config import AttendingConfig, as_list
+from ...drafters.base.tree_session import TokenBias
 from ...hub.pretrained_drafter import PretrainedDrafter
-from .configuration_specformer import SpecFormerConfig
-from .specformer_session import SpecFormerSession
+from ...trees.tree_builders import Expansion
+from .collapsed_frames import CollapsedFrames
+
+
+class SpecFormerConfig(AttendingConfig):
+    """Configuration of a [`SpecFormerDrafter`]. [`SpecFormerConfig.for_target`] derives it from a loaded target.
+
+    A ValueError if a field is out of range or contradicts another; the message names field, value and remedy.
+    """
+
+    model_type = "specformer"
+
+    target_tap_layers: Sequence[int] = setting(
+        "Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of layer i, the "
+        "last one after the final norm). `None` picks the embeddings, a middle layer, and the last two (SpecFormer)",
+        None, convert=as_list, derived=lambda config: sorted(
+            {0, config.target_num_hidden_layers // 2, *range(config.target_num_hidden_layers + 1)[-2:]}
+        ),
+    )  # fmt: skip
+    num_hidden_layers: int = setting("Number of layers over the slots; SpecFormer has one", 1, integer(64))
+    num_draft_steps: int = setting("K, the number of slots, and so the depth of the draft tree", 8, integer(64))
+    reads_tokens: bool = setting(
+        "Whether slots know the last accepted token. SpecFormer's do not, see [`SpecFormerDrafter`]", True, FLAG
+    )
+    ctc: bool = setting(
+        "Whether slots are frames of which each may be blank, and are collapsed into a tree, see `collapsed_frames` "
+        '("CTC drafter"). Such a drafter has learned by `objective="ctc"`',
+        False, FLAG
+    )  # fmt: skip
+
+    @property
+    def sizes(self) -> LayerSizes:
+        heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        return LayerSizes(self.hidden_size, self.intermediate_size, *heads, self.rms_norm_eps)
 
 
 def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
@@ -32,10 +70,6 @@ def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _
 
 class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
     """A drafter that computes all slots at once, after attention over the accepted positions ("SpecFormer").
-
-    A draft takes one forward of two attentions and a feed-forward block, whatever its depth and the batch size. The
-    drafter holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call,
-    so one drafter may serve several threads.
 
     Let h_i be the target's hidden states at position i, after which it chose x_{i+1}. The states of a position are
     normed and joined, attend to the positions before (causal, with a residual), and are normed again. One product maps
@@ -51,10 +85,7 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
       matters most at temperatures above 0. `reads_tokens=False` is SpecFormer's form.
     - The released code runs the module on every verified position, in the target's forward, before it is known which
       are accepted. Here only accepted positions are read, in the next draft. The slots are the same.
-    - A norm precedes each attention, and the drafter has a separate norm before the head, whose scale starts as the
-      target's.
-    - With `ctc`, slots are frames that may be blank: their head has one more row, see `frames`.
-    - Drafts of depth k compute only the first k of K slots. These are the same, as slots see none after them.
+    - A norm precedes each attention, and the drafter has its own norm before the head.
 
     Letters in the shapes: T pairs that are read, S or B texts or chains, K slots, D hidden size.
     """
@@ -176,7 +207,54 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
         )
 
 
-__all__ = ["SpecFormerDrafter"]
-
-
 register_drafter(SpecFormerConfig.model_type, SpecFormerConfig, SpecFormerDrafter)
+
+
+class SpecFormerSession(ParallelSession):
+    """Drafts trees (or chains) for a batch. Only the last position of each text attends to those before it."""
+
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
+        config = drafter.config
+        super().__init__(drafter, weights, call, 1)
+        layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
+        place = drafter.dtype, drafter.device, self._refiner is not None
+        self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
+        # The fused inputs of each text's last position read.
+        self._last = torch.zeros(call.rows, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
+
+    def columns(self, news: Accepted) -> Columns:
+        device, dtype = self.drafter.device, self.drafter.dtype
+        embeds = news.next_embeds(self.weights.embed)
+        return news.taps.to(device, dtype), embeds, news.positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        drafter, part = self.drafter, self.drafter.context_attn
+        taps, embeds, positions = columns
+        x = drafter.fuse_inputs(taps, embeds)
+        normed = drafter.context_norm(x)
+        self._context.write(0, slots, part.keys(normed, drafter.rotary(positions, x.dtype)), part.values(normed))
+        ends = [end - 1 for end in itertools.accumulate(counts.values())]
+        self._last[on_device(list(counts), x.device)] = x[on_device(ends, x.device)]
+
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        rows, drafter, part = [ask.row for ask in asks], self.drafter, self.drafter.context_attn
+        self.read_pending(rows)
+        positions = self.anchors(rows) - 1
+        x = self._last[on_device(rows, positions.device)]
+        queries = part.queries(drafter.context_norm(x)[:, None], drafter.rotary(positions, x.dtype))
+        keys, values = self._context.view(0, rows)
+        seen = self._context.seen(rows, positions, drafter.config.sliding_window)
+        mixed = batched_attention(queries, keys, values, seen)
+        count = drafter.config.num_draft_steps if drafter.config.ctc else depth  # any frame may say the first token
+        return drafter.slots(x + part.o_proj(mixed[:, 0]), count)
+
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        return self.drafter.logits(hidden, self.weights), None
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        if not self.drafter.config.ctc:
+            return super().expansion(asks, depth, options)
+        frames = self.drafter.frames(self.drafted(asks, depth), self.weights)
+        drawn, temperature = options.drawn, options.temperature
+        race = self.race([ask.row for ask in asks], depth)
+        return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, race)

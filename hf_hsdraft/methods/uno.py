@@ -1,4 +1,4 @@
-"""The Uno drafter: an adapter with which the target drafts, its loading and its session."""
+"""The Uno drafter: the target drafts for itself, with a LoRA adapter for the rows of noise tokens (Uno)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import check_fields, few, integer, printable, setting
-from ...core.draft_tree import DraftTree
-from ...core.fields import Fields
-from ...core.refusals import DraftingRefused
-from ...core.tensors import device_of
-from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.loading_arguments import Placement, take_options
-from ...drafters.base.plain_config import PlainConfig
-from ...drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
-from ...drafters.base.travelling_config import ANY
-from ...drafters.base.tree_session import ParallelExpansion, TreeSession
-from ...hub.drafter_files import OPTIONS, read_json
-from ...hub.fetching import find_folder, loading, taken_for_hub
-from ...runtime.target_limits import text_config
-from ...runtime.target_parts import why_not_replaced
-from .noise_rows import NoiseRows, Pair
+from ..core.checks import check_fields, few, integer, printable, setting
+from ..core.draft_tree import DraftTree
+from ..core.fields import Fields
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of
+from ..drafters.base.draft_options import DraftOptions, default_options
+from ..drafters.base.loading_arguments import Placement, take_options
+from ..drafters.base.plain_config import PlainConfig
+from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
+from ..drafters.base.travelling_config import ANY
+from ..drafters.base.tree_session import ParallelExpansion, TreeSession
+from ..hub.drafter_files import OPTIONS, read_json
+from ..hub.fetching import find_folder, loading, taken_for_hub
+from ..runtime.target_limits import text_config
+from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
+from ..runtime.target_runtime import TargetRuntime
+from ..runtime.tree_reading import TreeBatch, node_inputs
 
 logger = logging.get_logger(__name__)
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # the products of an adapter, `[r, inputs]` and `[outputs, r]`, scaled
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's, of all tensors
 _ENDS = (".lora_A.weight", ".lora_B.weight")
@@ -162,6 +165,49 @@ class UnoDrafter(nn.Module, Drafter):
         return UnoSession(self, call)
 
 
+class NoiseRows:
+    """Reads roots and noise tokens of a call's texts, and restores the cache."""
+
+    columns = 1  # rows of each text in the forward that runs
+
+    def __init__(self, call: TargetRuntime, pairs: Mapping[str, Pair]) -> None:
+        self._call = call
+        target = call.target
+        layers = {name: target.get_submodule(name) for name in pairs}
+        runs = {name: partial(self._adapted, layer, pairs[name]) for name, layer in layers.items()}
+        self._model = with_modules(target, {name: InPlaceOf(layer, runs[name]) for name, layer in layers.items()})
+
+    def _adapted(self, layer: nn.Module, pair: Pair, x: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs of a linear layer with an adapter for all rows of a text but the first.
+
+        `x` are inputs `[B, n, inputs]`, or `[B * n, inputs]` as in layers of experts.
+        """
+        down, up = pair
+        made: torch.Tensor = layer(x)
+        noise = x.reshape(-1, self.columns, x.shape[-1])[:, 1:]
+        more = F.linear(F.linear(noise.to(down.dtype), down), up).to(made.dtype)
+        return made + F.pad(more, (0, 0, 1, 0)).view_as(made)
+
+    def logits(self, tokens: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        """Returns the logits `[B, n, V]` of the tokens after each of `tokens` `[B, n]`, int64: a root, and noise.
+
+        `depths` are of each row; tokens from that depth on are read as idle nodes, and their logits mean nothing.
+        """
+        call, device = self._call, device_of(self._call.target)
+        self.columns = count = tokens.shape[1]
+        steps = torch.arange(count, device=device)
+        places = steps.where(steps < torch.tensor(list(depths), device=device)[:, None], -1)
+        before = (steps[:, None] >= steps).expand(len(tokens), -1, -1)
+        start = call.slots.mark()
+        try:
+            inputs = node_inputs(call, TreeBatch(tokens.to(device), places, before), count, call.kinds)
+            inputs |= dict.fromkeys(("output_hidden_states", "output_attentions"), False)
+            found = call.acceleration.forward(inputs, comes_again=False, model=self._model)
+            return found.logits[:, -count:].float().clone()
+        finally:
+            call.slots.roll_back(start)
+
+
 class UnoSession(TreeSession):
     """Drafts trees (or chains), all depths of all texts in one forward of the target."""
 
@@ -172,9 +218,11 @@ class UnoSession(TreeSession):
         noise = torch.randint(1, end, (drafter.num_draft_steps,), generator=torch.Generator().manual_seed(0))
         self._noise = noise.to(device)
         pairs = {name: (down.to(device), up.to(device)) for name, (down, up) in drafter.pairs.items()}
-        self._reader: NoiseRows | None = call.read_ahead(partial(NoiseRows, pairs=pairs))
+        self._reader: NoiseRows | None = None
         self.kind = len(pairs), drafter.dtype, drafter.device
-        if self._reader is None and call.options.depth > 0:
+        if call.runtime is not None and call.runtime.can_read_ahead:
+            self._reader = NoiseRows(call.runtime, pairs)
+        elif call.options.depth > 0:
             logger.warning_once(
                 f"{type(call.target).__name__} is decoded without drafts by its adapter: they need a cache that grows, "
                 "and attention that takes masks"
