@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...drafters.base.refiners import leave_folder
-from ...drafters.hidden_state.target_match import tokenizer_hash
+from ...drafters.base.target_info import tokenizer_hash
 from ..data.vocabulary import with_draft_vocabulary
 from .family import Choose, TrainableFamily, name_of
 
