@@ -41,6 +41,11 @@ def hidden_session(drafter, weights, rows: int = 1) -> HSDraftSession:
     return HSDraftSession(drafter, weights, Call(None, rows, DraftOptions.of(drafter)))
 
 
+def accept(session, taps, following, positions, accepted=(), row: int = 0) -> None:
+    """Lets a session observe pairs, after which the tokens `accepted` and the last of `following` are new."""
+    session.observe([Accepted(row, [*accepted, int(following[-1])], taps, positions, following)])
+
+
 def drafted_by(session: HSDraftSession) -> list[DraftTree]:
     """The trees after the last tokens that a session has read, as deep as its options say."""
     options = session._options.shared_by(len(session._rows))

@@ -23,9 +23,8 @@ from torch import nn
 from ..core.cache_name import CACHE, given_cache
 from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.base.tree_session import ParallelExpansion
-from ..drafters.hidden_state.draft_session import HSDraftSession
+from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
 from ..drafters.hidden_state.network import WorkingWeights
-from ..drafters.hidden_state.roll_out import RollOut
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
@@ -43,7 +42,7 @@ TARGET, PYTHON = "target forward", "Python"
 # The functions of each part. Time that another part takes inside a function belongs to that part. The target is a
 # module, and the rest of a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
-    "context update": (HSDraftSession.read, RollOut.read),
+    "context update": (HSDraftSession.columns, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__, StaticRollOut.beam),
     "head": (WorkingWeights.logits,),
     "injector": (ParallelExpansion.__call__, ParallelExpansion.best),

@@ -121,7 +121,7 @@ def _blocks_of(parts: torch.Tensor) -> dict[str, torch.Tensor]:
     least = (-8 * torch.ones(outputs, 8, 1)).half().view(torch.uint8)
     six = torch.tensor([1] * 4 + [8] * 4 + [1 | 8 << 4] * 4, dtype=torch.uint8).expand(outputs, -1)  # scales and leasts
     more = (parts + 32).to(torch.uint8).view(outputs, 2, 4, INPUTS)
-    top = sum(more[:, :, part] >> 4 << 2 * part for part in range(4))
+    top = torch.stack([more[:, :, part] >> 4 << 2 * part for part in range(4)]).sum(0, dtype=torch.uint8)
     bottom = more[:, :, :2] & 15 | (more[:, :, 2:] & 15) << 4
     by_part: dict[str, list[torch.Tensor]] = {
         "Q8_0": [ones, parts.to(torch.int8).view(torch.uint8)],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.checks import is_misspelt, nearest_option
 from ..core.forks import new_rlock
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
@@ -43,8 +44,7 @@ def load_drafter(
         )
     if name == NGRAMS:
         return CachebackDrafter(**loading)
-    loading = loading if dtype is None else {"dtype": dtype, **loading}
-    drafter = AutoDrafter.from_pretrained(name, **loading)
+    drafter = _from_files(name, **(loading if dtype is None else {"dtype": dtype, **loading}))
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
 
 
@@ -70,7 +70,14 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
         return MtpDrafter.for_target(target, **loading)
     if name == NGRAMS:
         return CachebackDrafter(**loading)
-    return _beside(target, AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading}))
+    return _beside(target, _from_files(name, **{"dtype": target.dtype, **loading}))
+
+
+def _from_files(name: str | os.PathLike[str], **loading: Any) -> Any:
+    near = nearest_option(name, (_MTP, NGRAMS)) if isinstance(name, str) and not os.path.isdir(name) else ""
+    if near and is_misspelt(str(name), near):
+        raise OSError(f"there is no drafter {name!r}: the nearest name is {near!r}, which needs no files")
+    return AutoDrafter.from_pretrained(name, **loading)
 
 
 def best_for(target: Any) -> Any:

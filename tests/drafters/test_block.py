@@ -14,11 +14,10 @@ from oracles.format_parity import randomise
 from session_helpers import news
 
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion, TokenBias
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.drafter import BlockConvolution, BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, MarkovHead
-from hf_hsdraft.drafters.block.session import BlockBias
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees, best_first_trees
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def test_a_large_vocabulary_is_narrowed_to_likely_columns_for_each_text(tuned):
     slots = torch.randn(3, 2, 6)
     logits = torch.randn(3, 2, 60) * 2
     with torch.no_grad():
-        expansion = ParallelExpansion(logits, BlockBias(head, slots, head.project(slots), 0))
+        expansion = ParallelExpansion(logits, TokenBias(head, None, slots))
         tokens, scores = torch.tensor([[4], [5], [6]]), torch.zeros(3, 1)
         values, columns, _, _ = expansion.best(1, tokens, None, scores, 5)
         for row in range(3):

@@ -13,8 +13,8 @@ from session_helpers import pairs_of
 from test_static_cache import Graphs, decode
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
-from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, static_roll_out
 
 STEPS, ROOM = 4, 70
@@ -43,19 +43,19 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
     """Round by round, also where more is read than a round accepts, fewer steps are wanted, or a text is resumed."""
     drafter = drafter_of(window)
     working = working_of(drafter)
-    of = working, drafter.config, torch.device("cpu"), torch.float32
-    growing, static = RollOut(*of), StaticRollOut(working, drafter, ROOM, STEPS)
+    growing, static = RollOut(working, drafter), StaticRollOut(working, drafter, ROOM, STEPS)
     inputs, read, end = pairs_of(drafter, 60, first=3), 0, prompt
     rooms = [keys.data_ptr() for keys in static._text.keys]
     for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
         part = tuple(column[read:end] for column in inputs)
-        torch.testing.assert_close(static(part, steps), growing(part, steps), atol=1e-3, rtol=1e-3)
+        rolled = (each({0: len(part[0])}, part, steps) for each in (static, growing))
+        torch.testing.assert_close(*rolled, atol=1e-3, rtol=1e-3)
         read, end = end, end + accepted
         if accepted == 2:
-            context = growing.context
+            saved = growing.saved()
             static.begin()
-            static.resume(context)
-    torch.testing.assert_close(static.context.layers, growing.context.layers, atol=1e-3, rtol=1e-3)
+            static.restore(saved)
+    torch.testing.assert_close(static.saved(), growing.saved(), atol=1e-3, rtol=1e-3)
     assert rooms == [keys.data_ptr() for keys in static._text.keys]
 
 
@@ -63,19 +63,19 @@ def test_what_an_earlier_text_left_does_not_show():
     drafter = drafter_of(None)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad():
-        fresh = static(pairs_of(drafter, 6), STEPS)
+        fresh = static({0: 6}, pairs_of(drafter, 6), STEPS)
         taps, embeds, positions = pairs_of(drafter, 30)
         taps[-1] = torch.inf
-        assert static((taps, embeds, positions), STEPS).isnan().any()
+        assert static({0: 30}, (taps, embeds, positions), STEPS).isnan().any()
         static.begin()
-        assert torch.equal(static(pairs_of(drafter, 6), STEPS), fresh)
+        assert torch.equal(static({0: 6}, pairs_of(drafter, 6), STEPS), fresh)
 
 
 def test_nothing_is_read_back():
     drafter = drafter_of(7)
     static = StaticRollOut(working_of(drafter), drafter, 40, STEPS)
     with torch.no_grad(), host_reads() as seen:
-        static(pairs_of(drafter, 3), STEPS)
+        static({0: 3}, pairs_of(drafter, 3), STEPS)
     assert not seen
 
 
@@ -141,12 +141,12 @@ def test_other_lengths_and_depths_are_graphs_of_their_own(prompt, graphs):
 def test_under_autocast():
     drafter = drafter_of(None)
     working = working_of(drafter)
-    growing = RollOut(working, drafter.config, torch.device("cpu"), torch.float32)
+    growing = RollOut(working, drafter)
     static = StaticRollOut(working, drafter, 40, STEPS)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
-            static(pairs_of(drafter, 3), STEPS).float(),
-            growing(pairs_of(drafter, 3), STEPS).float(),
+            static({0: 3}, pairs_of(drafter, 3), STEPS).float(),
+            growing({0: 3}, pairs_of(drafter, 3), STEPS).float(),
             atol=0.4,
             rtol=0.2,
         )

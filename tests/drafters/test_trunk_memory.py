@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, make_target
-from session_helpers import pairs_of
+from conftest import make_drafter, make_target
+from session_helpers import accept, borrow, drafted_by, hidden_session, pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
+from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
 
-def read(drafter, lengths, past=None):
-    """Hidden states and context of several texts that are read at once; the numbers depend on the lengths alone."""
+def read(drafter, lengths):
+    """Hidden states of several texts that are read at once; the numbers depend on the lengths alone."""
     taps, embeds, _ = pairs_of(drafter, sum(lengths), seed=sum(lengths))
-    before = 0 if past is None else 20
-    positions = torch.cat([torch.arange(before, before + length) for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths])
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     starts = torch.tensor(lengths).cumsum(0) - 1
-    window, past = drafter.config.sliding_window, past or packed_texts.DraftContext()
-    texts = packed_texts.PackedTexts(past, positions, documents, starts, window, 3)
+    texts = packed_texts.PackedTexts(positions, documents, starts, drafter.config.sliding_window, 3)
     x, ropes = trunk.read(drafter.trunk(), taps, embeds, positions, texts, 2)
-    return torch.stack(trunk.roll(drafter.trunk(), x, ropes, texts)), texts.context
+    return torch.stack(trunk.roll(drafter.trunk(), x, ropes, texts))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 6])
 def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window)
-    first, context = read(drafter, [20, 20, 20])
-    expected, _ = read(drafter, [5, 1, 9], context)
+    first = read(drafter, [20, 20, 20])
     sizes, attention = [], packed_texts.shared_attention
 
     def noting(queries, keys, values, seen):
@@ -41,23 +38,21 @@ def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window, tuned):
 
     monkeypatch.setattr(packed_texts, "shared_attention", noting)
     tuned(large_mask=0, mask_rows=4)
-    torch.testing.assert_close(read(drafter, [20, 20, 20])[0], first, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(read(drafter, [20, 20, 20]), first, rtol=1e-4, atol=1e-3)
     assert max(sizes) <= 4 * 20, "four rows of one text and what they see"
-    torch.testing.assert_close(read(drafter, [5, 1, 9], context)[0], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_batch_keeps_what_its_window_shows(monkeypatch):
-    target, lengths = make_target(), []
-    drafter, packed = make_drafter(target, sliding_window=8), RollOut._packed
-
-    def noting(self, *args):
-        lengths.append(self._batch.length)
-        return packed(self, *args)
-
-    monkeypatch.setattr(RollOut, "_packed", noting)
-    ids = torch.randint(2, VOCAB, (3, 25), generator=torch.Generator().manual_seed(0))
-    as_plain(target, drafter, ids, attention_mask=torch.ones_like(ids), max_new_tokens=30)
-    assert len(lengths) > 3 and max(lengths) == 3 * 7
+@torch.no_grad()
+def test_a_batch_keeps_what_its_window_shows(target):
+    drafter, lengths = make_drafter(target, sliding_window=8), []
+    session = hidden_session(drafter, borrow(drafter, target), rows=3)
+    for first in range(0, 60, 3):
+        taps, _, positions = pairs_of(drafter, 3, first=first)
+        for row in range(3):
+            accept(session, taps, positions + 5, positions, row=row)
+        drafted_by(session)
+        lengths += session._context.lengths
+    assert max(lengths) <= 2 * 8 + 3
 
 
 class _Largest(TorchDispatchMode):
@@ -95,11 +90,11 @@ def test_a_long_text_is_read_in_blocks(window, before, tuned):
 
     def states(block):
         tuned(mask_rows=block)
-        rolled = RollOut(weights, drafter.config, drafter.device, drafter.dtype)
+        rolled = RollOut(weights, drafter)
         for part in (slice(0, before), slice(before, 900)):
             if part.stop:
                 with _Largest() as made:
-                    hidden = rolled(tuple(each[part] for each in pairs), 4)
+                    hidden = rolled({0: part.stop - part.start}, tuple(each[part] for each in pairs), 4)
         return hidden, made.size
 
     expected, _ = states(1000)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from family_helpers import make_lm
-from session_helpers import drafted_by, hidden_session
+from session_helpers import accept, drafted_by, hidden_session
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
@@ -158,12 +158,12 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
     generator = hidden_session(drafter, weights)
-    generator.read(taps[:10], ids[1:11], torch.arange(10))
+    accept(generator, taps[:10], ids[1:11], torch.arange(10))
     drafted_by(generator)
     states_before = generator._rows[0].drafted
-    generator.settle(ids[11 : 11 + accepted].tolist())
     root = 11 + accepted  # the bonus token after the accepted ones
-    generator.read(taps[10:root], ids[11 : root + 1], torch.arange(10, root))
+    news = taps[10:root], ids[11 : root + 1], torch.arange(10, root)
+    accept(generator, *news, accepted=ids[11:root].tolist())
     [tree] = drafted_by(generator)
     path = None
     for token in ids[10 : root + 1]:

@@ -98,7 +98,7 @@ def test_little_waits_for_a_draft_that_never_comes(target, rows, tuned, monkeypa
 
     def noting(self, news):
         observe(self, news)
-        waiting.extend(sum(len(part[2]) for part in row.pending[1:]) for row in self._rows)
+        waiting.extend(sum(len(part[-1]) for part in pending[1:]) for pending in self._pending)
 
     monkeypatch.setattr(HSDraftSession, "observe", noting)
     target.generate(**batch_of(rows), do_sample=False, max_new_tokens=2 * NEW, assistant_model=resting(target))

@@ -66,6 +66,8 @@ def test_calls_that_come_at_once_load_it_once(target, folder, prompt, loads):
 
 
 def test_names_that_are_no_drafters(target, prompt, tmp_path):
+    with pytest.raises(OSError, match=r"no drafter 'ngram': the nearest name is 'ngrams', which needs no files"):
+        target.generate(prompt, **GREEDY, assistant_model="ngram")
     with pytest.raises(OSError, match="no such drafter folder"):
         target.generate(prompt, **GREEDY, assistant_model=str(tmp_path / "none"))
     target.base_model.save_pretrained(tmp_path / "model")

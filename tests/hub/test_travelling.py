@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from session_helpers import hidden_session, padded
+from session_helpers import accept, hidden_session, padded
 from test_self_speculation import make_self
 from test_specformer import make_specformer
 from transformers import AutoModel, LogitsProcessor, MistralConfig, MistralForCausalLM, StoppingCriteria
@@ -192,8 +192,7 @@ def test_chains_are_those_that_the_package_drafts(reuse, injector, target):
     for end in (9, 10, 12, 15, 16):
         part, accepted = slice(begin, end), ids[begin + 1 : end].tolist() if begin else []
         pairs = taps[part], ids[begin + 1 : end + 1], torch.arange(begin, end)
-        theirs.settle(accepted)
-        theirs.read(*pairs)
+        accept(theirs, *pairs, accepted)
         depth = drafter.config.num_draft_steps
         [tree] = theirs.draft([Ask(0, int(ids[end]), depth, depth, width=1)])
         assert ours._draft(*pairs, accepted, end + 1) == list(tree.tokens[1:])

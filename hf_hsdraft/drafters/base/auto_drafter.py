@@ -13,7 +13,6 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
-from ..ngrams.cacheback import CachebackDrafter
 from .draft_options import option_names
 from .finding import find, train_command
 from .formats import Format, recognise
@@ -76,7 +75,7 @@ class AutoDrafter:
     def for_target(cls, model: Any, tokenizer: Any = None, local_files_only: bool = False) -> Any:
         """Returns the best drafter that `hsdraft find` lists for a loaded target, and logs in a line which it is.
 
-        Where nothing else drafts, that is a [`CachebackDrafter`], and the line says how to train a drafter. What cannot
+        Where nothing else drafts, that is a `CachebackDrafter`, and the line says how to train a drafter. What cannot
         be loaded is logged too. Layers for multi-token prediction in the target's checkpoint come first.
 
         Args:
@@ -87,7 +86,9 @@ class AutoDrafter:
         target = TargetInfo.of_model(model, tokenizer, local_files_only)
         found, note = find(target, local_files_only)
         for each in found:
-            if each.loading is None or (local_files_only and not each.here):
+            if each.made is not None and not each.trained:
+                break
+            if local_files_only and not each.here:
                 continue
             loading = {"dtype": model.dtype, "local_files_only": each.here, **each.loading}
             try:
@@ -104,7 +105,7 @@ class AutoDrafter:
             f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
             f"`{train_command(target.place or 'path/or/name')}` trains a drafter"
         )
-        return CachebackDrafter()
+        return found[-1].made(model)
 
 
 def _load_of_transformers(

@@ -27,6 +27,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, he
 # Attention. Takes queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` of the same
 # positions; with `rows`, queries of these rows only. Returns `[..., n, heads * head_dim]`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+AttendByLayer = Callable[..., torch.Tensor]  # likewise, preceded by the layer's index
 
 _EPSILON = Limit(lambda value: is_number(value) and 0.0 < value <= 1.0, "a number above 0, at most 1")
 _ACTIVATION = choice("silu", "gelu", "gelu_pytorch_tanh", "relu")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.constants import is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
@@ -19,12 +18,12 @@ from transformers.utils import logging
 from ...core.checks import printable
 from ...hub.cached import CachedModel, cached_models, named_targets
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import CONFIG, INDEX, DamagedFile, read_json
+from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import default_drafter
 from .formats import recognise
 from .registry import FAMILIES, load_families
 from .saved_drafter import WeightlessDrafter
-from .target_info import Evidence, Fit, TargetInfo, empty_model, fit_of
+from .target_info import Evidence, Fit, TargetInfo, fit_of
 
 logger = logging.get_logger(__name__)
 
@@ -47,20 +46,17 @@ class Found:
     use: str  # a line of code that uses it
     trained: bool = True  # whether it was trained for this target, or for one like it
     here: bool = True  # whether it can be used without the network
-    # Arguments of `AutoDrafter.from_pretrained` beside the name; None where that does not load it
-    loading: Mapping[str, Any] | None = field(default_factory=dict)
-    made: Callable[[Any], Any] | None = None  # makes the drafter from the loaded target, where it is part of the target
+    loading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `AutoDrafter.from_pretrained`
+    made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
 
 
-_NGRAMS = Found(
-    "n-grams",
-    "CachebackDrafter",
-    "for any target: repeats phrases of the text and its prompt",
-    0,
-    "model.generate(**inputs, assistant_model=CachebackDrafter())",
-    trained=False,
-    loading=None,
-)
+Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
+_finders: dict[str, Finder] = {}
+
+
+def register_finder(name: str, finder: Finder) -> None:
+    """Registers what finds drafters that have no files: those that were trained come first, the others last."""
+    _finders[name] = finder
 
 
 def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found], str]:
@@ -76,8 +72,9 @@ def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found
     asked = {found.name for _, found in published}
     every = [each for each in cached if each[1].here or each[1].name not in asked] + published
     every.sort(key=_rank)
-    own = list(_own_layers(target, local_files_only))
-    return [*own, *(found for _, found in every), _NGRAMS], note
+    without_files = [found for finder in _finders.values() for found in finder(target, local_files_only)]
+    first, last = ([found for found in without_files if found.trained is trained] for trained in (True, False))
+    return [*first, *(found for _, found in every), *last], note
 
 
 def _rank(each: tuple[Evidence, Found]) -> tuple[bool, bool, Evidence, int]:
@@ -90,54 +87,6 @@ def train_command(place: str) -> str:
     """Returns the command that trains a drafter for the target at a place; empty for the default target."""
     target = f"--target {shlex.quote(place)} " if place else ""
     return f"hsdraft train {target}--out my-drafter"
-
-
-# In the checkpoint
-
-
-def _own_layers(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
-    """The target's layers for multi-token prediction, if they can draft."""
-    from ..mtp.drafter import MtpDrafter
-    from ..mtp.layers import layers_in
-
-    count = layers_in(target.config)
-    if getattr(target.config, "quantization_config", None) is not None:  # the layers are read as plain numbers only
-        return
-    if not count or not target.place or not _mtp_tensors(target, count, local_files_only):
-        return
-    yield Found(
-        "the target's own layers",
-        "MtpDrafter",
-        f"{count} layer{'s' * (count > 1)} for multi-token prediction in the checkpoint",
-        None,
-        'model.generate(**inputs, assistant_model="mtp")',
-        made=MtpDrafter.for_target,
-    )
-
-
-def _mtp_tensors(target: TargetInfo, count: int, local_files_only: bool) -> bool:
-    """Whether these layers can be built, and the checkpoint names tensors for them."""
-    from transformers.modeling_layers import MtpModel
-
-    from ..mtp.layers import MtpLayers, described
-
-    model = target.model if target.model is not None else empty_model(target.config)
-    if model is None:
-        return False
-    try:
-        pattern = MtpModel.get_mtp_weights_regex(model)
-        with torch.device("meta"):
-            MtpLayers(MtpModel(described(model), count))
-        checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
-        return any(pattern.search(name) for name in _tensor_names(checkpoint))
-    except Exception:  # any error of building them means that it cannot
-        return False
-
-
-def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
-    if (checkpoint.folder / INDEX).is_file():
-        return read_json(checkpoint.folder / INDEX).get("weight_map", {}).keys()
-    return checkpoint.shapes if checkpoint.is_described else ()
 
 
 # In the cache

@@ -1,12 +1,9 @@
-"""Packed sequences and chains rolled from them: keys, values, and attention masks.
-
-Used in training of drafters that roll chains, and by a trunk's batches.
-"""
+"""Attention of packed sequences and of chains rolled from them, in the training of drafters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,10 +15,7 @@ from ...core.tuning import TUNING
 
 @dataclass(frozen=True)
 class Sight:
-    """What each row sees: earlier positions of its sequence and its own, within a window.
-
-    Columns are the cached positions, followed by the pairs of this forward.
-    """
+    """What each row sees: earlier positions of its sequence and its own, within a window. Columns are the pairs."""
 
     rows: torch.Tensor  # `[R]`, int64, column of each row's pair, the last one that it sees
     own: torch.Tensor  # `[R]`, sequence of each row
@@ -58,36 +52,6 @@ class Sight:
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass
-class DraftContext:
-    """Keys and values of accepted positions, one pair per layer, each `[kv_heads, P, head_dim]`.
-
-    `document_ids` and `position_ids`, `[P]`, are the sequence and place of each position; None for a single sequence.
-    """
-
-    layers: list[KeyValues] = field(default_factory=list)
-    document_ids: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return self.layers[0][0].shape[1] if self.layers else 0
-
-    def within(self, window: int | None) -> DraftContext:
-        """Drops positions that no later position of their sequence sees; `window` counts the querying position too."""
-        if window is None:
-            return self
-        documents = self.document_ids
-        assert documents is not None and self.position_ids is not None
-        last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
-        last = last.scatter_reduce(0, documents, self.position_ids, "amax")
-        kept = (last[documents] - self.position_ids < window - 1).nonzero().flatten()
-        if len(kept) == self.length:
-            return self
-        layers = [(keys[:, kept], values[:, kept]) for keys, values in self.layers]
-        return DraftContext(layers, documents[kept], self.position_ids[kept])
-
-
 def _attention_of_chains(
     queries: torch.Tensor,  # `[S, heads, head_dim]`
     keys: torch.Tensor,  # `[kv_heads, P, head_dim]`
@@ -118,30 +82,20 @@ class PackedTexts:
 
     def __init__(
         self,
-        past: DraftContext,  # earlier positions of these sequences
         position_ids: torch.Tensor,  # `[T]`, of the pairs
-        document_ids: torch.Tensor | None,  # `[T]`, of the pairs; None for a single sequence without a past
+        document_ids: torch.Tensor | None,  # `[T]`, of the pairs; None for a single sequence
         starts: torch.Tensor | None,  # `[S]`, the pairs at which chains start; None for the last one only
         window: int | None,  # attended positions, including the position itself; None for all
         steps: int,  # K
     ) -> None:
-        own = torch.zeros_like(position_ids) if document_ids is None else document_ids
-        texts, places = own, position_ids
-        if past.document_ids is not None and past.position_ids is not None:
-            texts, places = torch.cat([past.document_ids, own]), torch.cat([past.position_ids, position_ids])
+        texts = torch.zeros_like(position_ids) if document_ids is None else document_ids
         self._near = window is not None and len(texts) + steps > window
-        rows = torch.arange(past.length, len(texts), device=position_ids.device)
-        self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
-        self._past = past
-        self.starts = rows[-1:] - past.length if starts is None else starts
+        rows = torch.arange(len(texts), device=position_ids.device)
+        self._sight = Sight(rows, texts, texts, position_ids, position_ids, window if self._near else None)
+        self.starts = rows[-1:] if starts is None else starts
         self._chains = self._sight.of(self.starts)
         self._layers: dict[int, KeyValues] = {}
         self._own: dict[tuple[int, int], KeyValues] = {}  # of the chains, by layer and step
-
-    @property
-    def context(self) -> DraftContext:
-        layers = [self._layers[index] for index in range(len(self._layers))]
-        return DraftContext(layers, self._sight.texts, self._sight.places)
 
     def reading(self) -> Attend:
         return self._read
@@ -149,9 +103,6 @@ class PackedTexts:
     def _read(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
     ) -> torch.Tensor:
-        if self._past.layers:
-            old_keys, old_values = self._past.layers[layer]
-            keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
         if len(sight.rows) * len(sight.texts) <= TUNING.large_mask:

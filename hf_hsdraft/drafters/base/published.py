@@ -25,7 +25,6 @@ from .refiners import check_refiners
 from .saved_drafter import PublishedDrafter
 from .target_info import misfit
 
-AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, preceded by the layer index
 _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "attention_bias",

@@ -1,8 +1,9 @@
-"""Sessions of drafters that keep keys and values of accepted positions, and the buffers that hold them."""
+"""Sessions of drafters that keep keys and values of accepted positions, and the store that holds them."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.tensors import on_device
+from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
+from .decoder_layer import AttendByLayer
 from .draft_options import DraftOptions
 from .protocol import Accepted, Ask, Call
 from .refiners import refiner_of
@@ -33,11 +35,12 @@ class Slots:
 class RowContext:
     """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots.
 
-    The first ones written to a layer decide its number of heads, their sizes and the dtype.
+    The first ones written to a layer decide its number of heads, their sizes and the dtype. With a `window`, positions
+    that no later one sees are dropped, once there are many.
     """
 
-    def __init__(self, rows: int, layers: int, device: torch.device) -> None:
-        self.lengths = [0] * rows
+    def __init__(self, rows: int, layers: int, device: torch.device, window: int | None = None) -> None:
+        self.lengths, self._window = [0] * rows, window
         self._positions = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self._layers: list[tuple[torch.Tensor, ...]] = [()] * layers  # keys and values; empty before the first ones
 
@@ -47,6 +50,8 @@ class RowContext:
 
     def reserve(self, counts: dict[int, int], positions: torch.Tensor) -> Slots:
         """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
+        if self._window is not None and max(self.lengths) > 2 * self._window:
+            self._keep_last(self._window)
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
         taken = [(row, self.lengths[row] + each) for row, count in counts.items() for each in range(count)]
@@ -55,6 +60,16 @@ class RowContext:
         for row, count in counts.items():
             self.lengths[row] += count
         return slots
+
+    def _keep_last(self, most: int) -> None:
+        begins = on_device([max(length - most, 0) for length in self.lengths], self._positions.device)
+        kept = begins[:, None] + torch.arange(most, device=begins.device)
+        self._positions = self._positions.gather(1, kept)
+        self._layers = [
+            tuple(room.gather(2, kept[:, None, :, None].expand(-1, room.shape[1], -1, room.shape[3])) for room in layer)
+            for layer in self._layers
+        ]
+        self.lengths = [min(length, most) for length in self.lengths]
 
     def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
         """Makes room for drafted positions after the accepted ones, and returns their slots row by row.
@@ -127,14 +142,15 @@ class RowContext:
             return room
         return room.index_select(0, on_device(list(rows), room.device))
 
-    def forget(self, row: int) -> None:
-        self.lengths[row] = 0
-        self._positions[row] = _NOWHERE
+    def drop(self, row: int, count: int) -> None:
+        """Drops a row's last positions."""
+        self.lengths[row] -= count
+        self._positions[row, self.lengths[row] :] = _NOWHERE
 
     def copy_of(self, row: int) -> RowContext:
         """Returns a context with a copy of this row only."""
         other, length = RowContext.__new__(RowContext), self.lengths[row]
-        other.lengths = [length]
+        other.lengths, other._window = [length], self._window
         other._positions = self._positions[row : row + 1, :length].clone()
         other._layers = [tuple(room[row : row + 1, :, :length].clone() for room in layer) for layer in self._layers]
         return other
@@ -169,7 +185,9 @@ class DraftedNodes(Levels):
         self._context.write(layer, self._slots, keys.flatten(0, 1), values.flatten(0, 1))
         return self._context.view(layer, self._rows, self._added.shape[2])
 
-    def seen(self, last: torch.Tensor, window: torch.Tensor | None, there: torch.Tensor | None = None) -> torch.Tensor:
+    def seen(
+        self, last: torch.Tensor, window: int | torch.Tensor | None, there: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the mask `[B, n, P]` of the last added; `there` `[m]` marks those that a layer has."""
         count, drafted = self._added.shape[1:]
         accepted = self._context.seen(self._rows, last, window, drafted)
@@ -179,6 +197,42 @@ class DraftedNodes(Levels):
         return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
 
 
+def reading_attention(
+    context: RowContext,
+    slots: Slots,
+    counts: Mapping[int, int],  # each row's positions, row by row
+    positions: torch.Tensor,  # `[n]`
+    windows: Sequence[int | None],  # of each layer
+) -> AttendByLayer:
+    """Returns the attention of positions that are read and stored in `slots`: each sees its row up to itself.
+
+    If queries are those of some rows only, these must be the last position of each row of the batch.
+    """
+    rows = list(counts)
+
+    def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: Any) -> torch.Tensor:
+        context.write(layer, slots, keys, values)
+        if ends is not None:
+            seen = context.seen(rows, positions[ends][:, None], windows[layer])
+            return batched_attention(queries[:, None], *context.view(layer, rows), seen)[:, 0]
+        mixed = []
+        texts = zip(rows, queries.split(list(counts.values())), positions.split(list(counts.values())), strict=True)
+        for row, own, at in texts:
+            view = context.view(layer, [row])
+            # A mask of a whole prompt would grow quadratically.
+            for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
+                seen = context.seen([row], last[None], windows[layer])
+                mixed.append(batched_attention(block[None], *view, seen)[0])
+        return torch.cat(mixed)
+
+    return attend
+
+
+def ends_of(counts: Mapping[int, int], device: torch.device) -> torch.Tensor:
+    """Returns the indices `[B]` of each row's last position."""
+    return on_device(list(itertools.accumulate(counts.values())), device) - 1
+
+
 Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last one is the positions
 
 
@@ -186,13 +240,15 @@ class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
     Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
-    number of layers that attend to accepted positions.
+    number of layers that attend to accepted positions, at most to `window` of them.
     """
 
-    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int) -> None:
+    def __init__(
+        self, drafter: Any, weights: TargetWeights, call: Call, layers: int, window: int | None = None
+    ) -> None:
         super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
-        self._context = RowContext(call.rows, layers, drafter.device)
+        self._context = RowContext(call.rows, layers, drafter.device, window)
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
@@ -207,9 +263,8 @@ class ReadingSession(TreeSession):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            pending, columns = self._pending[each.row], self.columns(each)
-            pending.append(columns)
-            self._anchors[each.row] = columns[-1][-1:] + 1
+            pending = self._pending[each.row]
+            pending.append(self.columns(each))
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
             if sum(len(part[-1]) for part in pending[1:]) > TUNING.most_pending:  # no draft for a long time
@@ -217,33 +272,45 @@ class ReadingSession(TreeSession):
 
     def read_pending(self, rows: Sequence[int]) -> None:
         rows = [row for row in rows if self._pending[row]]
-        if not rows:
-            return
+        if rows:
+            counts, columns = self.taken(rows)
+            for row, end in zip(rows, itertools.accumulate(counts.values()), strict=True):
+                self._anchors[row] = columns[-1][end - 1 : end] + 1
+            self.read(self._context.reserve(counts, columns[-1]), counts, columns)
+
+    def taken(self, rows: Sequence[int]) -> tuple[dict[int, int], Columns]:
+        """Empties the queues of rows; returns each row's number of positions, and all inputs, row by row."""
         counts = {row: sum(len(part[-1]) for part in self._pending[row]) for row in rows}
         parts = [part for row in rows for part in self._pending[row]]
-        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        self.read(self._context.reserve(counts, columns[-1]), counts, columns)
         for row in rows:
-            self._pending[row].clear()
+            self._pending[row] = []
+        return counts, tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
-        """Returns the positions `[B, 1]` of the last accepted tokens."""
+        """Returns the positions `[B, 1]` of the last accepted tokens, once `read_pending` has read the news."""
         return torch.stack([self._anchors[row] for row in rows])
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self._pending))).difference(rows):
-            self._pending[row].clear()
-            self._context.forget(row)
+            self._pending[row] = []
+            self._context.drop(row, self._context.lengths[row])
 
     def memory(self, length: int) -> DraftMemory | None:
         if len(self._pending) > 1:
             return None
-        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._pending[0])
+        return DraftMemory.of(self.drafter, length, self.saved(), self._pending[0])
+
+    def saved(self) -> Any:
+        """Returns a copy of what the positions read of a single sequence have left, for `restore`."""
+        return self._context.copy_of(0)
+
+    def restore(self, saved: Any) -> None:
+        self._context = saved.copy_of(0)
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""
         if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
-            self._context = memory.context.copy_of(0)
+            self.restore(memory.context)
             self._pending[0].extend(memory.pending)
 
 
@@ -290,8 +357,13 @@ class ParallelSession(ReadingSession):
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         hidden = self.drafted(asks, depth)
-        logits, bias = self.predicted(hidden, depth)
+        return self.expanded(asks, hidden, options, *self.predicted(hidden, depth))
+
+    def expanded(
+        self, asks: Sequence[Ask], hidden: torch.Tensor, options: DraftOptions, logits: torch.Tensor, bias: Any
+    ) -> ParallelExpansion:
+        """Returns the expansion of slots `[B, slots, D]` with logits `[B, depth, V']`."""
         rows, temperature = [ask.row for ask in asks], options.temperature
         refinement = None if self._refiner is None else self._refiner.refinement(rows)
-        race, confidence = self.race(rows, depth), self.confidence(hidden)
+        race, confidence = self.race(rows, logits.shape[1]), self.confidence(hidden)
         return ParallelExpansion(logits, bias, temperature, race, refinement=refinement, confidence=confidence)

@@ -32,11 +32,12 @@ class TokenizerOfTarget:
 
 
 FAMILIES: Registry[Family] = Registry("model_type")
+_CORE = ("block", "eagle", "hidden_state.modeling_hsdraft", "language_model", "mtp.drafter", "ngrams.cacheback")
 
 
 def load_families() -> None:
     """Imports the core families, which register themselves; families of methods are loaded by name."""
-    for module in ("block", "eagle", "hidden_state.modeling_hsdraft", "language_model", "ngrams.cacheback"):
+    for module in _CORE:
         importlib.import_module(f"..{module}", __package__)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
@@ -146,7 +149,7 @@ def fit_of(config: Any, target: TargetInfo, named: Collection[str]) -> Fit | Non
     if target.is_named(names):
         return Fit(Evidence.NAMED, "made for this target")
     recorded = getattr(config, "target_tokenizer_hash", "")
-    digest = _digest(target.tokenizer) if recorded and target.tokenizer is not None else ""
+    digest = tokenizer_hash(target.tokenizer) if recorded and target.tokenizer is not None else ""
     if digest and digest == recorded:
         return Fit(Evidence.SAME_TOKENS, f"made for {told or 'a target'}, with the sizes and tokenizer of this one")
     if target.bases & names:
@@ -156,7 +159,13 @@ def fit_of(config: Any, target: TargetInfo, named: Collection[str]) -> Fit | Non
     return Fit(Evidence.SIZES, f"made for {told or 'a target that is not named'}, with the sizes of this one")
 
 
-def _digest(tokenizer: Any) -> str:
-    from ..hidden_state.target_match import tokenizer_hash
+_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    return tokenizer_hash(tokenizer)
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A digest of a tokenizer's vocabulary, 16 hexadecimal digits."""
+    known = _hashes.get(tokenizer)
+    if known is None:
+        vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+        known = _hashes[tokenizer] = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return known

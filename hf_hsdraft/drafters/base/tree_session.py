@@ -21,6 +21,7 @@ from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
 from .refiners import Refinement
+from .token_head import TokenHead
 
 
 class CacheMemory:
@@ -54,30 +55,48 @@ class DraftMemory(CacheMemory):
 
 
 class TokenBias:
-    """Low-rank logit bias that the tokens of a path add.
+    """The bias that a head computes from the tokens of a path, for the trees of B sequences with n nodes at a depth.
 
-    The *code* of a node is its bias before the last product. Tree builders only gather node states.
-    Letters in the shapes: B sequences, n nodes each, S state size, r rank, V' draft vocabulary, C columns.
+    Tree builders only gather node states.
+
+    Args:
+        embed: the target's embedding.
+        hidden: `[B, slots, D]`, drafted states; those of the first depth have the number `first`.
+        since: `[B, 1, S]`, the head's states before the roots, for states that were drafted without the root's token.
+        reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
     """
+
+    def __init__(
+        self,
+        head: TokenHead,
+        embed: Transform,
+        hidden: torch.Tensor,
+        first: int = 0,
+        since: torch.Tensor | None = None,
+        reach: torch.Tensor | None = None,
+    ) -> None:
+        self._head, self._embed, self._hidden, self._first = head, embed, hidden, first
+        self._projected, self._since, self.reach = head.project(hidden), since, reach
+        self.up, self.among = head.up, head.among
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         """Returns the states `[B, n, S]` of nodes with `tokens` `[B, n]`, int64, whose children are at depth `level`.
 
         `states` `[B, n, S]` are those of their parents; None at level 1, where the nodes are roots.
         """
-        raise NotImplementedError
+        head, slot = self._head, self._first + level - 2  # of these nodes; at the root, of what was before the first
+        inputs = self._embed(tokens) if head.reads_embeds else tokens
+        hidden = self._hidden[:, slot : slot + 1] if head.needs_hidden and slot >= 0 else None
+        if level == 1:
+            states = head.advance(inputs, self._since)
+        return states if level == 1 and hidden is None else head.advance(inputs, states, hidden)
 
     def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
         """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""
-        raise NotImplementedError
-
-    def up(self, code: torch.Tensor) -> torch.Tensor:
-        """Maps codes `[B, n, r]` to biases `[B, n, V']`."""
-        raise NotImplementedError
-
-    def among(self, columns: torch.Tensor) -> Transform | None:
-        """Returns `up` for `columns` `[B, C]`, int64, of the draft vocabulary only; None if it must compute all."""
-        return None
+        if self._since is None and level <= self._head.free_depths:
+            return None
+        slot = self._first + level - 1
+        return self._head.code(self._projected[:, slot : slot + 1], states)
 
 
 # Maps a level and the states of its nodes to log-probabilities `[B, n]` or `[B, 1]` that a child drafted is accepted.
@@ -112,7 +131,6 @@ class ParallelExpansion(Expansion):
     bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
     temperature: float = 1.0  # of the returned distributions
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
-    reach: torch.Tensor | None = None  # `[B, depth, V']`, bool, where the bias applies; None for everywhere
     refinement: Refinement | None = None
     confidence: Confidence | None = None  # used in the search for the best trees
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
@@ -192,6 +210,10 @@ class ParallelExpansion(Expansion):
         return self._once("part", self._likely_columns)
 
     @property
+    def _reach(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.reach
+
+    @property
     def _columns(self) -> torch.Tensor:
         """`[B, C]`, the likely columns of each row."""
         most = min(TUNING.likely_columns, self.logits.shape[-1])
@@ -200,7 +222,7 @@ class ParallelExpansion(Expansion):
     def _all_columns(self) -> _Part:
         up = None if self.bias is None else self.bias.up
         refined_up = None if self.refinement is None else self.refinement.among(None)
-        return _Part(None, up, self.logits, self.race, self.reach, refined_up)
+        return _Part(None, up, self.logits, self.race, self._reach, refined_up)
 
     def _likely_columns(self) -> _Part:
         """The columns that are likely at any depth before the path's tokens are known.
@@ -216,7 +238,7 @@ class ParallelExpansion(Expansion):
             return replace(self._whole, race=None if race is None else race.among(self._columns))
         columns = self._columns[:, None].expand(-1, self.depth, -1)
         race = None if race is None else race.among(self._columns)
-        reach = None if self.reach is None else self.reach.gather(-1, columns)
+        reach = None if self._reach is None else self._reach.gather(-1, columns)
         refined_up = None if self.refinement is None else self.refinement.among(self._columns)
         return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
 

@@ -23,15 +23,15 @@ from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
-from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import AttendByLayer, PublishedNetwork, speculators_document
+from ..base.published import PublishedNetwork, speculators_document
 from ..base.refiners import REFINER_OPTIONS
 from ..base.saved_drafter import SpeculatorsFiles
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .context import training_attention
-from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, DominoHead, TokenHead
+from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
 from .session import CONFIDENCE, BlockSession
 
 logger = logging.get_logger(__name__)
@@ -175,8 +175,8 @@ class BlockDrafter(PublishedNetwork):
                 module.reset_parameters()
 
     @property
-    def token_head(self) -> TokenHead | None:
-        return cast("TokenHead | None", self.markov_head or self.candidate_selector or self.domino)
+    def token_head(self) -> BlockHead | None:
+        return cast("BlockHead | None", self.markov_head or self.candidate_selector or self.domino)
 
     def read(self, taps: torch.Tensor) -> torch.Tensor:
         """Returns context states `[T, D]`, shared by all layers, from the target's hidden states `[T, taps * D]`."""

@@ -1,7 +1,4 @@
-"""Heads that give the slots of a block the token before each.
-
-All slots are drafted at once, so none knows the token before it. These heads add a logit bias for that token (DSpark,
-DFlash2). For trees, "the token before" is a node's token, and the biased logits are those of its children.
+"""Heads that tell the slots of a block the token before each (DSpark, DFlash2, Domino); see `TokenHead`.
 
 Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V' draft vocabulary.
 """
@@ -9,55 +6,37 @@ Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.tensors import best_of
+from ...core.tensors import Transform, best_of
+from ..base.token_head import TokenHead
 
 
-class TokenHead(nn.Module):
-    """Base of token heads; parameters have the names of the speculators package."""
-
-    needs_hidden = False  # whether a node's state depends on the slot that drafted it
-    reads_embeds = False  # whether `advance` gets the target's embeddings `[..., D]` in place of tokens
-    free_depths = 0  # number of depths, from the first on, without a bias
-
-    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[..., S]` of nodes with `tokens` `[...]`, int64.
-
-        `hidden` `[..., D]` are the slots that drafted them, `states` those of their parents; both None at the anchor.
-        """
-        raise NotImplementedError
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what depends on slots `[..., D]` only; computed once for all nodes."""
-        raise NotImplementedError
-
-    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the bias before its last product, `[..., r]`, of nodes with states `[..., S]`.
-
-        `projected` `[..., P]` is `project` of the slot of their children.
-        """
-        raise NotImplementedError
+class BlockHead(TokenHead):
+    """Base of the heads of a block; parameters have the names of the speculators package."""
 
     @property
     def rows(self) -> torch.Tensor:
         """`[V', r]`, weight of the last product."""
         raise NotImplementedError
 
+    def up(self, code: torch.Tensor) -> torch.Tensor:
+        return F.linear(code, self.rows)
+
+    def among(self, columns: torch.Tensor) -> Transform:
+        rows = self.rows[columns].mT
+        return lambda code: code @ rows
+
     def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
         """Sets the logits `[..., V']` of tokens that this head never chooses to minus infinity."""
         return logits
 
-    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Returns the bias `[..., V']` of slots `[..., D]` after nodes with states `[..., S]`."""
-        return F.linear(self.code(self.project(hidden), states), self.rows)
 
-
-class MarkovHead(TokenHead):
+class MarkovHead(BlockHead):
     """The bias W2 w(x) of the previous token ("vanilla"); w(x) is a row of W1, `[V, r]`."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
@@ -69,8 +48,8 @@ class MarkovHead(TokenHead):
     def rows(self) -> torch.Tensor:
         return self.markov_w2.weight
 
-    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        return self.markov_w1(tokens)
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        return self.markov_w1(inputs)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[..., :0]
@@ -111,8 +90,8 @@ class RecurrentMarkovHead(MarkovHead):
         super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        row = self.markov_w1(tokens)
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        row = self.markov_w1(inputs)
         if states is None or hidden is None:
             return torch.cat([torch.zeros_like(row), row], dim=-1)
         gate, candidate, _ = self._joined(self.project(hidden), states)
@@ -130,7 +109,7 @@ class RecurrentMarkovHead(MarkovHead):
         return (projected + of_states).chunk(3, dim=-1)
 
 
-class CandidateSelector(TokenHead):
+class CandidateSelector(BlockHead):
     """The choice among a slot's best tokens by the previous token (DFlash2).
 
     The bias of token c is the sum over the rank of A[x] * (P h) * B[c], x the previous token and h the slot. Only the
@@ -148,8 +127,8 @@ class CandidateSelector(TokenHead):
     def rows(self) -> torch.Tensor:
         return self.successor_codebook
 
-    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
-        return F.embedding(tokens, self.predecessor_codebook)
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        return F.embedding(inputs, self.predecessor_codebook)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.hidden_projection(hidden)
@@ -161,7 +140,7 @@ class CandidateSelector(TokenHead):
         return logits.masked_fill(~best_of(logits, self.top_k), -torch.inf)
 
 
-class DominoHead(TokenHead):
+class DominoHead(BlockHead):
     """A bias by a recurrent network over the path (Domino): W2 SiLU(W1 [h ; s]), h the slot.
 
     s is the state of a GRU that has read the embeddings of the accepted token and of the path. The first `free_depths`
@@ -184,9 +163,9 @@ class DominoHead(TokenHead):
     def _weight(self, part: str) -> torch.Tensor:
         return cast(nn.Linear, self.embed_proj[part]).weight
 
-    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
         of_inputs, of_states = self.prefix_gru.parameters()
-        embeds = tokens.to(of_inputs.dtype)
+        embeds = inputs.to(of_inputs.dtype)
         before = embeds.new_zeros(*embeds.shape[:-1], self.prefix_gru.hidden_size) if states is None else states
         return torch.gru_cell(embeds.flatten(0, -2), before.flatten(0, -2), of_inputs, of_states).view(before.shape)
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ...core.options import Option
-from ...core.tensors import Transform, batched_attention
+from ...core.tensors import batched_attention
 from ..base.protocol import Ask, Call
 from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Confidence, TokenBias
 from .configuration import Sight
 from .context import farthest, own_mask
-from .heads import TokenHead
 
 CONFIDENCE = Option(
     "use_confidence_head",
@@ -26,39 +23,6 @@ CONFIDENCE = Option(
     "true or false",
     "Whether a confidence head decides with the drafter's probabilities which nodes are drafted.",
 )
-
-
-@dataclass(frozen=True)
-class BlockBias(TokenBias):
-    """The bias that a head computes from the tokens of a path."""
-
-    head: TokenHead
-    hidden: torch.Tensor  # `[B, slots, D]`
-    projected: torch.Tensor  # `[B, slots, P]`, the head's `project` of it
-    first_slot: int  # of the first draft
-    embed: Transform | None = None  # of the target, for a head that reads embeddings
-
-    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        slot = self.first_slot + level - 2  # drafted these nodes; at the root, the anchor's slot
-        known = self.embed(tokens) if self.head.reads_embeds and self.embed is not None else tokens
-        states = self.head.advance(known, None, None) if level == 1 else states
-        if level == 1 and (slot < 0 or not self.head.needs_hidden):
-            assert states is not None
-            return states
-        return self.head.advance(known, self.hidden[:, slot : slot + 1], states)
-
-    def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
-        if level <= self.head.free_depths:
-            return None
-        slot = self.first_slot + level - 1
-        return self.head.code(self.projected[:, slot : slot + 1], states)
-
-    def up(self, code: torch.Tensor) -> torch.Tensor:
-        return F.linear(code, self.head.rows)
-
-    def among(self, columns: torch.Tensor) -> Transform:
-        rows = self.head.rows[columns].mT
-        return lambda code: code @ rows
 
 
 class BlockSession(ParallelSession):
@@ -82,7 +46,7 @@ class BlockSession(ParallelSession):
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
         if head is None:
             return logits, None
-        return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first, self.weights.embed)
+        return head.keep_candidates(logits), TokenBias(head, self.weights.embed, hidden, first)
 
     def confidence(self, hidden: torch.Tensor) -> Confidence | None:
         head, first, tokens = self.drafter.confidence_head, self.drafter.config.first_slot, self.drafter.markov_head

@@ -20,10 +20,10 @@ from torch import nn
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
-from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.packed_texts import DraftContext, PackedTexts
+from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
+from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import AttendByLayer, PublishedNetwork, speculators_document
+from ..base.published import PublishedNetwork, speculators_document
 from ..base.saved_drafter import SpeculatorsFiles
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
@@ -206,7 +206,7 @@ class EagleDrafter(PublishedNetwork):
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         if steps > 1 and path_embeds is None:
             raise ValueError(f"path_embeds=None is invalid with {steps} draft steps: expected the chains' embeddings")
-        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.window, steps)
+        texts = PackedTexts(position_ids, document_ids, starts, self.config.window, steps)
         y = self.through(self.fuse(taps), embeds, position_ids, _of_packed(texts.reading()), texts.starts)
         states, at = [y], position_ids[texts.starts][:num_rolled]
         y = y[:num_rolled]

@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 
-from ...core.tensors import batched_attention, on_device
-from ...core.tuning import TUNING
+from ...core.tensors import batched_attention
 from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.published import AttendByLayer
-from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
+from ..base.reading_session import (
+    Columns,
+    DraftedNodes,
+    LevelSession,
+    RowContext,
+    Slots,
+    ends_of,
+    reading_attention,
+)  # fmt: skip
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import LevelExpansion, ParallelExpansion
 from .feedback_trial import FeedbackTrial, can_be_tried
@@ -104,33 +110,10 @@ class EagleSession(LevelSession):
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         (taps, embeds, positions), network = columns, self.drafter
-        ends = on_device(list(counts.values()), positions.device).cumsum(0) - 1
-        attend = self._attention(counts, slots, positions)
+        attend = reading_attention(self._context, slots, counts, positions, network.config.windows)
+        ends = ends_of(counts, positions.device)
         states = network.through(network.fuse(taps), embeds, positions, attend, ends)
         self._last.update(zip(counts, states, strict=True))
-
-    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendByLayer:
-        """Attention of accepted pairs, row by row: each sees its sequence up to itself."""
-        context, rows, windows = self._context, list(counts), self.drafter.config.windows
-
-        def attend(
-            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: Any
-        ) -> torch.Tensor:
-            context.write(layer, slots, keys, values)
-            if ends is not None:  # only the last pair of each row
-                seen = context.seen(rows, positions[ends][:, None], windows[layer])
-                return batched_attention(queries[:, None], *context.view(layer, rows), seen)[:, 0]
-            mixed = []
-            texts = zip(rows, queries.split(list(counts.values())), positions.split(list(counts.values())), strict=True)
-            for row, own, at in texts:
-                view = context.view(layer, [row])
-                # A mask of a whole prompt would grow quadratically.
-                for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
-                    seen = context.seen([row], last[None], windows[layer])
-                    mixed.append(batched_attention(block[None], *view, seen)[0])
-            return torch.cat(mixed)
-
-        return attend
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id

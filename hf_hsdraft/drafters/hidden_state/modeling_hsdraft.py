@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ...core.tensors import device_of, is_unhooked, joined
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
-from ..base.packed_texts import DraftContext, PackedTexts
+from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.registry import register_drafter
@@ -91,7 +91,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
                 (data parallel, sharded, mixed precision) cover all trained weights.
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
-        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.sliding_window, steps)
+        texts = PackedTexts(position_ids, document_ids, starts, self.config.sliding_window, steps)
         trunk = self.trunk(of_layer=_with_joined_weights)
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)

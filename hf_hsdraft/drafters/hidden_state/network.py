@@ -25,26 +25,20 @@ from torch import nn
 
 from ...core.tensors import Attend, RMSNorm, Transform, best_of, biased, side_by_side
 from ..base.target_weights import StateNetwork
+from ..base.token_head import TokenHead
 from .configuration_hsdraft import HSDraftConfig
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequencies
 
 
-class Injector(nn.Module):
-    """Base of injectors; `up` maps a node's code `[..., rank]` to the logit bias `[..., V']`."""
+class Injector(TokenHead):
+    """Base of injectors, which read the target's embeddings. States drafted from a root need none of its own bias."""
 
-    up: Any
+    reads_embeds = True
+    free_depths = 1
 
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """States `[N, ...]` after tokens with embeddings `[N, D]`; `states=None` starts a path."""
-        raise NotImplementedError
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What depends on drafted states `[..., D]` only; computed once for all nodes of a depth."""
-        raise NotImplementedError
-
-    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The bias before its last product, `[N, rank]`, for nodes in `states` `[N, ...]`."""
-        raise NotImplementedError
+    def among(self, columns: torch.Tensor) -> Transform | None:
+        of_outputs = getattr(self.up, "of", None)  # of packed weights
+        return None if of_outputs is None or len(columns) > 1 else of_outputs(columns[0])
 
     def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Where the bias changes draft logits `[..., V']`: bool of the same shape; None for everywhere."""
@@ -53,10 +47,6 @@ class Injector(nn.Module):
     def told(self, logits: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V']` of drafted states `[N, D]` plus the bias of the paths in `states` `[N, ...]`."""
         return biased(logits, self(hidden, states), self.reach(logits))
-
-    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
-        return self.up(self.code(self.project(hidden), states))
 
 
 class LowRankInjector(Injector):
@@ -68,8 +58,8 @@ class LowRankInjector(Injector):
         self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
         self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
 
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.down(self.norm(embeds))
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        return self.down(self.norm(inputs))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -96,8 +86,8 @@ class PathInjector(Injector):
         self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
         self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
 
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        tokens = self.token_proj(self.token_norm(embeds))
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        tokens = self.token_proj(self.token_norm(inputs))
         size = tokens.shape[-1]
         path = torch.zeros_like(tokens) if states is None else states[..., size:]
         gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)

@@ -7,6 +7,7 @@ output cannot.
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,38 +57,16 @@ def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], t
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """Fingerprint of a tensor that detects changes without reading values.
-
-    A weak reference, since another tensor may get the same address; the address of the values; and the write counter,
-    None for inference tensors, which have none.
-    """
-
-    tensor: weakref.ref[torch.Tensor]
-    place: int
-    version: int | None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Seen:
-        return cls(weakref.ref(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
-
-    def is_still(self, tensor: torch.Tensor) -> bool:
-        """Whether this is the same tensor, without counted writes since."""
-        now = _Seen.of(tensor)
-        return self.tensor() is tensor and (now.place, now.version) == (self.place, self.version)
-
-
-@dataclass(frozen=True)
 class _Made:
-    """Cached working weights."""
+    """Cached working weights, and what they were made of."""
 
-    form: tuple[Any, ...]  # shapes, dtypes, devices and everything else that decides the conversion
-    seen: tuple[_Seen, ...]  # fingerprints of the source tensors
-    values: torch.Tensor  # a sample of their values, to detect uncounted writes (to `.data`, in inference mode)
-    weights: QuickWeights  # the result
+    tensors: Sequence[torch.Tensor]  # held, so that no other tensor gets their identity
+    stamp: tuple[Any, ...]
+    values: torch.Tensor  # a sample, to detect uncounted writes (to `.data`, in inference mode)
+    weights: QuickWeights
 
-    def is_of(self, form: tuple[Any, ...], tensors: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
-        same = self.form == form and all(map(_Seen.is_still, self.seen, tensors))
+    def is_of(self, tensors: Sequence[torch.Tensor], stamp: tuple[Any, ...], values: torch.Tensor) -> bool:
+        same = self.stamp == stamp and all(map(operator.is_, self.tensors, tensors))
         return same and torch.equal(self.values, values)
 
 
@@ -110,17 +89,20 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
         as_built = all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
         if not as_built or not all(map(_can_be_sampled, tensors)):
             return QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
-        ids = drafter.config.draft_vocab_ids
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        form = (are_rounded(), ids if ids is None else tuple(ids), shapes)
-        values = _sample(tensors)
+        stamp, values = _stamp(drafter, tensors), _sample(tensors)
         of_head = _kept.setdefault(head, weakref.WeakKeyDictionary())
         kept = of_head.get(drafter)
-        if kept is None or not kept.is_of(form, tensors, values):
-            seen = tuple(map(_Seen.of, tensors))
+        if kept is None or not kept.is_of(tensors, stamp, values):
             weights = QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
-            kept = of_head[drafter] = _Made(form, seen, values, replace(weights, spare=[]))
+            kept = of_head[drafter] = _Made(tensors, stamp, values, replace(weights, spare=[]))
         return kept.weights
+
+
+def _stamp(drafter: HSDraftNetwork, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What shows a change without reading values. Inference tensors have no write counter."""
+    ids = drafter.config.draft_vocab_ids
+    seen = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
+    return are_rounded(), ids if ids is None else tuple(ids), seen
 
 
 # Modules of a plain drafter; others may change without a change of parameters.

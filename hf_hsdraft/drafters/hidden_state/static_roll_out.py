@@ -23,13 +23,11 @@ from ...core.tuning import TUNING
 from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
 from ...trees.tree_builders import FoundNodes, TreeLimits, searched
 from ...verify.verdict import chosen_path
-from ..base.packed_texts import DraftContext
 from ..base.protocol import Verified
 from ..base.target_weights import TargetWeights
-from .draft_session import expansion_of
+from .draft_session import KeyValues, Pairs, RollOut, expansion_of
 from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
-from .roll_out import Pairs, RollOut
 from .trunk import read, roll
 
 
@@ -55,8 +53,8 @@ class StaticRollOut(RollOut):
         num_draft_steps: int,
         compile_config: Any = None,  # of transformers; None compiles nothing
     ) -> None:
+        super().__init__(working, drafter)
         config, device, dtype = drafter.config, drafter.device, drafter.dtype
-        super().__init__(working, config, device, dtype)
         self.made_for = room, num_draft_steps, copy.copy(compile_config)
         self._steps, self._config, self._compile_config = num_draft_steps, config, compile_config
         self._no_trees: dict[int, Verified] = {}
@@ -78,14 +76,14 @@ class StaticRollOut(RollOut):
         for states in (*self._text.keys, *self._text.values):  # masked values must be finite
             states.zero_()
 
-    def resume(self, context: DraftContext) -> None:
-        for index, (keys, values) in enumerate(context.layers):
-            self._text.keys[index][:, : context.length] = keys
-            self._text.values[index][:, : context.length] = values
-        self._text.length = context.length
+    def restore(self, saved: Sequence[KeyValues]) -> None:
+        self._text.length = saved[0][0].shape[1]
+        for index, (keys, values) in enumerate(saved):
+            self._text.keys[index][:, : self._text.length] = keys
+            self._text.values[index][:, : self._text.length] = values
 
-    def __call__(self, pairs: Pairs, num_draft_steps: int, rows: Mapping[int, int] | None = None) -> torch.Tensor:
-        assert rows is None and num_draft_steps <= self._steps
+    def __call__(self, counts: Mapping[int, int], pairs: Pairs, num_draft_steps: int) -> torch.Tensor:
+        assert len(counts) == 1 and num_draft_steps <= self._steps
         padded, place = self._padded(pairs)
         states = self._compiled(roll_out)(self._parts, *padded, place, self._steps)
         return states[None, :num_draft_steps].clone()  # the next run may overwrite them
@@ -140,8 +138,7 @@ class StaticRollOut(RollOut):
         """The last pairs, padded, and their place: the end of the sequence before, their number, and `further`."""
         early = max(len(pairs[0]) - self._columns, 0)
         if early:
-            taps, embeds, position_ids = (each[:early] for each in pairs)
-            self.read((taps, embeds, position_ids))
+            self.read({0: early}, tuple(each[:early] for each in pairs))
         last = [each[early:] for each in pairs]
         count, held = len(last[0]), self._text.length
         padded = [F.pad(each, (0, 0) * (each.dim() - 1) + (0, self._columns - count)) for each in last]

@@ -32,13 +32,12 @@ class StaticSession(HSDraftSession):
         self._found: tuple[FoundNodes, tuple[int, int]] | None = None  # the next draft, and its sizes
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        [ask], state = asks, self._rows[0]
+        [ask] = asks
         if not self._beams or self.on_expansion is not None:
             return super().trees(asks, depth, options)
         sizes = options.tree_size, options.beam_width
         if self._found is None:
-            self._found = self._roll_out.beam(self._pairs([0]), ask.root, *sizes), sizes
-            state.pending.clear()
+            self._found = self._roll_out.beam(self.taken([0])[1], ask.root, *sizes), sizes
         found, of_sizes = self._found
         if of_sizes != sizes:  # the target reads other trees from here on
             return [DraftTree.root(ask.root)]
@@ -61,6 +60,6 @@ class StaticSession(HSDraftSession):
             super().observe(news)
             return
         self._take_tokens(news[0])
-        self._guessed, self._rows[0].root = {}, news[0].tokens[-1]
+        self._guessed = {}
         self._roll_out.advance(len(followed.tokens))
         self._found = followed.found, sizes

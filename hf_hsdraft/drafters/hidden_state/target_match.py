@@ -8,9 +8,7 @@ worse than the record predicts.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from ...core.checks import printable
 from ...core.tensors import device_of
 from ...core.tuning import TUNING
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
+from ..base.target_info import tokenizer_hash
 from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)
@@ -73,18 +72,6 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
         agreed=int((choices == ids[0, start:].cpu()).sum()),
         drafted=int((guesses == choices).sum()),
     )
-
-
-_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """A digest of a tokenizer's vocabulary, 16 hexadecimal digits."""
-    known = _hashes.get(tokenizer)
-    if known is None:
-        vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-        known = _hashes[tokenizer] = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
-    return known
 
 
 def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:

@@ -16,7 +16,7 @@ from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.tree_session import CacheMemory, TreeSession, log_probs_of
-from .lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
+from .lm_texts import LMTexts, groups_of_rows, kind_of
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class LMExpansion(Expansion):
 
 @dataclass(frozen=True)
 class LMMemory(CacheMemory):
-    """Tokens that a language model has read, with its cache. Copy `texts` before use."""
+    """What a language model has read. Copy `texts` before use."""
 
-    tokens: tuple[int, ...] = ()
     texts: LMTexts | None = None
 
 
@@ -59,7 +58,6 @@ class _Text:
 
     tokens: list[int] = field(default_factory=list)  # all known tokens, including the root
     lost: bool = False  # holds a token that the model does not know; nothing more is drafted for it
-    read: list[int] = field(default_factory=list)  # tokens in the model's cache
 
 
 class CausalLMSession(TreeSession):
@@ -91,7 +89,7 @@ class CausalLMSession(TreeSession):
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
         wanted = {ask.row: ask for ask in asks if ask.depth > 0 and self._knows(ask)}
         for texts in self._groups:
-            self._take_back(texts)
+            texts.take_back([self._texts[row].tokens for row in texts.rows], [1] * len(texts.rows))
             depths = self._depths(texts, wanted)
             if depths:
                 trees.update(self._of_group(texts, depths, next(iter(wanted.values()))))
@@ -104,10 +102,10 @@ class CausalLMSession(TreeSession):
             text.tokens += new
             text.lost |= not all(0 <= token < self._vocab_size for token in new)
         memory, self._resumed = self._resumed, None
-        if memory is not None and tuple(self._texts[0].tokens[: len(memory.tokens)]) == memory.tokens:
-            assert memory.texts is not None
-            self._groups = [memory.texts.copied()]
-            self._texts[0].read = list(memory.tokens)
+        if memory is not None and memory.texts is not None:
+            [tokens] = memory.texts.tokens
+            if self._texts[0].tokens[: len(tokens)] == tokens:
+                self._groups = [memory.texts.copied()]
 
     def keep(self, rows: Sequence[int]) -> None:
         for texts in self._groups:
@@ -117,8 +115,7 @@ class CausalLMSession(TreeSession):
     def memory(self, length: int) -> LMMemory | None:
         if len(self._texts) > 1 or not self._groups or self._texts[0].lost:
             return None
-        [texts], [text] = self._groups, self._texts
-        return LMMemory(tuple(text.read), texts)
+        return LMMemory(self._groups[0])
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory, once the sequence is known to begin as the one that was read."""
@@ -130,16 +127,6 @@ class CausalLMSession(TreeSession):
     def _knows(self, ask: Ask) -> bool:
         text = self._texts[ask.row]
         return not text.lost and bool(text.tokens) and text.tokens[-1] == ask.root
-
-    def _take_back(self, texts: LMTexts) -> None:
-        """Drops tokens from the model's cache that did not come. The root is always read again."""
-        lengths = []
-        for row in texts.rows:
-            text = self._texts[row]
-            lengths.append(max(min(shared_length(text.read, text.tokens), len(text.tokens) - 1), 0))
-            del text.read[lengths[-1] :]
-        if lengths != texts.kept:
-            texts.cut(lengths)
 
     def _depths(self, texts: LMTexts, wanted: dict[int, Ask]) -> dict[int, int]:
         """Draft depth of each row: as wanted, limited by the model's positions."""
@@ -162,8 +149,6 @@ class CausalLMSession(TreeSession):
         depth = max(depths.values())
         all_asks = [Ask(row, self._texts[row].tokens[-1], depths.get(row, depth), 0) for row in texts.rows]
         first = texts.read(tokens)
-        for row in depths:
-            self._texts[row].read = list(self._texts[row].tokens)
         try:
             self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
             race, size = self.race(texts.rows, depth), self._vocab_size

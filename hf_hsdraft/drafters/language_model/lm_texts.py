@@ -35,7 +35,7 @@ class LMTexts:
     """
 
     def __init__(self, model: Any, rows: Sequence[int], kinds: Sequence[AttentionKind], most_drafted: int) -> None:
-        self.rows, self.kept = list(rows), [0] * len(rows)  # `kept`: cached tokens of each row
+        self.rows, self.tokens = list(rows), [list[int]() for _ in rows]  # `tokens`: those of each row in the cache
         # Memories on the target's cache must not keep the drafter alive.
         self._reference = weakref.ref(model)
         self._kinds, self._most_drafted = kinds, most_drafted
@@ -52,9 +52,14 @@ class LMTexts:
     def _model(self) -> Any:
         return self._reference()
 
+    @property
+    def kept(self) -> list[int]:
+        """Number of cached tokens of each row."""
+        return [len(each) for each in self.tokens]
+
     def copied(self) -> LMTexts:
         other = copy.copy(self)
-        other.rows, other.kept = list(self.rows), list(self.kept)
+        other.rows, other.tokens = list(self.rows), [list(each) for each in self.tokens]
         other._slots = CacheSlots(copy.deepcopy(self._slots.cache))
         other._slots.windows = dict(self._slots.windows)  # configured widths, before widening
         return other
@@ -67,7 +72,7 @@ class LMTexts:
 
     def room(self, place: int) -> int:
         """Returns how many more tokens of a row the model has positions for."""
-        return self._last_position + 1 - self.kept[place]
+        return self._last_position + 1 - len(self.tokens[place])
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
@@ -85,11 +90,19 @@ class LMTexts:
             del output
         return TargetOutput(logits, torch.cat(states, dim=1) if taps else logits.new_empty(len(tokens), 0, 0))
 
-    def cut(self, lengths: Sequence[int]) -> None:
-        """Drops tokens after the given lengths, at most `most_drafted` at a time."""
-        self.kept = list(lengths)
-        if self._slots.length:
-            self._drop_kept(self._slots.length - max(self.kept))
+    def take_back(self, texts: Sequence[Sequence[int] | None], again: Sequence[int]) -> None:
+        """Drops cached tokens that no text has, at most `most_drafted` at a time.
+
+        `texts` are by place; None keeps what is cached. The last `again` tokens of each are to be read in any case.
+        """
+        lengths = [
+            len(read) if text is None else max(min(shared_length(read, text), len(text) - count), 0)
+            for read, text, count in zip(self.tokens, texts, again, strict=True)
+        ]
+        if lengths != self.kept:
+            self.tokens = [read[:length] for read, length in zip(self.tokens, lengths, strict=True)]
+            if self._slots.length:
+                self._drop_kept(self._slots.length - max(lengths))
 
     def _drop_kept(self, count: int) -> None:
         """Drops the last `count` slots. Sliding layers then hold fewer, and must know it."""
@@ -132,7 +145,7 @@ class LMTexts:
         places = [place for place, row in enumerate(self.rows) if row in rows]
         if len(places) == len(self.rows):
             return
-        self.rows, self.kept = ([each[place] for place in places] for each in (self.rows, self.kept))
+        self.rows, self.tokens = [self.rows[place] for place in places], [self.tokens[place] for place in places]
         length = self._slots.length
         if not length or not places:
             return
@@ -154,7 +167,7 @@ class LMTexts:
             ancestors = ancestors | torch.eye(columns, dtype=torch.bool, device=device)
             masks = self._masks(TreeBatch(ids, depths, ancestors), columns)
         output = self._forward(ids, positions, masks, min(wanted, columns), taps)
-        self._compact([len(each) for each in tokens], columns)
+        self._compact(tokens, columns)
         return output
 
     def _masks(self, batch: TreeBatch, columns: int) -> Any:
@@ -183,18 +196,19 @@ class LMTexts:
         output = target_output(self._model, outputs, "hidden_states", taps)
         return TargetOutput(output.logits[:, -wanted:], output.taps)
 
-    def _compact(self, counts: Sequence[int], columns: int) -> None:
+    def _compact(self, tokens: Sequence[Sequence[int]], columns: int) -> None:
         """Moves newly read tokens behind each row's earlier ones, and drops the slots after the longest row."""
         start = self._slots.length - columns
         source, goal = [], []
-        for kept, count in zip(self.kept, counts, strict=True):
+        for kept, count in zip(self.kept, map(len, tokens), strict=True):
             end = start + columns
             source.append([*range(end - count, end), *range(kept + count, kept + columns)])
             goal.append([*range(kept, kept + columns)])
         if source != goal:
             device = device_of(self._model)
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
-        self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
+        for read, new in zip(self.tokens, tokens, strict=True):
+            read += new
         # Sliding layers keep what the shortest row still sees.
         dropped = start + columns - max(self.kept)
         self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationConfig
+from transformers.modeling_layers import MtpModel
 
 from ...core.refusals import DraftingRefused
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import INDEX, read_json
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import decoding_model
 from ..base.draft_options import default_options
+from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
-from .layers import MtpLayers
+from ..base.target_info import TargetInfo, empty_model
+from .layers import MtpLayers, described, layers_in
 from .session import MtpSession
 
 _LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
@@ -91,3 +97,43 @@ class MtpDrafter(Drafter):
         weights, model = weights_of(*self.layers.model.layers), self.layers.model
         each, head = weights // self.layers.count, weights_of(model.shared_head)
         return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=True)
+
+
+def _found(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
+    """The target's layers for multi-token prediction, if they can draft."""
+    count = layers_in(target.config)
+    if getattr(target.config, "quantization_config", None) is not None:  # the layers are read as plain numbers only
+        return
+    if count and target.place and _can_be_read(target, count, local_files_only):
+        yield Found(
+            "the target's own layers",
+            "MtpDrafter",
+            f"{count} layer{'s' * (count > 1)} for multi-token prediction in the checkpoint",
+            None,
+            'model.generate(**inputs, assistant_model="mtp")',
+            made=MtpDrafter.for_target,
+        )
+
+
+def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool:
+    """Whether these layers can be built, and the checkpoint names tensors for them."""
+    model = target.model if target.model is not None else empty_model(target.config)
+    if model is None:
+        return False
+    try:
+        pattern = MtpModel.get_mtp_weights_regex(model)
+        with torch.device("meta"):
+            MtpLayers(MtpModel(described(model), count))
+        checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
+        return any(pattern.search(name) for name in _tensor_names(checkpoint))
+    except Exception:  # any error of building them means that it cannot
+        return False
+
+
+def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
+    if (checkpoint.folder / INDEX).is_file():
+        return read_json(checkpoint.folder / INDEX).get("weight_map", {}).keys()
+    return checkpoint.shapes if checkpoint.is_described else ()
+
+
+register_finder("mtp", _found)

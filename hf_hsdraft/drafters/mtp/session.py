@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,18 +158,19 @@ class MtpSession(LevelSession):
                 del held[row]
 
     def memory(self, length: int) -> DraftMemory | None:
-        memory = super().memory(length)
-        if memory is None or 0 not in self._outputs:
-            return None
-        return replace(memory, context=(memory.context, self._outputs[0], self._begins[0]))
+        return super().memory(length) if 0 in self._outputs else None
+
+    def saved(self) -> Any:
+        return super().saved(), self._outputs[0], self._begins[0]
 
     def resume(self, memory: Any, cached: int) -> None:
-        if not (isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)):
-            return
-        context, outputs, begin = memory.context
-        if len(outputs) == self._used:
-            self._outputs[0], self._begins[0] = outputs, begin
-            super().resume(replace(memory, context=context), cached)
+        fits = isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)
+        if fits and len(memory.context[1]) == self._used:
+            super().resume(memory, cached)
+
+    def restore(self, saved: Any) -> None:
+        context, self._outputs[0], self._begins[0] = saved
+        super().restore(context)
 
 
 def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: int = 0) -> torch.Tensor:

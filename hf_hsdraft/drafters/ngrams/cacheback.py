@@ -17,6 +17,7 @@ from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.common_options import COMMON_OPTIONS
 from ..base.draft_options import MOST_LEADING, default_options
+from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
@@ -160,3 +161,14 @@ def _runs(text: list[int]) -> Iterator[list[int]]:
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)
+
+_FOUND = Found(
+    "n-grams",
+    "CachebackDrafter",
+    "for any target: repeats phrases of the text and its prompt",
+    0,
+    "model.generate(**inputs, assistant_model=CachebackDrafter())",
+    trained=False,
+    made=lambda target: CachebackDrafter(),
+)
+register_finder("ngrams", lambda target, local_files_only: iter([_FOUND]))

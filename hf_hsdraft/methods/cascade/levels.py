@@ -57,18 +57,12 @@ class LMReader:
     def _of_group(
         self, group: LMTexts, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]
     ) -> dict[int, torch.Tensor]:
-        lengths, new = [], []
-        for row in group.rows:
-            known, text = self._known[row], texts.get(row)
-            length = len(known)
-            if text is not None:
-                length = min(shared_length(known, text), len(text) - counts[row])
-                self._known[row] = known = list(text)
-            lengths.append(length)
-            new.append(known[length:])
-        if lengths != group.kept:
-            group.cut(lengths)
+        wanted = [texts.get(row) for row in group.rows]
+        group.take_back(wanted, [counts.get(row, 0) for row in group.rows])
+        lengths = group.kept
+        new = [[] if text is None else text[length:] for text, length in zip(wanted, lengths, strict=True)]
         output = group.read_states(new, max(counts[row] for row in group.rows if row in texts), self._taps)
+        self._known.update({row: list(texts[row]) for row in group.rows if row in texts})
         if self._taps:
             for row, length, tokens, states in zip(group.rows, lengths, new, output.taps, strict=True):
                 self._states[row][length:] = states[len(states) - len(tokens) :]

@@ -9,9 +9,8 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ...drafters.hidden_state.draft_session import HSDraftSession
+from ...drafters.hidden_state.draft_session import HSDraftSession, Pairs
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.hidden_state.roll_out import Pairs
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.ngrams.cacheback import CachebackDrafter
@@ -98,23 +97,22 @@ class SupposingStates(HSDraftSession):
             self._supposed.pop(each.row, None)
         super().observe(news)
 
-    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-        unsure = [row for row in rows if row in self._supposed]
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        unsure = [ask for ask in asks if ask.row in self._supposed]
         if not unsure:
-            return super()._rolled(rows, depth)
-        waiting = [row for row in unsure if self._rows[row].pending]
+            return super().drafted(asks, depth)
+        waiting = [ask.row for ask in unsure if self._pending[ask.row]]
         if waiting:
-            self._roll_out.read(self._pairs(waiting), rows=self._counts(waiting))
-        mark = self._roll_out.mark()
-        for row in unsure:
-            self._rows[row].pending = [self._supposed[row]]
-        hidden = dict(zip(unsure, super()._rolled(unsure, depth), strict=True))
-        self._roll_out.reset(mark)
-        for row in unsure:
-            self._rows[row].drafted = None
-        if sure := [row for row in rows if row not in hidden]:
-            hidden.update(zip(sure, super()._rolled(sure, depth), strict=True))
-        return torch.stack([hidden[row] for row in rows])
+            self._roll_out.read(*self.taken(waiting))
+        for ask in unsure:
+            self._pending[ask.row] = [self._supposed[ask.row]]
+        hidden = dict(zip((ask.row for ask in unsure), super().drafted(unsure, depth), strict=True))
+        self._roll_out.drop({ask.row: len(self._supposed[ask.row][-1]) for ask in unsure})
+        for ask in unsure:
+            self._rows[ask.row].drafted = None
+        if sure := [ask for ask in asks if ask.row not in hidden]:
+            hidden.update(zip((ask.row for ask in sure), super().drafted(sure, depth), strict=True))
+        return torch.stack([hidden[ask.row] for ask in asks])
 
 
 _OF_DRAFTERS = {CachebackDrafter: SupposingNgrams, CausalLMDrafter: SupposingModel, HSDrafter: SupposingStates}

@@ -15,8 +15,9 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import public_name
+from ...drafters.base.target_info import tokenizer_hash
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
+from ...drafters.hidden_state.target_match import explain_mismatch
 from ...hub.drafter_files import RECIPE
 from ...hub.model_card import read_recipe, write_card
 from ...hub.publication import complete_folder

@@ -15,7 +15,7 @@ from ...core.checks import integer, setting
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
 from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.packed_texts import DraftContext, PackedTexts
+from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
@@ -133,7 +133,7 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
         beyond the first `num_rolled` of `starts` get only the first slot.
         """
         window, part = self.config.sliding_window, self.context_attn
-        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, window, 1)
+        texts = PackedTexts(position_ids, document_ids, starts, window, 1)
         x, places = self.fuse_inputs(taps, embeds), texts.starts
         normed, rope = self.context_norm(x), self.rotary(position_ids, x.dtype)
         keys, values = part.keys(normed, rope).transpose(0, 1), part.values(normed).transpose(0, 1)

@@ -122,10 +122,10 @@ class BlockPredictions(Predictions):
         head = self.drafter.token_head
         if head is None:
             return [None] * len(hidden_states)
-        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None, None)]
+        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None)]
         for depth, hidden in enumerate(hidden_states[1:], 1):
             rows = hidden.shape[0]
-            state = head.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], state[:rows])
+            state = head.advance(tokens[:rows, depth], state[:rows], hidden_states[depth - 1][:rows])
             result.append(state)
         return result
 
