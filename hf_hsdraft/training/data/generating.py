@@ -159,5 +159,8 @@ def _written(
         states = recorder.taken() if recorder is not None and recorder.taps else []
     except DraftingRefused:
         output = target.generate(**call)
-    read = [(row[begin : begin + len(each)], each) for row, begin, each in zip(output, begins, states, strict=False)]
-    return output[:, inputs["input_ids"].shape[1] :], read or [None] * len(output)
+    read: list[Any] = [None] * len(output)
+    for row, states_of_row in enumerate(states):
+        begin = begins[row]
+        read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
+    return output[:, inputs["input_ids"].shape[1] :], read
