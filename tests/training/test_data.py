@@ -29,6 +29,7 @@ from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.generating import DrawnToken, user_header
 from hf_hsdraft.training.data.inventing import invent_prompts
 from hf_hsdraft.training.data.kinds import kind_of_openings
+from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.recording import TapRecorder
 from hf_hsdraft.training.data.vocabulary import (
     choose_draft_vocabulary,
@@ -36,6 +37,7 @@ from hf_hsdraft.training.data.vocabulary import (
     paying_size,
     typical_size,
 )
+from hf_hsdraft.training.loop.checks import prepared
 
 
 def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
@@ -91,6 +93,16 @@ def answer(target, tokenizer, prompts, folder, **kwargs) -> list[dict]:
     for batch in answer_prompts(target, tokenizer, pending, **kwargs):
         store.append([row_of(each) for each in batch])
     return sorted(store.rows(), key=lambda row: row["key"])
+
+
+def test_a_bad_line_is_an_error_before_a_target_is_loaded_and_before_prompts_are_counted(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"turns": ["w1"]}\n{"turns": "w2"}\n')
+    plan = TrainingPlan(out=str(tmp_path / "out"), prompts=[str(path)])
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected `turns`"):
+        prepared(plan, {}, "cpu")
+    with pytest.raises(ValueError, match="1 conversations and prompts are too few"):
+        prepared(replace(plan, skip_bad_lines=True), {}, "cpu")
 
 
 def test_answers_without_a_padding_token(chatty, tokenizer, tmp_path):

@@ -85,7 +85,12 @@ class FeatureCache:
         self._seen: set[Path] = set()
 
     @torch.inference_mode()
-    def dataset(self, conversations: Sequence[TokenizedConversation], stage: Stage | None = None) -> FeatureDataset:
+    def dataset(
+        self,
+        conversations: Sequence[TokenizedConversation],
+        stage: Stage | None = None,
+        likely: LikelyTokens | None = None,
+    ) -> FeatureDataset:
         """Returns the features of conversations, after those that are missing have been computed.
 
         If the disk lacks room for them, an OSError is raised and nothing is written.
@@ -107,7 +112,7 @@ class FeatureCache:
             stage.advance(min(begin + state.num_processes, len(shards)))
         state.wait_for_everyone()
         self._shards |= {key: self._path(shard) for shard in shards for key in shard}
-        return FeatureDataset([(self._shards[key], key) for key in keys])
+        return FeatureDataset([(self._shards[key], key) for key in keys], likely)
 
     @property
     def layers(self) -> list[int]:
@@ -249,18 +254,8 @@ def read_features(
     return features
 
 
-@torch.inference_mode()
-def keep_likely(
-    dataset: FeatureDataset,
-    head: torch.Tensor,
-    vocab_ids: torch.Tensor,
-    count: int,
-    stage: Stage,
-    report: Callable[[str], object] = lambda line: None,
-) -> FeatureDataset:
-    """Keeps the target's most probable tokens beside each shard, so that no epoch computes its head over all tokens.
-
-    Processes share the work.
+class LikelyTokens:
+    """The target's most probable tokens, kept beside each shard, so that no further epoch computes its whole head.
 
     Args:
         head: `[V', D]`, the target's output rows of the draft vocabulary.
@@ -268,41 +263,47 @@ def keep_likely(
         count: number of tokens at each position.
         report: called with a line about each damaged file, which is made again.
     """
-    state = PartialState()
-    digest = hashlib.sha256(repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()).hexdigest()[:12]
-    paths = dict(dataset.entries)
-    beside = {path: path.with_name(f"likely-{path.stem}-{digest}.safetensors") for path in paths}
-    missing = [path for path, kept in beside.items() if not _names(kept, report)]
-    state.wait_for_everyone()  # until all processes know which are missing
-    stage.start(len(beside), done := len(beside) - len(missing))
-    for at, path in enumerate(missing):
-        if at % state.num_processes == state.process_index:
-            with safe_open(path, framework="pt") as file:
-                finals = {key: file.get_tensor(key) for key in file.keys() if key.endswith(".final")}  # noqa: SIM118
+
+    def __init__(
+        self,
+        head: torch.Tensor,
+        vocab_ids: torch.Tensor,
+        count: int,
+        report: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._head, self._count, self._report, self._known = head, count, report, set[Path]()
+        told = repr((count, head.dtype)).encode() + vocab_ids.cpu().numpy().tobytes()
+        self._digest = hashlib.sha256(told).hexdigest()[:12]
+
+    @torch.inference_mode()
+    def of(self, shard: Path, key: str) -> torch.Tensor:
+        """Returns the columns of a conversation in a shard, see `Features.likely`."""
+        path = shard.with_name(f"likely-{shard.stem}-{self._digest}.safetensors")
+        if path not in self._known and not _names(path, self._report):
+            with safe_open(shard, framework="pt") as file:
+                finals = {name: file.get_tensor(name) for name in file.keys() if name.endswith(".final")}  # noqa: SIM118
             found = {
-                key.replace("final", "likely"): likely_columns(final.to(head.device), head, count).cpu()
-                for key, final in finals.items()
+                name.replace("final", "likely"): likely_columns(final.to(self._head.device), self._head, self._count)
+                for name, final in finals.items()
             }
-            write_complete(beside[path], functools.partial(save_file, found))
-        stage.advance(done + at + 1)
-    state.wait_for_everyone()
-    return FeatureDataset(dataset.entries, beside)
+            found = {name: columns.cpu() for name, columns in found.items()}
+            write_complete(path, functools.partial(save_file, found))
+        self._known.add(path)
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(f"{key}.likely")
 
 
 class FeatureDataset(Dataset[Features]):
-    """Features in shards, read on access. `entries` are shards and keys, `likely` the files of `keep_likely`."""
+    """Features in shards, read on access. `entries` are shards and keys."""
 
-    def __init__(self, entries: Sequence[tuple[Path, str]], likely: Mapping[Path, Path] | None = None) -> None:
-        self.entries, self._likely = list(entries), likely or {}
+    def __init__(self, entries: Sequence[tuple[Path, str]], likely: LikelyTokens | None = None) -> None:
+        self._entries, self._likely = list(entries), likely
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._entries)
 
     def __getitem__(self, index: int) -> Features:
-        path, key = self.entries[index]
+        path, key = self._entries[index]
         with safe_open(path, framework="pt") as file:
             features = Features(*(file.get_tensor(f"{key}.{name}") for name in _FIELDS))
-        if path in self._likely:
-            with safe_open(self._likely[path], framework="pt") as file:
-                features = replace(features, likely=file.get_tensor(f"{key}.likely"))
-        return features
+        return features if self._likely is None else replace(features, likely=self._likely.of(path, key))

@@ -188,7 +188,8 @@ class Answering:
     def _parts(self, known: Sequence[Prompt], documents: list[Conversation]) -> Iterator[list[Prompt]]:
         """Yields known prompts part by part, then what is invented; adds the documents for that.
 
-        The target invents a full batch of each kind at a time, or all at once unless conversations may grow.
+        The target invents a full batch of each kind at a time, while half of the time for answers is left, or all at
+        once unless conversations may grow.
         """
         size = _PART if self.grows else max(len(known), 1)
         yield from (list(known[at : at + size]) for at in range(0, len(known), size))
@@ -197,7 +198,7 @@ class Answering:
         state, kinds = PartialState(), len(kinds_to_invent(self.plan, self.tokenizer))
         at_once = kinds * self._inventing_batch if self.grows else self._wanted
         batches = self._inventing(documents) if state.is_main_process or is_sharded(self.target) else iter(())
-        before, ended = {prompt.key for prompt in known}, False
+        before, ended, half = {prompt.key for prompt in known}, False, (self._left() or 0.0) / 2
         while not ended:
             part: list[Prompt] = []
             with self.report.stage("inventing", "prompts", min(at_once, self._wanted - len(before))) as stage:
@@ -205,7 +206,7 @@ class Answering:
                 for number, batch in enumerate(batches, 1):
                     part += batch
                     stage.advance(len(part))
-                    if self.grows and number == kinds:
+                    if self.grows and (number == kinds or (self._left() or half) < half):
                         ended = False
                         break
             state.wait_for_everyone()
@@ -294,15 +295,15 @@ class Answering:
         from greedy answers alone leaves them out.
         """
         plan, written, store = self.plan, list[Answered](), self._rows("data", "", self.recipe, alike=True)
-        learns = self.grows and not plan.greedy_only
+        kinds, learns, whole = kinds_to_invent(plan, self.tokenizer), self.grows and not plan.greedy_only, self._left()
         known, recorder = store.keys() if learns else set(), self._recorder() if learns else None
         for batch in invent_prompts(
             self.target,
             self.tokenizer,
             self._wanted,
             self._prompts(),
-            kinds_to_invent(plan, self.tokenizer),
-            seconds=self._left,
+            kinds,
+            seconds=lambda: None if whole is None or self._left() is None else whole / 2 / len(kinds),
             max_prompt_tokens=self._longest,
             batch_size=self._inventing_batch,
             seed=self.seed,

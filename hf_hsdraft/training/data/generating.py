@@ -68,7 +68,6 @@ def decoding(temperature: float) -> dict[str, Any]:
     return {"do_sample": False, "logits_processor": LogitsProcessorList(drawn)}
 
 
-@torch.inference_mode()
 def continue_texts(
     target: Any,
     tokenizer: Any,
@@ -83,27 +82,12 @@ def continue_texts(
 
     With a `recorder` the target is read as in a drafted call, which is faster; nothing is recorded.
     """
-    encoding = with_padding(tokenizer)(
-        [text.rstrip(" ") for text in texts],
-        return_tensors="pt",
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_token_type_ids=False,
-    ).to(target.device)
-    pad = with_padding(tokenizer).pad_token_id
-    call = {
-        **encoding,
-        **decoding(temperature),
-        "max_new_tokens": max_new_tokens,
-        "pad_token_id": pad,
-        "max_time": seconds,
-    }
+    texts, recorder = [text.rstrip(" ") for text in texts], None if recorder is None else TapRecorder(())
     with seeded(target, seed):
-        output = _generate(target, call, None if recorder is None else TapRecorder(()))[0]
+        rows, _ = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
     ends = end_tokens(target) | {tokenizer.eos_token_id}
     found = []
-    for row in output[:, encoding["input_ids"].shape[1] :].tolist():
+    for row in rows.tolist():
         end = next((index for index, token in enumerate(row) if token in ends), 0)
         found.append(tokenizer.decode(row[:end], skip_special_tokens=True))
     return found
@@ -124,7 +108,6 @@ class Reply:
     read: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-@torch.inference_mode()
 def reply(
     target: Any,
     tokenizer: Any,
@@ -138,43 +121,46 @@ def reply(
 
     After `seconds`, if given, messages are cut.
     """
+    texts = tokenizer.apply_chat_template(list(histories), add_generation_prompt=True, tokenize=False)
+    rows, read = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
+    counts = (rows != with_padding(tokenizer).pad_token_id).sum(dim=1).tolist()
+    written = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return [Reply(text.strip(), *rest) for text, *rest in zip(written, counts, read, strict=True)]
+
+
+@torch.inference_mode()
+def _written(
+    target: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    temperature: float,
+    max_new_tokens: int,
+    recorder: TapRecorder | None,
+    seconds: float | None,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Returns the tokens `[rows, n]` that the target adds to texts, and of each row what was read, see `Reply`.
+
+    Nothing is recorded where the target takes no drafted call.
+    """
     tokenizer = with_padding(tokenizer)
-    inputs = tokenizer.apply_chat_template(
-        list(histories),
-        add_generation_prompt=True,
+    inputs = tokenizer(
+        list(texts),
         return_tensors="pt",
-        return_dict=True,
+        add_special_tokens=False,
         padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
+        padding_side="left",
+        return_token_type_ids=False,
     ).to(target.device)
-    pad = tokenizer.pad_token_id
-    call = {
-        **inputs,
-        **decoding(temperature),
-        "max_new_tokens": max_new_tokens,
-        "pad_token_id": pad,
-        "max_time": seconds,
-    }
-    output, states = _generate(target, call, recorder)
-    replies = output[:, inputs["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    counts = (replies != pad).sum(dim=1).tolist()
-    begins = (inputs["attention_mask"] == 0).sum(dim=1).tolist()  # padding is on the left
-    read = [(row[begin : begin + len(each)], each) for row, begin, each in zip(output, begins, states, strict=False)]
-    return [
-        Reply(text.strip(), count, read[row] if read else None)
-        for row, (text, count) in enumerate(zip(texts, counts, strict=True))
-    ]
-
-
-def _generate(
-    target: Any, call: dict[str, Any], recorder: TapRecorder | None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the tokens of `generate()`, and what was recorded: nothing where the target takes no drafted call."""
-    if recorder is None:
-        return target.generate(**call), []
+    call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "max_time": seconds}
+    call["pad_token_id"] = tokenizer.pad_token_id
+    begins, states = (inputs["attention_mask"] == 0).sum(dim=1).tolist(), list[torch.Tensor]()
     try:
-        output = target.generate(**call, assistant_model=recorder)
+        output = target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
+        states = recorder.taken() if recorder is not None and recorder.taps else []
     except DraftingRefused:
-        return target.generate(**call), []
-    return output, recorder.taken() if recorder.taps else []
+        output = target.generate(**call)
+    read: list[Any] = [None] * len(output)
+    for row, states_of_row in enumerate(states):
+        begin = begins[row]
+        read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
+    return output[:, inputs["input_ids"].shape[1] :], read

@@ -52,21 +52,21 @@ def invent_prompts(
         on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
             learn from.
         on_given_up: called with the name of each kind that is given up for the others.
-        seconds: returns the time left for prompts and answers; `None` for no limit. Half of it is for a batch of each
-            kind. What is unfinished then is left out, and later batches are smaller.
+        seconds: returns the greatest time of a batch; `None` for no limit. What is unfinished then is left out, and
+            later batches are smaller.
     """
     header, open_kinds, idle = user_header(tokenizer), list(kinds), Counter[str]()
-    known, have, batch = set[str](), Counter[str](), 0
+    known, have, batch, limit = set[str](), Counter[str](), 0, batch_size
     for row in store.rows():
         known.add(row["key"])
         have[row.get("kind", kinds[0].name)] += 1
         batch = max(batch, row["batch"] + 1)
     while len(known) < count and open_kinds:
         kind, missing = _next_kind(open_kinds, have, count)
-        missing = min(missing, batch_size, count - len(known))
-        size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
-        begin, named, left = time.monotonic(), f"{seed} {batch}", seconds()
-        most = None if left is None else left / 2 / len(kinds)
+        begin, named, most = time.monotonic(), f"{seed} {batch}", seconds()
+        limit = batch_size if most is None else limit
+        missing = min(missing, limit, count - len(known))
+        size = min(limit, missing + 2 + missing // 4)  # some will not end, or be there already
         writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, most)
         fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
         added = list(fresh.values())[:missing]
@@ -81,7 +81,7 @@ def invent_prompts(
                 on_given_up(kind.name)
         batch += 1
         if most is not None and time.monotonic() - begin >= most:
-            batch_size = max(batch_size // 4, 1)
+            limit = max(limit // 4, 1)
         yield added
 
 

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..files import write_json
 from .dataset import RECIPE, RowFolder, differences
 
 KIND = "dataset"
-_SHARD_ROWS = 50_000
 _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 
 
@@ -73,18 +71,14 @@ class PublishedChats:
         return str(commit.commit_url)
 
     def _write(self, folder: Path, staged: Path) -> dict[str, Any]:
-        """Writes shards, recipe and card; returns the recipe, without paths of this machine."""
+        """Writes rows, recipe and card; returns the recipe, without paths of this machine."""
         from datasets import Dataset
 
         rows = sorted(self._rows(folder), key=lambda row: row["key"])  # the same files, whichever process answered
         if not rows:
             raise ValueError(f"{folder} holds no chats: nothing was sent")
-        shards = max(1, -(-len(rows) // _SHARD_ROWS))
         (staged / "data").mkdir()
-        remaining = iter(rows)
-        for number in range(shards):
-            part = Dataset.from_list(list(islice(remaining, _SHARD_ROWS)))
-            part.to_parquet(staged / "data" / f"train-{number:05d}-of-{shards:05d}.parquet")
+        Dataset.from_list(rows).to_parquet(staged / "data" / "train-00000-of-00001.parquet")
         recipe = _public(json.loads((folder / RECIPE).read_text(encoding="utf-8")))
         write_json(staged / RECIPE, recipe)
         (staged / CARD).write_text(self._card(rows, recipe), encoding="utf-8")

@@ -44,8 +44,7 @@ def answer_by_server(
     concurrency: int = 16,
     seed: int = 0,
     max_retries: int = 5,
-    expected: Sequence[str] | None = None,
-    on_skip: OnSkip | None = None,
+    on_skip: OnSkip = lambda prompt, why: None,
 ) -> Iterator[Answered]:
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
@@ -64,33 +63,39 @@ def answer_by_server(
         concurrency: number of conversations at once.
         seed: seed of all draws.
         max_retries: greatest number of retries of a request, with growing pauses.
-        expected: the target's greedy answers to `PROBES`, of at most `PROBE_TOKENS` tokens each. The server has to give
-            one of them; `None` to skip this check.
         on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
 
     Raises:
         ImportError: the `openai` package is missing.
         ConnectionError: the server cannot be reached or fails, now or during the iteration.
-        ValueError: an argument is out of range, the server refuses the API key or the model, or its answers differ from
-            the target's.
+        ValueError: an argument is out of range, or the server refuses the API key or the model.
     """
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
-    server = _connected(url, model, temperatures, expected, max_new_tokens, max_retries)
+    server = _connected(url, model, temperatures, max_new_tokens, max_retries)
     once = {prompt.key: prompt for prompt in prompts}.values()
-    return _as_they_finish(server, (_draw(prompt, temperatures, seed) for prompt in once), concurrency, on_skip)
+    drawn = (
+        (each, temperature_of(each, temperatures, seed), random.Random(f"{seed} {each.key}").getrandbits(31))
+        for each in once
+    )
+    return _as_they_finish(server, drawn, concurrency, on_skip)
 
 
 def check_server(url: str, model: str | None, temperatures: Sequence[float], expected: Sequence[str]) -> None:
-    """Tries a server before it is needed. See `answer_by_server` for the arguments and the errors."""
-    _connected(url, model, temperatures, expected).client.close()
+    """Tries a server before it is needed. See `answer_by_server` for the arguments and the errors.
+
+    A ValueError is raised unless it gives one of the answers `expected`, the target's greedy ones to `PROBES`, of at
+    most `PROBE_TOKENS` tokens each.
+    """
+    server = _connected(url, model, temperatures)
+    server.check_answers(expected)
+    server.client.close()
 
 
 def _connected(
     url: str,
     model: str | None,
     temperatures: Sequence[float],
-    expected: Sequence[str] | None,
     max_new_tokens: int = 1,
     max_retries: int = 5,
 ) -> _Server:
@@ -107,18 +112,11 @@ def _connected(
     server = _Server(client, base_url, model, max_new_tokens, _DIALECTS[0])
     if model is None:
         server = replace(server, model=server.only_model())
-    server = replace(server, dialect=server.find_dialect(sorted(set(temperatures))))
-    if expected is not None:
-        server.check_answers(expected)
-    return server
-
-
-def _draw(prompt: Prompt, temperatures: Sequence[float], seed: int) -> tuple[Prompt, float, int]:
-    return prompt, temperature_of(prompt, temperatures, seed), random.Random(f"{seed} {prompt.key}").getrandbits(31)
+    return replace(server, dialect=server.find_dialect(sorted(set(temperatures))))
 
 
 def _as_they_finish(
-    server: _Server, drawn: Iterator[tuple[Prompt, float, int]], concurrency: int, on_skip: OnSkip | None
+    server: _Server, drawn: Iterator[tuple[Prompt, float, int]], concurrency: int, on_skip: OnSkip
 ) -> Iterator[Answered]:
     cancelled, turn = Event(), Semaphore(concurrency)
     pending: dict[Future[Answered], Prompt] = {}
@@ -139,8 +137,7 @@ def _as_they_finish(
                 try:
                     answered = task.result()
                 except _Refused as refused:
-                    if on_skip is not None:
-                        on_skip(prompt, str(refused))
+                    on_skip(prompt, str(refused))
                 else:
                     yield answered
     finally:

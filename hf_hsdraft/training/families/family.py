@@ -133,15 +133,31 @@ class TrainableFamily:
                 setattr(drafter.generation_config, name, fields[name])
         drafter.check_options()
 
+    @torch.no_grad()
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
-        """Initialises the norm, head and token bias of a fresh drafter of the target's width from the target.
+        """Initialises a fresh drafter of the target's width so that its logits are small, but aligned with the target's
 
-        `finals` are some of its final states, `[N, D]`, float32.
+        An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps
+        to unlearn that. The final norm gets the scale of the target's final hidden states, of which `finals` `[N, D]`,
+        float32, are some; the drafter's own head becomes the target's; a bias of low rank gets the leading directions
+        of that.
         """
-        if width_of(drafter.config) == drafter.config.target_hidden_size:
-            rows = target.get_output_embeddings().weight.detach()
-            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
-            _start_timidly(drafter.norm.weight, rows, finals, up=self.bias_rows(drafter), head=drafter.lm_head)
+        if width_of(drafter.config) != drafter.config.target_hidden_size:
+            return
+        norm, rows = drafter.norm.weight, target.get_output_embeddings().weight.detach()
+        rows = rows[drafter.draft_vocab_ids().to(rows.device)].to(norm.device, torch.float32)
+        norm.copy_(finals.pow(2).mean(dim=0).sqrt())
+        if drafter.lm_head is not None:
+            drafter.lm_head.weight.copy_(rows)
+        if (up := self.bias_rows(drafter)) is not None:
+            # After the norm's scale, states vary equally in all directions, so the head is scaled in the same way.
+            scaled = rows * norm
+            directions = torch.linalg.eigh(scaled.T @ scaled).eigenvectors.flip(
+                dims=[1]
+            )  # the leading directions first
+            leading = scaled @ directions[:, : up.shape[1]]
+            up[:, : leading.shape[1]].copy_(_UP * leading)
+        norm.mul_(_HEAD)
 
     def bias_rows(self, drafter: Any) -> torch.Tensor | None:
         """Returns the weight `[V', r]` of the last product of the drafter's token bias; None if it has no such bias."""
@@ -180,37 +196,3 @@ class TrainableFamily:
     def describe(self, drafter: Any) -> str:
         """Describes what is special about a drafter of this family, for its recipe."""
         raise NotImplementedError
-
-
-@torch.no_grad()
-def _start_timidly(
-    norm: torch.Tensor,
-    rows: torch.Tensor,
-    finals: torch.Tensor,
-    up: torch.Tensor | None = None,
-    head: nn.Linear | None = None,
-) -> None:
-    """Initialises a drafter of the target's width from the target, so that it can use the head from the first step on.
-
-    An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps to
-    unlearn that, so they are scaled down. The final norm gets the scale of the target's final hidden states, and a bias
-    of low rank the leading directions of the target's head.
-
-    Args:
-        norm: `[D]`, weight of the final norm, which is changed.
-        rows: `[V', D]`, the target's output rows of the draft vocabulary.
-        finals: `[N, D]`, float32, some final hidden states of the target.
-        up: `[V', r]`, weight of the last product of a bias of rank r, which is changed; `None` for no such bias.
-        head: the drafter's own head, which becomes the target's; `None` if it has none.
-    """
-    norm.copy_(finals.pow(2).mean(dim=0).sqrt())
-    rows = rows.to(norm.device, torch.float32)
-    if head is not None:
-        head.weight.copy_(rows)
-    if up is not None:
-        # After the norm's scale, states vary equally in all directions, so the head is scaled in the same way.
-        scaled = rows * norm
-        directions = torch.linalg.eigh(scaled.T @ scaled).eigenvectors.flip(dims=[1])  # the leading directions first
-        leading = scaled @ directions[:, : up.shape[1]]
-        up[:, : leading.shape[1]].copy_(_UP * leading)
-    norm.mul_(_HEAD)

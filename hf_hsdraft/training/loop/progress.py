@@ -91,7 +91,7 @@ class Reporter:
     ) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._say, self._every, self._terminal = say, every, console is not None
+        self._say, self._every, self._terminal, self._open = say, every, console is not None, list[Stage]()
         columns = BarColumn(), TextColumn("{task.description}", markup=False)
         self._bars = Progress(*columns, console=console, transient=True, disable=console is None)
 
@@ -122,10 +122,12 @@ class Reporter:
 
         def beat() -> None:  # one batch of answers may take minutes
             while not ended.wait(self._every):
-                if stage.advanced or (stage.total is not None and stage.done < stage.total):
+                waits = stage.advanced or (stage.total is not None and stage.done < stage.total)
+                if waits and self._open[-1:] == [stage]:  # not beside a stage within it
                     show(stage)
 
         stage, beating = Stage(name, unit, total, done, show), threading.Thread(target=beat, daemon=True)
+        self._open.append(stage)
         self._bars.start()
         beating.start()
         try:
@@ -135,6 +137,7 @@ class Reporter:
         finally:
             ended.set()
             beating.join()
+            self._open.remove(stage)
             self._bars.remove_task(bar)
             if not self._bars.task_ids:
                 self._bars.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import resource
 import sys
 import time
@@ -28,7 +27,7 @@ from ..data.conversations import (
     keeps_turns,
     tokenize_conversation,
 )
-from ..data.features import FeatureCache, feature_bytes, keep_likely, read_features
+from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_features
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
@@ -198,9 +197,12 @@ class _Run:
             answering = replace(answering, seconds=clock.answer_seconds)
         groups = answering.groups(prompts)
         chats = [*finished, *next(groups)]
-        given = 0 if plan.stream else len(finished)
-        unit, total = ("chats", BEFORE_LEARNING) if plan.stream else ("prompts", answering.expected(prompts))
-        unit, total = (unit, total) if clock is None else ("minutes", clock.answer_minutes)
+        total: float = answering.expected(prompts)
+        unit, given = "prompts", len(finished)
+        if plan.stream:
+            unit, total, given = "chats", BEFORE_LEARNING, 0
+        if clock is not None:
+            unit, total = "minutes", clock.answer_minutes
 
         def done() -> float:
             return min(len(chats) - given if clock is None else clock.spent / 60, total)
@@ -393,23 +395,18 @@ class _Run:
         self, drafter: Any, taps: Sequence[int], cache: FeatureCache
     ) -> Callable[[Sequence[TokenizedConversation]], Any]:
         """Returns a function that returns the features of conversations, after writing those that are missing."""
-        likely_of = None
+        likely = None
         if candidates := self.args.candidates:
             ids = drafter.draft_vocab_ids()
             rows = self.target.get_output_embeddings().weight.detach()
-            head = rows[ids.to(rows.device)].to(torch.bfloat16)
-            likely_of = functools.partial(keep_likely, head=head, vocab_ids=ids, count=candidates, report=self.report)
+            likely = LikelyTokens(rows[ids.to(rows.device)].to(torch.bfloat16), ids, candidates, self.report)
 
         def read(chats: Sequence[TokenizedConversation]) -> Any:
             tokens = sum(len(chat.input_ids) for chat in chats)
             size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
             self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
             with self.report.stage("taps", "files") as stage:
-                dataset = cache.dataset(chats, stage)
-            if likely_of is None:
-                return dataset
-            with self.report.stage("likely tokens", "files") as stage:
-                return likely_of(dataset, stage=stage)
+                return cache.dataset(chats, stage, likely)
 
         return read
 
