@@ -69,7 +69,8 @@ def look_at(target: nn.Module, columns: int) -> tuple[str, dict[str, nn.Module]]
                 code = [*code, *(each for each in own.values() if type(each) in _ROUTINES and is_foreign(each))]
             if code:
                 if _is_placed(name, part):
-                    return f"{name} ({kind.__name__}) is not transformers' own, and may change at some position", {}
+                    told = f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
+                    return f"{told}; mark its forward with hf_hsdraft.harmless() if it does not", {}
                 mapping[name] = part
             config = own.get("config")
             configs[id(config)] = config
