@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .foreign_code import is_foreign, library_of
+from .foreign_code import is_foreign, is_harmless, library_of
 
 _OF_TEXT = (
     "prepare_inputs_for_generation",
@@ -105,7 +105,7 @@ def _told_of_hook(hook: Any) -> str:
 
 def _code_of_user(kind: type) -> Iterator[Any]:
     """The functions of a module's classes that are the user's. Of whole models only those that each forward runs."""
-    for base in kind.__mro__:
+    for base in () if is_harmless(kind.forward) else kind.__mro__:
         for name, value in () if base in (nn.Module, object) else vars(base).items():
             runs = name in ("forward", "__call__") or not (name.startswith("__") or issubclass(kind, PreTrainedModel))
             if runs and inspect.isroutine(value) and is_foreign(value):

@@ -313,8 +313,11 @@ def test_beside_modules_that_map_states_drafting_begins_with_the_second_call():
 
         @harmless
         def forward(self, x, **kwargs):
-            self.shapes.append(x.shape)
+            self.note(x)
             return self.inner(x)
+
+        def note(self, x):
+            self.shapes.append(x.shape)
 
     target, inputs = make_target(), prompt()
     plain = target.generate(**inputs, **GREEDY)
