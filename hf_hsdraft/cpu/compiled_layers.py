@@ -52,7 +52,7 @@ class CompiledLayers:
             or not all(_is_worth_it(layer, bool(asked_for)) for layer in layers)
         ):
             return
-        described = dict[int, str]()
+        described = dict[Any, str]()
         for layer in layers:
             try:
                 self._layers[layer] = _Layer(self, layer, description_of(layer, described))

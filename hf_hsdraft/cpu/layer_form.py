@@ -5,9 +5,12 @@ Layers of equal `description` called in equal forms run the same program with di
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import inspect
+import logging
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.utils.generic import GeneralInterface
 
 MASK, CACHE = "attention_mask", "cache"
 _DEEPEST = 2  # of the functions called by a layer's forward that its digest covers
@@ -28,20 +32,22 @@ class CannotCompile(Exception):
     """A layer, or its call, does something that a program cannot repeat."""
 
 
-def description_of(layer: nn.Module, described: dict[int, str]) -> str:
+def description_of(layer: nn.Module, described: dict[Any, str]) -> str:
     """All that decides what a layer computes, except for the numbers in its weights and its index.
 
-    `described` has the configurations that were described before, by their `id`. Raises a CannotCompile if an attribute
-    is neither plain, a configuration nor a function.
+    `described` has the configurations and classes of modules that were described before. Raises a CannotCompile if an
+    attribute, or what a forward reads besides its arguments, is neither plain, a configuration nor a function.
     """
     return "\n".join(f"{name}: {_describe(module, described)}" for name, module in layer.named_modules())
 
 
-def _describe(module: nn.Module, described: dict[int, str]) -> str:
-    own, tensors = vars(module), dict[str, Any]()
+def _describe(module: nn.Module, described: dict[Any, str]) -> str:
+    own, tensors, kind = vars(module), dict[str, Any](), type(module)
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         tensors[name] = None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
-    parts = [f"{_plain(type(module))} {_code_of(type(module))} {tensors}"]
+    if kind not in described:
+        described[kind] = f"{_plain(kind)} {_code_of(kind)}"
+    parts = [f"{described[kind]} {tensors}"]
     for name, value in own.items():
         if isinstance(value, PreTrainedConfig):
             if id(value) not in described:
@@ -55,17 +61,24 @@ def _describe(module: nn.Module, described: dict[int, str]) -> str:
 
 
 def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
-    """A digest of a function's code, and of what it calls now: names in a module may be replaced at any time."""
-    code = function.__code__
-    constants = [each for each in code.co_consts if not hasattr(each, "co_code")]
-    called = [each for name in code.co_names if callable(each := function.__globals__.get(name))]
-    names = [f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}" for each in called]
-    names += [
+    """A digest of a function's code, and of what it reads and calls now: names may get other values at any time."""
+    space, codes, reads = function.__globals__, [function.__code__], dict[str, Any]()
+    for code in codes:  # grows by those of functions inside
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        named = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+        reads |= {name: space[name] for name in named if name in space}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    reads |= {f"{name} outside": cell.cell_contents for name, cell in cells}
+    reads |= {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+    held = [f"{name}={_plain(value)}" for name, value in reads.items()]
+    held += [
         _code(each, (*within, function))
-        for each in called
+        for each in reads.values()
         if inspect.isfunction(each) and each is not function and each not in within and len(within) < _DEEPEST
     ]
-    return hashlib.sha256(repr((code.co_code, code.co_names, constants, names)).encode()).hexdigest()[:16]
+    constants = [each for code in codes for each in code.co_consts if not isinstance(each, types.CodeType)]
+    text = repr(([(code.co_code, code.co_names) for code in codes], constants, held))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _code_of(kind: type) -> str:
@@ -81,13 +94,17 @@ def _plain(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple | list | set | frozenset):
         return f"{type(value).__name__}({', '.join(map(_plain, value))})"
+    if isinstance(value, GeneralInterface):  # what is registered there is named by the configuration
+        return type(value).__name__
     if isinstance(value, dict):
         return str({_plain(key): _plain(each) for key, each in value.items()})
     if isinstance(value, functools.partial):
         return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+    if isinstance(value, types.ModuleType | logging.Logger):
+        return f"{type(value).__name__} {vars(value).get('__name__') or vars(value).get('name')}"
     if hasattr(value, "__qualname__") and hasattr(value, "__module__"):  # a function or class
         return f"{value.__module__}.{value.__qualname__}"
-    raise CannotCompile(f"an attribute is a {type(value).__name__}")
+    raise CannotCompile(f"it reads a {type(value).__name__}")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -136,7 +137,7 @@ class Attachment:
         self._model, self._owned = weakref.ref(model), owned
         self._statistics, self._lock = AttachmentStatistics(), new_lock()
         self._failed: dict[int, str] = {}  # why a call ended mid-text, by the model's fingerprint
-        self._in_block = False
+        self._in_block, self._thread = False, threading.get_ident()
 
     def __repr__(self) -> str:
         model = self._model()
@@ -241,10 +242,14 @@ def _current(target: Any) -> Attachment | None:
 
 
 def _hold(target: Any, attachment: Attachment) -> None:
-    """Makes an attachment the model's; of those that none ends by a block, only the last before it can return."""
+    """Makes an attachment the model's; of those that no block ends, only the last before it can return.
+
+    Another thread may be about to enter the block of the last one.
+    """
     with _changing:
         held = _attachments.setdefault(target, [])
-        if len(held) > 1 and not held[-1]._in_block and not held[-2]._in_block:
+        mine = bool(held) and held[-1]._thread == threading.get_ident()
+        if mine and len(held) > 1 and not held[-1]._in_block and not held[-2]._in_block:
             del held[-2]
         held.append(attachment)
 

@@ -26,7 +26,14 @@ class ServedTables:
     """The embedding tables of a target; `tied` if both are the same. `fingerprint` is a SHA-256 of all rows as sent."""
 
     def __init__(self, target: Any) -> None:
-        rows = target.get_input_embeddings().weight.detach()
+        rows = getattr(target.get_input_embeddings(), "weight", None)
+        if not isinstance(rows, torch.Tensor):
+            kinds = type(target).__name__, type(target.get_input_embeddings()).__name__
+            raise ValueError(
+                f"{kinds[0]} cannot be served: its input embedding, a {kinds[1]}, has no table `weight`, which devices "
+                "draft with. Give the target an nn.Embedding."
+            )
+        rows = rows.detach()
         self._tables = {INPUT: rows}
         output: Any = getattr(target.get_output_embeddings(), "weight", None)
         is_table = isinstance(output, torch.Tensor) and output.is_floating_point() and output.shape == rows.shape

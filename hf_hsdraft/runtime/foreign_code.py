@@ -45,13 +45,19 @@ def harmless(function: _Function) -> _Function:
     return function
 
 
+def is_harmless(function: Any) -> bool:
+    """Whether a function was declared harmless itself."""
+    code = getattr(function, "__func__", function)
+    return _harmless.get(id(code)) is code
+
+
 def is_foreign(function: Any) -> bool:
     """Whether a function, or one that it wraps, is not a known library's, and was not declared harmless."""
     try:
         while function is not None:
-            function = getattr(function, "__func__", function)
-            if _harmless.get(id(function)) is function:
+            if is_harmless(function):
                 return False
+            function = getattr(function, "__func__", function)
             if isinstance(function, functools.partial):
                 function = function.func
                 continue

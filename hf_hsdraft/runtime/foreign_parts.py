@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .foreign_code import is_foreign, library_of
+from .foreign_code import is_foreign, is_harmless, library_of
 
 _OF_TEXT = (
     "prepare_inputs_for_generation",
@@ -69,7 +69,8 @@ def look_at(target: nn.Module, columns: int) -> tuple[str, dict[str, nn.Module]]
                 code = [*code, *(each for each in own.values() if type(each) in _ROUTINES and is_foreign(each))]
             if code:
                 if _is_placed(name, part):
-                    return f"{name} ({kind.__name__}) is not transformers' own, and may change at some position", {}
+                    told = f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
+                    return f"{told}; mark its forward with hf_hsdraft.harmless() if it does not", {}
                 mapping[name] = part
             config = own.get("config")
             configs[id(config)] = config
@@ -104,7 +105,7 @@ def _told_of_hook(hook: Any) -> str:
 
 def _code_of_user(kind: type) -> Iterator[Any]:
     """The functions of a module's classes that are the user's. Of whole models only those that each forward runs."""
-    for base in kind.__mro__:
+    for base in () if is_harmless(kind.forward) else kind.__mro__:
         for name, value in () if base in (nn.Module, object) else vars(base).items():
             runs = name in ("forward", "__call__") or not (name.startswith("__") or issubclass(kind, PreTrainedModel))
             if runs and inspect.isroutine(value) and is_foreign(value):

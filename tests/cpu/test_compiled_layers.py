@@ -5,6 +5,7 @@ import getpass
 import os
 import subprocess
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import torch
 from conftest import LLAMA, VOCAB, make_drafter, make_target, model_of
 from torch import nn
 from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, harmless
 from hf_hsdraft.core.cache_folder import is_own, is_private, private_folder
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import compiled_layers, layer_programs
@@ -142,6 +144,7 @@ class ByIndex(nn.Module):
         super().__init__()
         self.layer, self.layer_idx = layer, 0
 
+    @harmless
     def forward(self, hidden_states, **kwargs):
         return self.layer(hidden_states, **kwargs) * (2.0 if self.layer_idx == 0 else 1.0)
 
@@ -172,6 +175,40 @@ def test_a_changed_attribute_is_another_layer_and_a_replaced_forward_none():
     layer.mlp.forward = lambda x: x
     with pytest.raises(CannotCompile, match="forward"):
         description_of(layer, {})
+
+
+def closed(scale):
+    return lambda x: x * scale
+
+
+def by_default(scale):
+    return lambda x, scale=scale: x * scale
+
+
+SCALE = 1.0
+
+
+def reading(scale):
+    return types.FunctionType((lambda x: x * SCALE).__code__, {"SCALE": scale})
+
+
+def computing(scale):
+    return (lambda x: x * 2.0) if scale == 2.0 else (lambda x: x + 2.0)
+
+
+@pytest.mark.parametrize("made", [closed, by_default, reading, computing])
+def test_a_layer_changes_with_what_its_functions_are_and_read(monkeypatch, made):
+    layer, described = make_target().model.layers[0], []
+    for scale in (1.0, 2.0, 2.0):
+        function = made(scale)
+        function.__module__, function.__qualname__ = modeling_llama.__name__, "rotate_half"
+        monkeypatch.setattr(modeling_llama, "rotate_half", function)
+        described.append(description_of(layer, {}))
+    assert described[0] != described[1] == described[2]
+    monkeypatch.setattr(modeling_llama, "rotate_half", made(object()))
+    if made is not computing:
+        with pytest.raises(CannotCompile, match="it reads a object"):
+            description_of(layer, {})
 
 
 def test_a_program_that_computes_something_else_is_dropped(monkeypatch):

@@ -390,6 +390,7 @@ def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, 
     assert plain.tolist() != free.repeat_interleave(count, dim=0).tolist() or name in CHANGES_NOTHING_HERE
     of_list = LogitsProcessorList.__call__
 
+    @harmless
     def noting(self, input_ids, scores, **kwargs):
         sizes.append((len(input_ids), len(scores)))
         return of_list(self, input_ids, scores, **kwargs)
@@ -681,6 +682,7 @@ def rows_read(monkeypatch):
     def note(target):
         counts, call = [], type(target).__call__
 
+        @harmless
         def noting(self, *args, **kwargs):
             if self is target:
                 counts.append(len(kwargs["input_ids"]))
@@ -855,6 +857,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
 
     trials, tried_again = [], draft_limits.tried_again
 
+    @harmless
     def noting(*args, **kwargs):
         found = tried_again(*args, **kwargs)
         trials.append(len(args[1]))
@@ -900,6 +903,7 @@ def test_experts_are_multiplied_as_in_plain_decoding(target, drafter, monkeypatc
     inside, seen, optimized = [False], [], type(target)._optimize_model_for_decode
 
     @contextlib.contextmanager
+    @harmless
     def noting(self):
         with optimized(self):
             inside[0] = True

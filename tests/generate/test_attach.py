@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import pickle
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -216,6 +217,7 @@ def misread(monkeypatch, target) -> None:
     """A planted fault: several tokens at once are read without their positions."""
     forward = type(target.model).forward
 
+    @harmless
     def forgetful(self, input_ids=None, position_ids=None, **kwargs):
         read = 0 if given_cache(kwargs) is None else given_cache(kwargs).get_seq_length()
         if read and input_ids.shape[1] > 1 and position_ids is not None:
@@ -269,6 +271,7 @@ def make_mute(monkeypatch, target, after: int = 0) -> None:
     forward, forwards = type(target).forward, forwards_of(target)
 
     @functools.wraps(forward)
+    @harmless
     def mute(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
         missing = "hidden_states" if len(forwards) > after else ""
@@ -455,6 +458,22 @@ def test_attaching_again_and_again_keeps_no_drafters(target):
     del drafter
     gc.collect()
     assert [each() is not None for each in replaced[:2]] == [False, False]
+
+
+def test_blocks_that_threads_enter_after_all_have_attached_end_with_what_was_before(target, drafter):
+    permanent, ready = attach(target, drafter), threading.Barrier(3)
+
+    def enter():
+        block = attach(target, CachebackDrafter(**FREE))
+        ready.wait(60)
+        with block:
+            ready.wait(60)
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(enter) for _ in range(3)]:
+            each.result()
+    assert attached(target) is permanent
+    permanent.detach()
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "save_pretrained"])

@@ -6,24 +6,12 @@ import threading
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
-from torch import nn
+from conftest import NewTokens, make_drafter, make_target
 
-from hf_hsdraft import CachebackDrafter, attach, attached, detach
+from hf_hsdraft import CachebackDrafter, attach, attached, detach, harmless
 from hf_hsdraft.core.refusals import DraftingRefused
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-
-
-class NewTokens(nn.Module):
-    """An embedding without a table."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def forward(self, ids):
-        return self.base(ids) * 1.5
 
 
 def gradients(target, ids, assistant=None):
@@ -75,11 +63,26 @@ def test_an_embedding_without_a_table_drafts_the_same_text(make, prompt):
     assert target.generate(prompt, **GREEDY, assistant_model=drafter).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("where", ["config", "call"])
+def test_a_target_whose_configuration_wants_tuples_drafts_as_it_decodes(where, prompt):
+    target, more = make_target(), {"return_dict": False} if where == "call" else {}
+    if where == "config":
+        target.config.return_dict = False
+    outcomes = []
+    for assistant in (None, CachebackDrafter(), make_drafter(target)):
+        try:
+            outcomes.append(target.generate(prompt, **GREEDY, **more, assistant_model=assistant).tolist())
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
 def test_a_forward_that_returns_the_last_logits_alone_is_refused(prompt):
     target = make_target()
     kind = type(target)
 
     class LastAlone(kind):
+        @harmless
         def forward(self, *args, **kwargs):
             return super().forward(*args, **{**kwargs, "logits_to_keep": 1})
 

@@ -48,7 +48,11 @@ print("DECODED")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("poor", [NO_HOME, NO_THREADS], ids=["no home", "no threads"])
+@pytest.mark.parametrize(
+    "poor",
+    [NO_HOME, pytest.param(NO_HOME + "COMPILED = True\n", marks=pytest.mark.slow), NO_THREADS],
+    ids=["no home", "no home, compiled", "no threads"],
+)
 def test_a_poor_process_drafts(poor):
     package = Path(__file__).parents[2]
     paths = os.pathsep.join([str(package), str(package / "tests"), *filter(None, sys.path)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_plain, edited, make_target
+from conftest import NewTokens, as_plain, edited, make_target
 from family_helpers import assert_same_tree, drafts, make_flashmap, session_of
 from oracles.flashmap_parity import CASES, parity
 from oracles.format_parity import Case
@@ -33,6 +33,14 @@ def first_tree(drafter, target, **options):
     session = session_of(drafter, target)
     session.observe([news(drafter, target, TEXT, 0, len(TEXT) - 1)])
     return drafts(session, {0: TEXT[-1]})[0]
+
+
+def test_an_embedding_without_a_table_is_read_token_by_token():
+    target = make_target()
+    target.set_input_embeddings(NewTokens(target.get_input_embeddings()))
+    drafter, ids = make_flashmap(target), torch.tensor([TEXT])
+    as_plain(target, drafter, ids, max_new_tokens=12)  # is watched
+    assert sum(as_plain(target, drafter, ids, max_new_tokens=12).statistics.drafted_nodes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -161,7 +161,7 @@ class Run:
         self.last, played.statistics = played, played.statistics or getattr(played.output, "statistics", None)
         if played.output is not None:
             cache = arguments.get(CACHE) or returned_cache(played.output)
-            played.kept = _tensors(cache)
+            played.kept = _tensors(cache, played.inputs.get("attention_mask"))
         return played
 
     def _generate(self, step: Step, arguments: dict[str, Any], drafting: bool, played: Played) -> Any:
@@ -310,8 +310,12 @@ def _drawn_by_row() -> Any:
         yield
 
 
-def _tensors(cache: Any) -> list[tuple[bool, torch.Tensor]]:
-    """Copies of a cache's tensors, and whether only the last slots are comparable."""
+def _tensors(cache: Any, mask: torch.Tensor | None) -> list[tuple[bool, torch.Tensor]]:
+    """Copies of a cache's tensors, and whether only the last slots are comparable.
+
+    Padding sees nothing, so some models let it attend to all slots of a static cache alike, whose number differs: it
+    follows from the longest call so far, and drafts have room of their own. Nothing reads these slots.
+    """
     cache = getattr(cache, "self_attention_cache", cache)
     kept = []
     for layer in getattr(cache, "layers", []):
@@ -320,5 +324,9 @@ def _tensors(cache: Any) -> list[tuple[bool, torch.Tensor]]:
         for name, value in sorted(vars(layer).items()):
             if isinstance(value, torch.Tensor) and value.dim() >= 3:
                 static = name in ("keys", "values") and type(layer).__name__.startswith("Static")
-                kept.append((windowed, (value[:, :, :length] if static else value).clone()))
+                copied = (value[:, :, :length] if static else value).clone()
+                if static and mask is not None and mask.dim() == 2 and mask.shape[1] <= length:
+                    hidden = mask.repeat_interleave(len(copied) // len(mask), dim=0) == 0
+                    copied[:, :, : mask.shape[1]].masked_fill_(hidden[:, None, :, None], 0)
+                kept.append((windowed, copied))
     return kept

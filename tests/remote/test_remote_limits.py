@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_drafter
+from conftest import NewTokens, make_drafter, make_target
 
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
@@ -92,6 +92,13 @@ class Device:
     def prompt_tokens(self) -> int:
         """Number of tokens that the server has read of all prompts."""
         return self._server.status()["batches"]["prompt_tokens"]
+
+
+def test_a_target_without_a_table_of_embeddings_is_not_served() -> None:
+    target = make_target()
+    target.set_input_embeddings(NewTokens(target.get_input_embeddings()))
+    with pytest.raises(ValueError, match="cannot be served: its input embedding, a NewTokens, has no table"):
+        VerifyServer(target)
 
 
 def test_hidden_states_come_in_pieces_that_fit_a_message(target, monkeypatch, tmp_path) -> None:

@@ -154,6 +154,7 @@ def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
     target = make_target()
     drafter, forward = make_drafter(target), type(target).forward
 
+    @harmless
     def forgetful(self, *args, **kwargs):
         outputs = forward(self, *args, **kwargs)
         if outputs.hidden_states is not None:
@@ -259,6 +260,7 @@ class PackedLinear(torch.nn.Module):
     def unpacked(self):
         return getattr(self, self.name).to(self.scale.dtype) * self.scale
 
+    @harmless
     def forward(self, x):
         return x @ self.unpacked().T
 
@@ -290,6 +292,7 @@ def test_a_target_whose_products_round_their_inputs_is_refused(seed, rows):
 class OfIntegers(torch.nn.Linear):
     """Multiplies 8-bit integers of each row, as 8-bit activations do."""
 
+    @harmless
     def forward(self, x):
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
         return torch.nn.functional.linear((x / scale).round() * scale, self.weight)
@@ -298,6 +301,7 @@ class OfIntegers(torch.nn.Linear):
 class OfUnpacked(torch.nn.Linear):
     """Multiplies in float32 by weights of 4 bits, which it unpacks."""
 
+    @harmless
     def forward(self, x):
         scale = self.weight.abs().amax(-1, keepdim=True) / 7
         return torch.nn.functional.linear(x, (self.weight / scale).round() * scale)
@@ -312,6 +316,7 @@ class OfUnknownWidth(OfIntegers):
 class OfHalf(torch.nn.Linear):
     """Multiplies in half precision, whatever it is given."""
 
+    @harmless
     def forward(self, x):
         return torch.nn.functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
 
@@ -338,6 +343,7 @@ class Gate(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(8, 32))
 
+    @harmless
     def forward(self, x):
         return (x @ self.weight.T).softmax(dim=-1)
 
@@ -345,6 +351,7 @@ class Gate(torch.nn.Module):
 class Places(Gate):
     """Returns the same for all inputs."""
 
+    @harmless
     def forward(self, x):
         return self.weight[: x.shape[1]]
 
@@ -553,6 +560,7 @@ def misread_beyond(monkeypatch, target, length: int, what: str) -> None:
     """A planted fault: beyond a length, several tokens at once are read without their mask or positions."""
     forward = type(target.model).forward
 
+    @harmless
     def short_sighted(self, *args, attention_mask=None, position_ids=None, **kwargs):
         cached = given_cache(kwargs).get_seq_length() if given_cache(kwargs) is not None else 0
         several = cached > 0 and position_ids is not None and position_ids.shape[-1] > 1
@@ -659,6 +667,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     reads, told = [], []
     forward, rest, observe = type(target.model).forward, Drafting.rest, HSDraftSession.observe
 
+    @harmless
     def counting(self, input_ids=None, *args, **kwargs):
         reads.append(input_ids.shape[1])
         return forward(self, input_ids, *args, **kwargs)
@@ -707,6 +716,7 @@ def test_two_rows_of_a_batch_are_tried(monkeypatch, padded, tuned):
     target, sizes, trying = make_target(), [], []
     forward, tried = target.forward, target_probe.tried_ability
 
+    @harmless
     def counted(**inputs):
         sizes.extend([len(inputs["input_ids"])] * len(trying))
         return forward(**inputs)

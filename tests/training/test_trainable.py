@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, write_prompts
+from conftest import VOCAB, NewTokens, make_drafter, make_target, write_prompts
 from safetensors.torch import load_file
 from session_helpers import borrow
 from training_helpers import decodes_as_plain, end_briefly, kill_at_step_three, own_hub, planned, run
@@ -497,6 +497,19 @@ def test_co_training_takes_any_family(target, tokenizer):
                 training.add(ids[:6], ids[6:])
             training.update()
         assert training.losses[1] < training.losses[0]
+
+
+def test_co_training_reads_heads_and_embeddings_without_tables(target, tokenizer):
+    from hf_hsdraft.methods.co_training.co_training import CoTraining
+
+    changed = make_target()
+    changed.set_input_embeddings(NewTokens(changed.get_input_embeddings()))
+    changed.set_output_embeddings(torch.nn.Sequential(changed.get_output_embeddings()))
+    training = CoTraining(changed, make_drafter(changed), tokenizer, learning_rate=3e-3, passes=8)
+    for _ in range(2):
+        training.add(list(range(2, 8)), list(range(20, 34)))
+        training.update()
+    assert training.losses[1] < training.losses[0]
 
 
 @kinds

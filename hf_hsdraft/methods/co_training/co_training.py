@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.target_weights import TargetWeights, borrow
 from ...training.data.conversations import TokenizedConversation
 from ...training.data.features import Features, read_features
 from ...training.families.trainable import family_of
@@ -140,7 +140,7 @@ class CoTraining(TrainerCallback):
         device = self.drafter.device
         with torch.no_grad():
             weights = self.drafter.borrow(embedding, head)
-            rows = head.weight[weights.vocab_ids.to(head.weight.device)].to(device, torch.float32)
+            rows = borrow(embedding, head, weights.vocab_ids, device, torch.float32).head
         names = () if device.type == "cpu" else ("chunk_logits", "scored_logits")
         chunks: Any = dict.fromkeys(names, CHUNK_LOGITS["cuda"])
         return weights, ChainLoss(weights, rows, self._objective, self._depth_weights, **chunks)

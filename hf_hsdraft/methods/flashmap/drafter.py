@@ -243,7 +243,8 @@ class FlashMapSession(ParallelSession):
 
         They read the whole embedding, so they are kept until it changes.
         """
-        config, weight, place = self.drafter.config, embedding.weight, (self.drafter.dtype, self.drafter.device)
+        config, place = self.drafter.config, (self.drafter.dtype, self.drafter.device)
+        weight = getattr(embedding, "weight", embedding)  # a module of the user's own may have none
         plain = type(weight) in (torch.Tensor, nn.Parameter) and not (weight.is_meta or weight.is_inference())
         form = (weight.data_ptr(), weight._version, config.block_size, *place) if plain else None
         made = _begun.get(embedding)
