@@ -27,8 +27,7 @@ from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.costs_and_habits import Costs
 from ...trees.tree_builders import TREE_BUILDERS
-from ...verify.common_options import COMMON_OPTIONS
-from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
+from ...verify.registry import COMMON_OPTIONS, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .adapters import check_adapter_name
 

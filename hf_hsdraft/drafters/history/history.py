@@ -24,8 +24,7 @@ from ..base.draft_options import IN_MEMORY, NO_HISTORY
 from ..base.protocol import Drafter
 from .draft import Trust
 from .history_file import SUFFIX, HistoryFile, News, read_all
-from .past_texts import PastTexts, Record
-from .token_index import Continuation
+from .past_texts import Continuation, PastTexts, Record
 
 logger = logging.get_logger(__name__)
 

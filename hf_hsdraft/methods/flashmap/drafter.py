@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Call, Read, weights_of
+from ...drafters.base.published import SpeculatorsFiles
 from ...drafters.base.published_format import PublishedFormat
 from ...drafters.base.refiners import REFINER_OPTIONS
-from ...drafters.base.saved_drafter import SpeculatorsFiles
 from .configuration import ROWS, FlashMapConfig
 from .network import FlashMapNetwork
 from .options import FLOW_STEPS
