@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import misfit_of
+from ...core.checks import MOST_NODES, misfit_of
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
@@ -26,7 +26,7 @@ from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
-from .draft_options import MOST_NODES, NO_HISTORY, DraftOptions
+from .draft_options import NO_HISTORY, DraftOptions
 
 
 @dataclass(frozen=True)
