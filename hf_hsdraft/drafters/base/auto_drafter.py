@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...core.checks import is_misspelt, nearest_option, printable
+from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
@@ -113,10 +113,7 @@ def _load_of_transformers(
     kind, placement = family.drafter, Placement.taken_from(kwargs)
     fields = fields_of(family.config)
     options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
-    for argument in kwargs.keys() - fields:
-        near = nearest_option(argument, option_names())
-        if is_misspelt(argument, near):
-            refuse_unknown(kind.__name__, [argument], option_names())
+    refuse_unknown(kind.__name__, kwargs.keys() - fields, option_names(), others=True)
     dtype = {} if placement.dtype is None else {"dtype": placement.dtype}
     loaded = kind.from_pretrained(name, *args, **dtype, **kwargs)
     drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`

@@ -96,13 +96,15 @@ def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, An
         drafter.check_options()
 
 
-def refuse_unknown(kind: str, given: Collection[str], names: Collection[str]) -> None:
-    """Raises a TypeError if an argument is not a drafting option."""
+def refuse_unknown(kind: str, given: Collection[str], names: Collection[str], others: bool = False) -> None:
+    """Raises a TypeError if an argument is not a drafting option; with `others`, only if it is a typo of one."""
     for name in sorted(set(given) - set(names)):
         near = nearest_option(name, names)
         hint = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"
         if is_misspelt(name, near):
             hint = f"the nearest option is {near}"
+        elif others:
+            continue
         raise TypeError(f"{kind} has no drafting option {printable(name)}: {hint}")
 
 

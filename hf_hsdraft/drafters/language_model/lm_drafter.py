@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import is_misspelt, nearest_option, printable
+from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from ..base.draft_options import default_options, option_names
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.registry import Format, register_format
-from ..base.saved_drafter import take_options
+from ..base.saved_drafter import refuse_unknown, take_options
 from ..base.travelling_config import ANY
 from .lm_ability import ability_of, shared_tokens, what_differs
 from .lm_files import (
@@ -106,10 +106,7 @@ class CausalLMDrafter(nn.Module, Drafter):
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
         """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
         known = option_names() | {option.name for option in cls.own_options}
-        for name in kwargs.keys() - known:  # the rest goes to transformers, which knows no drafting options
-            near = nearest_option(name, known)
-            if is_misspelt(name, near):
-                raise TypeError(f"{cls.__name__} has no drafting option {printable(name)}: the nearest is {near}")
+        refuse_unknown(cls.__name__, kwargs, known, others=True)  # others go to transformers
         own = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
         take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)
