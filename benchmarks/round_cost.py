@@ -266,7 +266,7 @@ def drafters_of(target: Any, drafter: Any, rows: Sequence[int], packed: bool) ->
     """Drafters of trees of fixed sizes, whose forwards read so many rows."""
     from gpu_bench.targets import with_nodes
 
-    from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+    from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 
     for count in rows:
         wrapped = WrappedDrafter(drafter)

@@ -137,7 +137,7 @@ def _tiny(target: Any, settings: Settings) -> Case:
 
 def _fixed(drafter: Any, settings: Settings) -> dict[str, Callable[[int], Any]]:
     """The same drafter with drafts of a fixed size."""
-    from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+    from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 
     def made(rows: int) -> Any:
         wrapped = WrappedDrafter(drafter)

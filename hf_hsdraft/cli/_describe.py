@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import printable
-from ..drafters.base.formats import recognise
-from ..drafters.base.registry import FAMILIES, load_families
+from ..drafters.base.registry import FAMILIES, load_families, recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.cached import cached_models
 from ..hub.card_figures import GAP, chain_length, is_chain, read_figures, shown_figure

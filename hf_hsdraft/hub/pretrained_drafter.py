@@ -16,8 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, logging
 
 from ..core.checks import demand, few, is_misspelt, nearest_option, printable, settings
-from ..verify.common_options import COMMON_OPTIONS, free_options
-from ..verify.registry import is_lossy, rule_options
+from ..verify.registry import COMMON_OPTIONS, free_options, is_lossy, rule_options
 from .code_files import ENTRY, PLACE
 from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
 from .fetching import fetch, find_folder, loading, taken_for_hub

@@ -21,9 +21,9 @@ from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..drafters.base.draft_options import DraftOptions, default_options
-from ..drafters.base.loading_arguments import Placement, take_options
 from ..drafters.base.plain_config import PlainConfig
 from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
+from ..drafters.base.saved_drafter import Placement, take_options
 from ..drafters.base.travelling_config import ANY
 from ..drafters.base.tree_session import ParallelExpansion, TreeSession
 from ..hub.drafter_files import OPTIONS, read_json

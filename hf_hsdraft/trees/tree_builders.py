@@ -1,4 +1,4 @@
-"""The interface of tree builders, and two that take the most probable nodes: beam search and best-first search.
+"""The interface of tree builders, two that take the most probable nodes (beam and best-first search), and look-ups.
 
 A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes, and
 gives it the gathered states of their parents, otherwise unchanged.
@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import torch
 
 from ..core.draft_tree import DraftTree, from_nodes
 from ..core.methods import Registry
+from ..core.tuning import TUNING
 
 
 class Expansion:
@@ -237,3 +238,42 @@ class Builder:
 
 
 TREE_BUILDERS: Registry[Builder] = Registry("tree_builder", {"beam": Builder(beam_trees)})  # by the option's value
+
+
+Path = tuple[int, ...]  # drafted tokens after the root
+
+
+def grown_tree(
+    root: int,
+    following: Callable[[Path], Sequence[tuple[int, float]]],
+    tree_size: int,
+    depth: int,
+    width: int | None = None,
+    threshold: float = 0.0,
+) -> DraftTree:
+    """Returns the most probable continuations of a root as a tree.
+
+    Args:
+        following: returns likely tokens after a path with their conditional probabilities, the most probable first.
+        tree_size: most nodes besides the root.
+        depth: greatest depth of a node.
+        width: most children of a node; 1 gives a chain, None is no limit.
+        threshold: least probability of a path, 0 to 1.
+    """
+    floor = math.log(max(threshold, TUNING.ngram_least))
+    nodes, paths = [(root, -1, 0, 0.0)], list[Path]([()])
+    waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
+    arrivals = itertools.count()
+    while len(nodes) <= tree_size:
+        newest = len(nodes) - 1
+        if len(paths[newest]) < depth:
+            for token, probability in following(paths[newest])[:width]:
+                score = nodes[newest][3] + min(math.log(probability), 0.0)
+                if score >= floor:
+                    heapq.heappush(waiting, (-score, next(arrivals), newest, token))
+        if not waiting:
+            break
+        cost, _, parent, token = heapq.heappop(waiting)
+        nodes.append((token, parent, nodes[parent][2] + 1, -cost))
+        paths.append((*paths[parent], token))
+    return from_nodes(nodes)

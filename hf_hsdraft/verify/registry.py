@@ -1,15 +1,21 @@
-"""Verification rules by the value of the option `verification`; all but the walk are methods."""
+"""Verification rules by the value of the option `verification`, and the drafting options of all drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.checks import MOST_NODES, Limit, choice, integer, is_number, printable
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
+from ..core.tuning import TUNING
+from ..trees.tree_builders import TREE_BUILDERS
 from .verdict import OwnChoice, Verifier
 
+NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
 VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice()})
 OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded
 
@@ -38,3 +44,96 @@ def rules_learned_in(folder: Path) -> list[Verifier]:
         if (folder / name).is_file():
             load("file", name)
     return [rule for rule in list(VERIFIERS.loaded.values()) if rule.file and (folder / rule.file).is_file()]
+
+
+@dataclass(frozen=True)
+class CommonOption:
+    """A drafting option that all drafters have.
+
+    Attributes:
+        default: None for sizes, which each family has its own of, and for what is measured.
+        limit: its values; None where the drafter, or the methods at hand, decide.
+        is_free: whether a value may come from a drafter's files. Others need the user's consent: they are set in code.
+        why_not: what other values do.
+    """
+
+    default: Any = None
+    limit: Limit | None = None
+    is_free: Callable[[Any], bool] = lambda value: True
+    why_not: Callable[[Any], str] = lambda value: ""
+
+
+def _keeps_seeds(value: Any) -> bool:
+    """Whether samples with a seed stay those of plain decoding."""
+    return not (isinstance(value, str) and value in TREE_BUILDERS and TREE_BUILDERS[value].draws)
+
+
+def _is_free_rule(value: Any) -> bool:
+    if not isinstance(value, str):
+        return True  # an invalid value is reported by the checks of options
+    return value in VERIFIERS and VERIFIERS[value].exact and VERIFIERS[value].own_draws
+
+
+def _why_no_rule(value: Any) -> str:
+    if value not in VERIFIERS:
+        return "this installation has no such rule"
+    return "it is lossy and may change the text" if is_lossy(value) else _OTHER_SAMPLES
+
+
+def _is_folder(value: Any) -> bool:
+    """Whether a value names a folder, rather than a mistyped word."""
+    return isinstance(value, str) and bool(value.strip()) and (os.sep in value or os.path.isdir(value))
+
+
+def _if_it_pays(work: str) -> Limit:
+    return Limit(
+        lambda value: value is None or isinstance(value, bool), f"True, False, or None for {work} where it pays"
+    )
+
+
+_OTHER_SAMPLES = "with it, samples with a seed are no longer those of plain decoding"
+_PROBABILITY = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1")
+_CONTINUED = Limit(integer(TUNING.ngram_depth, 0).valid, f"an integer from 0 (none) to {TUNING.ngram_depth}")
+_KEPT = Limit(
+    lambda value: value in (NO_HISTORY, IN_MEMORY) or _is_folder(value),
+    '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"',
+)
+
+COMMON_OPTIONS: Mapping[str, CommonOption] = {
+    "num_assistant_tokens": CommonOption(),
+    "tree_size": CommonOption(None, integer(MOST_NODES)),
+    "beam_width": CommonOption(None, integer(MOST_NODES)),
+    "assistant_confidence_threshold": CommonOption(0.0, _PROBABILITY),
+    "tree_builder": CommonOption("beam", None, _keeps_seeds, lambda value: _OTHER_SAMPLES),
+    "verification": CommonOption("walk", None, _is_free_rule, _why_no_rule),
+    "ngram_length": CommonOption(4),
+    "ngram_continuation": CommonOption(0, _CONTINUED),
+    "tree_sizing": CommonOption("cost", choice("cost", "fixed")),
+    "node_cost": CommonOption(),
+    "depth_cost": CommonOption(),
+    "packed_weights": CommonOption(None, _if_it_pays("packing")),
+    "compiled_layers": CommonOption(
+        None, _if_it_pays("compiling"), lambda value: not value, lambda value: "it starts a compiler"
+    ),
+    "adapter_name": CommonOption(
+        None, None, lambda value: value is None, lambda value: "adapters are loaded by name in code"
+    ),
+    "history": CommonOption(
+        NO_HISTORY, _KEPT, lambda value: value in (None, NO_HISTORY), lambda value: "a history keeps users' texts"
+    ),
+}
+
+
+def free_options(stored: Mapping[str, Any], where: Any) -> tuple[dict[str, Any], str]:
+    """Returns the options in a drafter's files that need no consent, and a line about the others, if any."""
+    common = {name: value for name, value in stored.items() if name in COMMON_OPTIONS}
+    refused = {name: value for name, value in common.items() if not COMMON_OPTIONS[name].is_free(value)}
+    free = {name: value for name, value in stored.items() if name not in refused}
+    if not refused:
+        return free, ""
+    asked = [f"{name}={printable(value)} ({COMMON_OPTIONS[name].why_not(value)})" for name, value in refused.items()]
+    return free, (
+        f"the options saved in {where} ask for {', '.join(asked)}. It is not used, as a drafter's files do not decide "
+        f"this. To use it, load the drafter, set drafter.generation_config.{next(iter(refused))}, and pass the drafter "
+        "itself, not its name"
+    )

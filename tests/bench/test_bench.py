@@ -33,7 +33,7 @@ from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
 from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.engine.divergence import Divergence, first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt

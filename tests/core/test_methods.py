@@ -18,9 +18,8 @@ from test_specformer import make_specformer
 import hf_hsdraft
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.methods import Registry
-from hf_hsdraft.drafters.base.formats import formats
 from hf_hsdraft.drafters.base.refiners import REFINERS
-from hf_hsdraft.drafters.base.registry import FAMILIES
+from hf_hsdraft.drafters.base.registry import FAMILIES, formats
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
 from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS

@@ -17,7 +17,7 @@ from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.adapters import adapted, adapter_names
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.engine.loop import Observer
 from hf_hsdraft.hub.pretrained_drafter import write_options
 

@@ -333,7 +333,7 @@ def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
 def test_options_and_shapes_are_checked_before_weights_are_read(target, tmp_path, monkeypatch):
     CausalLMDrafter(target).save_pretrained(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest option is tree_size"):
         CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path, tree_size=0)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, attach
 from hf_hsdraft.cli._describe import cached_drafters
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.base.formats import formats
+from hf_hsdraft.drafters.base.registry import formats
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 COMMANDED = ("block", "eagle", "language model", "cacheback")

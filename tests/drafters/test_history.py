@@ -33,8 +33,7 @@ from hf_hsdraft.drafters.history.draft import HistoryDraft, Trust
 from hf_hsdraft.drafters.history.history import History, history_of
 from hf_hsdraft.drafters.history.history_file import SUFFIX, HistoryFile, read_all
 from hf_hsdraft.drafters.history.history_session import HistorySession
-from hf_hsdraft.drafters.history.past_texts import BLOCK, Record
-from hf_hsdraft.drafters.history.token_index import LONGEST_MATCH, Continuation, TokenIndex
+from hf_hsdraft.drafters.history.past_texts import BLOCK, LONGEST_MATCH, Continuation, Record, TokenIndex
 from hf_hsdraft.hub.pretrained_drafter import stored_options
 
 KEY = bytes(range(32))

@@ -16,8 +16,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
-from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut
-from hf_hsdraft.drafters.hidden_state.static_session import StaticSession
+from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, StaticSession
 from hf_hsdraft.runtime.tree_reading import TreeBatch
 from hf_hsdraft.verify.verdict import chosen_path, walk
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Drafter, Session, WrappedDrafter
 
 
 @torch.no_grad()

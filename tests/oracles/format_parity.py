@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
-from hf_hsdraft.drafters.base.protocol import Call, Session
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.protocol import Call, Session, WrappedDrafter
 from hf_hsdraft.trees.tree_builders import Expansion
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session
-from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session, WrappedDrafter
 from hf_hsdraft.runtime.target_limits import text_config
 
 

@@ -8,16 +8,15 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...core.checks import is_misspelt, nearest_option, printable
+from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, read_json
 from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from .draft_options import option_names
 from .finding import find, train_command
-from .formats import Format, recognise
-from .loading_arguments import Placement, give_options, refuse_unknown
-from .registry import FAMILIES, Family, load_families
+from .registry import FAMILIES, Family, Format, load_families, recognise
+from .saved_drafter import Placement, give_options, refuse_unknown
 from .target_info import TargetInfo
 
 logger = logging.get_logger(__name__)
@@ -84,10 +83,9 @@ class AutoDrafter:
             local_files_only: whether to look into the cache only, instead of on the Hub too.
         """
         target = TargetInfo.of_model(model, tokenizer, local_files_only)
-        found, note = find(target, local_files_only)
+        (*found, ngrams), note = find(target, local_files_only)
+        assert ngrams.made is not None
         for each in found:
-            if each.made is not None and not each.trained:
-                break
             if local_files_only and not each.here:
                 continue
             loading = {"dtype": model.dtype, "local_files_only": each.here, **each.loading}
@@ -105,7 +103,7 @@ class AutoDrafter:
             f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
             f"`{train_command(target.place or 'path/or/name')}` trains a drafter"
         )
-        return found[-1].made(model)
+        return ngrams.made(model)
 
 
 def _load_of_transformers(
@@ -115,10 +113,7 @@ def _load_of_transformers(
     kind, placement = family.drafter, Placement.taken_from(kwargs)
     fields = fields_of(family.config)
     options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
-    for argument in kwargs.keys() - fields:
-        near = nearest_option(argument, option_names())
-        if is_misspelt(argument, near):
-            refuse_unknown(kind.__name__, [argument], option_names())
+    refuse_unknown(kind.__name__, kwargs.keys() - fields, option_names(), others=True)
     dtype = {} if placement.dtype is None else {"dtype": placement.dtype}
     loaded = kind.from_pretrained(name, *args, **dtype, **kwargs)
     drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`

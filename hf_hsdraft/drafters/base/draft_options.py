@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,6 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ...core.checks import (
-    MOST_NODES,
     Limit,
     choice,
     demand,
@@ -27,8 +25,7 @@ from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.costs_and_habits import Costs
 from ...trees.tree_builders import TREE_BUILDERS
-from ...verify.common_options import COMMON_OPTIONS
-from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
+from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .adapters import check_adapter_name
 
@@ -46,8 +43,6 @@ HISTORY_NOT_TAKEN = (
 )
 
 MOST_LEADING = 16  # longest n-gram leader, in tokens
-NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
-TREE_SIZINGS = ("cost", "fixed")
 
 
 @dataclass(frozen=True)
@@ -149,40 +144,13 @@ class DraftOptions:
 
 
 def _limits(drafter: Any) -> dict[str, Limit]:
-    most, least = drafter.num_draft_steps, drafter.least_ngram_length
+    least, depth = drafter.least_ngram_length, integer(drafter.num_draft_steps)
     shortest = "0 (no n-grams)" if least == 0 else f"{least}, the least of a {type(drafter).__name__},"
-    lengths, continuations = integer(MOST_LEADING, least), integer(TUNING.ngram_depth, 0)
-    return {
-        "num_assistant_tokens": Limit(
-            integer(most).valid, f"{integer(most).wanted}, the greatest depth of this drafter"
-        ),
-        "tree_size": integer(MOST_NODES),
-        "beam_width": integer(MOST_NODES),
-        "ngram_length": Limit(lengths.valid, f"an integer from {shortest} to {MOST_LEADING}"),
-        "ngram_continuation": Limit(continuations.valid, f"an integer from 0 (none) to {continuations.most}"),
-        "assistant_confidence_threshold": Limit(
-            lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1"
-        ),
-        "tree_sizing": choice(*TREE_SIZINGS),
+    return {name: each.limit for name, each in COMMON_OPTIONS.items() if each.limit is not None} | {
+        "num_assistant_tokens": Limit(depth.valid, f"{depth.wanted}, the greatest depth of this drafter"),
+        "ngram_length": Limit(integer(MOST_LEADING, least).valid, f"an integer from {shortest} to {MOST_LEADING}"),
         "tree_builder": choice(*TREE_BUILDERS),
-        "packed_weights": _if_it_pays("packing"),
-        "compiled_layers": _if_it_pays("compiling"),
-        "history": Limit(
-            lambda value: value in (NO_HISTORY, IN_MEMORY) or _is_folder(value),
-            '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"',
-        ),
     }
-
-
-def _is_folder(value: Any) -> bool:
-    """Whether a value names a folder, rather than a mistyped word."""
-    return isinstance(value, str) and bool(value.strip()) and (os.sep in value or os.path.isdir(value))
-
-
-def _if_it_pays(work: str) -> Limit:
-    return Limit(
-        lambda value: value is None or isinstance(value, bool), f"True, False, or None for {work} where it pays"
-    )
 
 
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
@@ -215,24 +183,9 @@ def default_options(
     num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
 ) -> GenerationConfig:
     """The default options of a family; `own` are its `Drafter.own_options`. Options of rules are added when set."""
-    return GenerationConfig(
-        num_assistant_tokens=num_assistant_tokens,
-        tree_size=tree_size,
-        beam_width=beam_width,
-        assistant_confidence_threshold=0.0,
-        tree_builder="beam",
-        verification="walk",
-        ngram_length=4,
-        ngram_continuation=0,
-        tree_sizing="cost",
-        node_cost=None,
-        depth_cost=None,
-        packed_weights=None,
-        compiled_layers=None,
-        adapter_name=None,
-        history=NO_HISTORY,
-        **{option.name: option.default for option in own},
-    )
+    common = {name: each.default for name, each in COMMON_OPTIONS.items()}
+    sizes = {"num_assistant_tokens": num_assistant_tokens, "tree_size": tree_size, "beam_width": beam_width}
+    return GenerationConfig(**{**common, **sizes, **{option.name: option.default for option in own}})
 
 
 def _given(config: GenerationConfig | None) -> dict[str, Any]:

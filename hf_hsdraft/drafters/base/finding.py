@@ -20,8 +20,7 @@ from ...hub.cached import CachedModel, cached_models, named_targets
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import default_drafter
-from .formats import recognise
-from .registry import FAMILIES, load_families
+from .registry import FAMILIES, load_families, recognise
 from .saved_drafter import WeightlessDrafter
 from .target_info import Evidence, Fit, TargetInfo, fit_of
 

@@ -1,12 +1,13 @@
 """Interface between decoding and drafters.
 
 A family is a file or folder with a `Drafter` (weights and options, no per-call state) and a `Session` (the drafting
-state of one call).
+state of one call). A `WrappedDrafter` measures or checks another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import misfit_of
+from ...core.checks import MOST_NODES, misfit_of
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
@@ -25,7 +26,7 @@ from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
-from .draft_options import MOST_NODES, DraftOptions
+from .draft_options import NO_HISTORY, DraftOptions
 
 
 @dataclass(frozen=True)
@@ -260,3 +261,43 @@ def check_sizes(wanted: Any, target: Any) -> None:
             f"{misfit}: this drafter was trained for {wanted.target_name or 'another target'}. Use a drafter of this "
             "target, or train one with `hsdraft train`."
         )
+
+
+class WrappedDrafter(Drafter):
+    """Drafts like another drafter, with trees of fixed size, no n-grams and no history: every run drafts the same.
+
+    Subclasses may override `session`. The wrapped drafter is not changed: options are copied. A `rule` verifies instead
+    of the one that the options name.
+    """
+
+    def __init__(self, drafter: Any, rule: Verifier | None = None) -> None:
+        self.config, self.device = drafter.config, getattr(drafter, "device", None)
+        self.num_draft_steps = drafter.num_draft_steps
+        self.takes_tree_builders, self.own_options = drafter.takes_tree_builders, drafter.own_options
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        options = self.generation_config
+        options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
+        options.history = NO_HISTORY
+        self._drafter, self._rule = drafter, rule
+
+    def default_generation_config(self) -> GenerationConfig:
+        return self._drafter.default_generation_config()
+
+    def check_together(self, options: DraftOptions) -> None:
+        self._drafter.check_together(options)
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return self._drafter.taps
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        return self._drafter.taps_of(target)
+
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
+
+    def session(self, call: Call) -> Session:
+        return self._drafter.session(call)
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return self._drafter.verifier(options) if self._rule is None else self._rule

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
 from ...core.checks import printable, public_name
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
-from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import Shape
+from ...hub.checkpoint import LOOSE_MASK, Checkpoint
+from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
+from ...hub.fetching import loading, taken_for_hub
 from ...hub.speculators_format import speculators_fields
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions, default_options
-from .loading_arguments import Placement, take_options
 from .published_format import PublishedFormat, drafted_ids
 from .refiners import check_refiners
-from .saved_drafter import PublishedDrafter
+from .registry import recognise
+from .saved_drafter import Placement, SavedDrafter, take_options
 from .target_info import misfit
 
 _LAYER_FIELDS = (
@@ -31,8 +37,18 @@ _LAYER_FIELDS = (
 )  # fmt: skip
 
 
-class PublishedNetwork(nn.Module, PublishedDrafter):
-    """A drafter whose network fuses hidden states of the target by `fc`.
+@dataclass(frozen=True)
+class SpeculatorsFiles:
+    """A drafter's files in the speculators format."""
+
+    document: Mapping[str, Any]  # config.json
+    tensors: Mapping[str, torch.Tensor]  # weights by name
+    # Tensors stored each in a separate file, by file name; only this package reads them
+    loose: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class PublishedNetwork(nn.Module, SavedDrafter):
+    """A drafter whose network fuses hidden states of the target by `fc`, saved in the speculators format.
 
     Its configuration is a `PublishedConfig`, or has its fields about the target. Weights, configuration and, in
     `generation_config`, drafting options are all that it holds, but no state of a call, so several threads may share
@@ -49,6 +65,8 @@ class PublishedNetwork(nn.Module, PublishedDrafter):
     - labels: for `loss_function(drafter, hidden_states, labels)`; None for no loss.
     """
 
+    saved_as: Sequence[str] = ("speculators",)
+    why_not_exported = "it is written in the format of speculators only"
     config_class: Any
     config: Any
     fc: nn.Linear
@@ -169,6 +187,46 @@ class PublishedNetwork(nn.Module, PublishedDrafter):
             state["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
             state["t2d"][self.draft_vocab_ids().cpu()] = True
         return state
+
+    def in_files(self, target_name: str = "") -> SpeculatorsFiles:
+        """Returns the contents of its files; raises a ValueError if the format cannot express what it computes."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Loads a drafter of this family from a folder or the Hub; checks it before allocating anything large.
+
+        Arguments and errors as in `AutoDrafter.from_pretrained`, which loads it too.
+        """
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
+        with loading(name, bool(hub.get("local_files_only"))):
+            checkpoint = Checkpoint.open(name, subfolder, **hub)
+            form = recognise(checkpoint)
+            other = f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
+            if form.drafter is not None and not issubclass(form.drafter, cls):
+                raise ValueError(other)
+            drafter = form.load(checkpoint, **kwargs)
+            if not isinstance(drafter, cls):  # the format does not name its class
+                raise ValueError(other)
+            return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
+        """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
+
+        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
+        """
+        self.check_options()
+        files = self.in_files(target_name)
+        super().save_pretrained(save_directory, files=files)
+        if LOOSE_MASK not in files.loose:
+            (Path(save_directory) / LOOSE_MASK).unlink(missing_ok=True)  # left by a previous drafter
+
+    def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
+        weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}
+        (folder / CONFIG).write_text(json.dumps(files.document, indent=2) + "\n", encoding="utf-8")
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        for name, tensor in files.loose.items():
+            torch.save(tensor.detach().cpu(), folder / name)
 
 
 def speculators_document(

@@ -20,7 +20,7 @@ from ...hub.checkpoint import Checkpoint, Shape
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from .decoder_layer import LayerSizes
-from .formats import Format, fields_told, register_format, with_fields
+from .registry import Format, fields_told, register_format, with_fields
 from .target_info import fit_of
 
 OURS: Any = object()  # a default: that of our field; without one it is required
@@ -249,7 +249,7 @@ class PublishedFormat:
         name: shown in messages.
         rank: order of matching, see `Format`.
         matches: whether a checkpoint has this format.
-        drafter: class of the drafters, a `PublishedDrafter`, whose configuration has the `rows`.
+        drafter: class of the drafters, a `PublishedNetwork`, whose configuration has the `rows`.
         rows: what gives each of our fields: a `Row`, or the value itself. Fields without a row have their defaults.
         layers: the table of config.json about layers; empty if its fields are at the top.
         with_defaults: types of transformers' configurations whose defaults that table leaves out; a single one is the

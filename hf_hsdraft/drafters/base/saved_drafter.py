@@ -1,29 +1,111 @@
-"""Drafters that the package itself writes as folders: in formats of other projects, or without weights."""
+"""What families share in loading (dtype, device, options), and drafters that the package itself writes as folders."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch import nn
 
-from ...core.checks import FORMAT_VERSION, printable
-from ...hub.checkpoint import LOOSE_MASK, Checkpoint
-from ...hub.drafter_files import CONFIG, OPTIONS, WEIGHTS, check_is_drafter, read_json
+from ...core.checks import FORMAT_VERSION, is_misspelt, nearest_option, printable
+from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
 from ...hub.fetching import find_folder, loading, taken_for_hub
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import stored_options, write_options
 from ...hub.publication import bring_known, complete_folder
 from ...hub.pushing import push
-from .formats import recognise
-from .loading_arguments import Placement
+from .draft_options import option_names
 from .protocol import Drafter
+
+PLACEMENT = ("dtype", "device_map", "attn_implementation")  # accepted by every family, beside options
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a drafter's weights go."""
+
+    dtype: torch.dtype | None  # None for the dtype of the files
+    device: torch.device | None  # None for the CPU. `generate()` moves a drafter to its target anyway.
+
+    @classmethod
+    def taken_from(cls, given: MutableMapping[str, Any]) -> Placement:
+        """Pops dtype (also `torch_dtype`), device and attention from `given`; raises a ValueError if one is invalid."""
+        dtypes = {name: dtype_of(given[name]) for name in ("dtype", "torch_dtype") if given.get(name) is not None}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(f"dtype={given['dtype']!r} contradicts torch_dtype={given['torch_dtype']!r}: pass one")
+        for name in ("dtype", "torch_dtype"):
+            given.pop(name, None)
+        attention = given.pop("attn_implementation", None)
+        if attention not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={attention!r} is invalid: this drafter computes attention by itself; leave it "
+                "out, or pass 'sdpa' or 'eager', which change nothing"
+            )
+        return cls(next(iter(dtypes.values()), None), _device_of(given.pop("device_map", None)))
+
+    def place(self, drafter: Any) -> Any:
+        """Moves a drafter to the device, if it has weights, and returns it."""
+        return drafter.to(self.device) if self.device is not None and isinstance(drafter, nn.Module) else drafter
+
+
+def _device_of(device_map: Any) -> torch.device | None:
+    if isinstance(device_map, Mapping) and len(set(device_map.values())) == 1:
+        [device_map] = set(device_map.values())
+    if device_map is None or device_map == "auto":  # it will follow its target
+        return None
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device_map={device_map!r} is invalid: expected one device, such as 'cuda:0', as a drafter is not divided"
+        ) from error
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns a floating-point dtype, given by name or itself; None and `"auto"` give None, the dtype of the files."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is invalid: expected one such as torch.bfloat16, or 'auto'")
+    return found
+
+
+def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str = OPTIONS) -> None:
+    """As `give_options`, with the options saved in a folder's `file`. The drafter may be on the meta device."""
+    give_options(drafter, stored_options(folder / file), given)
+
+
+def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Applies saved options, ignoring unknown ones, then options from the caller.
+
+    Raises a TypeError if the caller names an unknown option, and a ValueError if one is out of range.
+    """
+    names = option_names(drafter)
+    refuse_unknown(type(drafter).__name__, given, names)
+    for name, value in {**stored, **given}.items():
+        if name in names:
+            setattr(drafter.generation_config, name, value)
+    if given:
+        drafter.check_options()
+
+
+def refuse_unknown(kind: str, given: Collection[str], names: Collection[str], others: bool = False) -> None:
+    """Raises a TypeError if an argument is not a drafting option; with `others`, only if it is a typo of one."""
+    for name in sorted(set(given) - set(names)):
+        near = nearest_option(name, names)
+        hint = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"
+        if is_misspelt(name, near):
+            hint = f"the nearest option is {near}"
+        elif others:
+            continue
+        raise TypeError(f"{kind} has no drafting option {printable(name)}: {hint}")
 
 
 class SavedDrafter(Drafter):
@@ -55,63 +137,6 @@ class SavedDrafter(Drafter):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push(Path(folder), repo_id, **kwargs)
-
-
-@dataclass(frozen=True)
-class SpeculatorsFiles:
-    """A drafter's files in the speculators format."""
-
-    document: Mapping[str, Any]  # config.json
-    tensors: Mapping[str, torch.Tensor]  # weights by name
-    # Tensors stored each in a separate file, by file name; only this package reads them
-    loose: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-class PublishedDrafter(SavedDrafter):
-    """A drafter of a published architecture, saved in the speculators format, which vLLM reads too."""
-
-    saved_as: Sequence[str] = ("speculators",)
-    why_not_exported = "it is written in the format of speculators only"
-
-    def in_files(self, target_name: str = "") -> SpeculatorsFiles:
-        """Returns the contents of its files; raises a ValueError if the format cannot express what it computes."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a drafter of this family from a folder or the Hub; checks it before allocating anything large.
-
-        Arguments and errors as in `AutoDrafter.from_pretrained`, which loads it too.
-        """
-        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
-        with loading(name, bool(hub.get("local_files_only"))):
-            checkpoint = Checkpoint.open(name, subfolder, **hub)
-            form = recognise(checkpoint)
-            other = f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
-            if form.drafter is not None and not issubclass(form.drafter, cls):
-                raise ValueError(other)
-            drafter = form.load(checkpoint, **kwargs)
-            if not isinstance(drafter, cls):  # the format does not name its class
-                raise ValueError(other)
-            return drafter
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
-        """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
-
-        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
-        """
-        self.check_options()
-        files = self.in_files(target_name)
-        super().save_pretrained(save_directory, files=files)
-        if LOOSE_MASK not in files.loose:
-            (Path(save_directory) / LOOSE_MASK).unlink(missing_ok=True)  # left by a previous drafter
-
-    def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
-        weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}
-        (folder / CONFIG).write_text(json.dumps(files.document, indent=2) + "\n", encoding="utf-8")
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-        for name, tensor in files.loose.items():
-            torch.save(tensor.detach().cpu(), folder / name)
 
 
 class WeightlessDrafter(SavedDrafter):

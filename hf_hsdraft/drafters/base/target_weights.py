@@ -1,4 +1,4 @@
-"""What a drafter borrows from its target, and the base of networks that read the target's hidden states.
+"""What a drafter borrows from its target, and bases of networks that read its hidden states and tokens.
 
 Letters in the shapes: T positions, D hidden size, V' draft vocabulary.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, is_accelerate_available
 
-from ...core.tensors import RMSNorm, device_of, is_unhooked
+from ...core.tensors import RMSNorm, Transform, device_of, is_unhooked
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,44 @@ class StateNetwork(PreTrainedModel):
         """Collects the target's embedding and output rows; `with_head=False` leaves out the rows, which are copied."""
         head = output_head if self.lm_head is None and with_head else None
         return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)
+
+
+class TokenHead(nn.Module):
+    """Base of networks that tell drafted depths the tokens before them, by a logit bias of low rank.
+
+    Depths that are drafted at once know no token before them. A node's *state* summarises its path, and its *code* is
+    the bias of its children before the last product, `up`. Letters: N nodes, S state size, r rank, C columns.
+    """
+
+    reads_embeds = False  # whether `advance` gets the target's embeddings `[..., D]` in place of tokens
+    needs_hidden = False  # whether a node's state depends on the drafted state that proposed it
+    free_depths = 0  # number of depths, from the first on, without a bias
+    up: Any  # maps codes `[..., r]` to biases `[..., V']`
+
+    def advance(
+        self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns states `[N, S]` after tokens `[N]`, int64, from those before them; None starts a path.
+
+        `hidden` `[N, D]` are the drafted states that proposed the tokens, if needed and known.
+        """
+        raise NotImplementedError
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what depends on drafted states `[..., D]` only; computed once for all nodes of a depth."""
+        raise NotImplementedError
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns codes `[N, r]` of nodes in `states` `[N, S]`; `projected` is of their children's drafted state."""
+        raise NotImplementedError
+
+    def among(self, columns: torch.Tensor) -> Transform | None:
+        """Returns `up` for `columns` `[B, C]`, int64, of the draft vocabulary only; None if it must compute all."""
+        return None
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
+        return self.up(self.code(self.project(hidden), states))
 
 
 @dataclass

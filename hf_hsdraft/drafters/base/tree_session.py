@@ -21,7 +21,7 @@ from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
 from .refiners import Refinement
-from .token_head import TokenHead
+from .target_weights import TokenHead
 
 
 class CacheMemory:
@@ -89,7 +89,9 @@ class TokenBias:
         hidden = self._hidden[:, slot : slot + 1] if head.needs_hidden and slot >= 0 else None
         if level == 1:
             states = head.advance(inputs, self._since)
-        return states if level == 1 and hidden is None else head.advance(inputs, states, hidden)
+            if hidden is None:
+                return states
+        return head.advance(inputs, states, hidden)
 
     def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
         """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""

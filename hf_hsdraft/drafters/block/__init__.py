@@ -1,3 +1,1 @@
 """Drafters of whole blocks of tokens in one forward (DFlash, DFlash2, DSpark) in several published formats."""
-
-from . import formats  # noqa: F401

@@ -25,14 +25,12 @@ from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import PublishedNetwork, speculators_document
+from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
 from ..base.refiners import REFINER_OPTIONS
-from ..base.saved_drafter import SpeculatorsFiles
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
-from .context import training_attention
 from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
-from .session import CONFIDENCE, BlockSession
+from .session import CONFIDENCE, BlockSession, training_attention
 
 logger = logging.get_logger(__name__)
 

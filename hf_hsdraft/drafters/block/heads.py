@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import Transform, best_of
-from ..base.token_head import TokenHead
+from ..base.target_weights import TokenHead
 
 
 class BlockHead(TokenHead):

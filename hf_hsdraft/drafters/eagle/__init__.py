@@ -1,3 +1,1 @@
 """Drafters that extrapolate the target's hidden states autoregressively (EAGLE-3) or in parallel (P-EAGLE)."""
-
-from . import formats  # noqa: F401

@@ -23,8 +23,7 @@ from ...hub.checkpoint import Checkpoint
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import PublishedNetwork, speculators_document
-from ..base.saved_drafter import SpeculatorsFiles
+from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
 from .session import EagleSession

@@ -21,7 +21,6 @@ from ...core.checks import few, printable
 from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
-from ..base.formats import Format, register_format
 from ..base.published_format import (
     OURS,
     Files,
@@ -35,6 +34,7 @@ from ..base.published_format import (
     taps,
     told,
 )
+from ..base.registry import Format, register_format
 from .configuration import DRAFT_STEPS
 from .drafter import EagleDrafter
 

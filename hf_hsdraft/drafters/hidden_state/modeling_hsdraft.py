@@ -21,8 +21,7 @@ from .configuration_hsdraft import HSDraftConfig
 from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
 from .network import HSDraftLayer, HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
-from .static_roll_out import static_roll_out
-from .static_session import StaticSession
+from .static_roll_out import StaticSession, static_roll_out
 from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import Layer, read, roll
 

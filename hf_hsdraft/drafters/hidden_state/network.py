@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import Attend, RMSNorm, Transform, best_of, biased, side_by_side
-from ..base.target_weights import StateNetwork
-from ..base.token_head import TokenHead
+from ..base.target_weights import StateNetwork, TokenHead
 from .configuration_hsdraft import HSDraftConfig
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequencies
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ...trees.growing import grown_tree
-from .token_index import Continuation
+from ...trees.tree_builders import grown_tree
+from .past_texts import Continuation
 
 _ALONE, _AGREED, _SPLIT = range(3)  # one occurrence; several that one token follows; several that differ
 Group = dict[int, list[Continuation]]  # occurrences by the token that follows, the longest and newest first

@@ -20,12 +20,11 @@ from ...core.forks import new_lock, new_rlock
 from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
-from ..base.draft_options import IN_MEMORY, NO_HISTORY
+from ...verify.registry import IN_MEMORY, NO_HISTORY
 from ..base.protocol import Drafter
 from .draft import Trust
 from .history_file import SUFFIX, HistoryFile, News, read_all
-from .past_texts import PastTexts, Record
-from .token_index import Continuation
+from .past_texts import Continuation, PastTexts, Record
 
 logger = logging.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from ...core.tuning import TUNING
 from ..base.protocol import Accepted, Ask, Call, Session
 from .draft import HistoryDraft
 from .history import History
-from .token_index import LONGEST_MATCH, Continuation, TokenIndex
+from .past_texts import LONGEST_MATCH, Continuation, TokenIndex
 
 
 class GrowingTexts:

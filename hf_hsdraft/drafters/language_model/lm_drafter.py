@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import is_misspelt, nearest_option, printable
+from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
@@ -20,12 +20,22 @@ from ...hub.pretrained_drafter import write_options
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, option_names
-from ..base.loading_arguments import take_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
+from ..base.registry import Format, register_format
+from ..base.saved_drafter import refuse_unknown, take_options
 from ..base.travelling_config import ANY
 from .lm_ability import ability_of, shared_tokens, what_differs
-from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
+from .lm_files import (
+    DRAFTING_OPTIONS,
+    describe,
+    empty_model,
+    fit,
+    load_model,
+    load_tokenizer,
+    why_no_causal_lm,
+    why_not_by_config,
+)  # fmt: skip
 from .lm_session import CausalLMSession
 
 
@@ -96,10 +106,7 @@ class CausalLMDrafter(nn.Module, Drafter):
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
         """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
         known = option_names() | {option.name for option in cls.own_options}
-        for name in kwargs.keys() - known:  # the rest goes to transformers, which knows no drafting options
-            near = nearest_option(name, known)
-            if is_misspelt(name, near):
-                raise TypeError(f"{cls.__name__} has no drafting option {printable(name)}: the nearest is {near}")
+        refuse_unknown(cls.__name__, kwargs, known, others=True)  # others go to transformers
         own = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
         take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)
@@ -169,3 +176,19 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     def session(self, call: Call) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
+
+
+# Matched last: it is recognised only by not being another format.
+register_format(
+    Format(
+        name="causal language model",
+        rank=1000,
+        matches=lambda checkpoint: not why_no_causal_lm(checkpoint),
+        load=CausalLMDrafter.of_checkpoint,
+        describe=describe,
+        drafter=CausalLMDrafter,
+        possible=lambda config: not why_not_by_config(config),
+        listed=lambda checkpoint: (checkpoint.folder / DRAFTING_OPTIONS).is_file(),  # most models are not drafters
+        fit=fit,
+    )
+)

@@ -15,7 +15,7 @@ from ...core.checks import is_integer, is_misspelt, nearest_option
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
-from ...verify.common_options import COMMON_OPTIONS
+from ...verify.registry import COMMON_OPTIONS
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ...trees.growing import Path, grown_tree
+from ...trees.tree_builders import Path, grown_tree
 
 
 @dataclass

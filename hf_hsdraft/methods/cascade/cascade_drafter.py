@@ -19,10 +19,10 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
+from ...drafters.base.saved_drafter import Placement, take_options
 from ...drafters.base.travelling_config import ANY
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json

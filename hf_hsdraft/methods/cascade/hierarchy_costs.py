@@ -19,8 +19,7 @@ from ...bench.calls import ArrivalStreamer
 from ...bench.machine import synchronise, timed
 from ...bench.prompts import Inputs
 from ...core.refusals import DraftingRefused
-from ...drafters.base.protocol import Drafter
-from ...drafters.base.wrapped_drafter import WrappedDrafter
+from ...drafters.base.protocol import Drafter, WrappedDrafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...engine.loop import Observer, Round
 from .hierarchy import Acceptance, Curve, Drafting, Levels

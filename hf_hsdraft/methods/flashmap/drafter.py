@@ -23,11 +23,10 @@ from ...core.tensors import RMSNorm, batched_attention, on_device
 from ...drafters.base.decoder_layer import Attention, Rope, rotary_of, rotate
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call, Read, weights_of
-from ...drafters.base.published import PublishedNetwork
+from ...drafters.base.published import PublishedNetwork, SpeculatorsFiles
 from ...drafters.base.published_format import PublishedFormat
 from ...drafters.base.reading_session import ParallelSession
 from ...drafters.base.refiners import REFINER_OPTIONS
-from ...drafters.base.saved_drafter import SpeculatorsFiles
 from ...drafters.base.target_weights import TargetWeights, borrow
 from .configuration import ROWS, FlashMapConfig
 

@@ -13,11 +13,10 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.loading_arguments import give_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.saved_drafter import WeightlessDrafter
+from ...drafters.base.saved_drafter import WeightlessDrafter, give_options
 from ...drafters.base.travelling_config import ANY
 from ...drafters.language_model.layer_subset import with_layers
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens

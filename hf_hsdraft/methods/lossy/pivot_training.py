@@ -17,7 +17,7 @@ import torch
 
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
-from ...drafters.base.wrapped_drafter import WrappedDrafter
+from ...drafters.base.protocol import WrappedDrafter
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.prompt_inputs import encode_prompt, end_tokens

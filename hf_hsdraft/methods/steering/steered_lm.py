@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...drafters.base.formats import Format, register_format
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
+from ...drafters.base.registry import Format, register_format
 from ...drafters.base.target_info import Evidence, Fit, TargetInfo
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
