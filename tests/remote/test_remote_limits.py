@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -378,7 +379,7 @@ def test_texts_that_are_opened_again_hold_no_other_one_up(target, monkeypatch) -
     with serving(target) as served, ThreadPoolExecutor(4) as pool:
         links = [served.link() for _ in range(4)]
         for link in links:
-            pool.submit(served.opened, ids, link, do_sample=True)
+            pool.submit(link.ask, replace(opening(ids, do_sample=True), prompt_length=1), Opened)
         assert skipping.wait(10)
         began = time.monotonic()
         with served.connect(patience=0) as model:
