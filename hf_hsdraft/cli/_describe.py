@@ -12,12 +12,20 @@ from typing import Any
 from ..core.checks import printable
 from ..drafters.base.registry import FAMILIES, load_families, recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..hub.cached import cached_models
-from ..hub.card_figures import GAP, chain_length, is_chain, read_figures, shown_figure
-from ..hub.checkpoint import Checkpoint
+from ..hub.checkpoint import Checkpoint, cached_models
 from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
 from ..hub.fetching import fetch, find_folder, loading
-from ..hub.model_card import circumstances, parameters_and_bytes, read_recipe, trunk_in_words
+from ..hub.model_card import (
+    GAP,
+    chain_length,
+    circumstances,
+    is_chain,
+    parameters_and_bytes,
+    read_figures,
+    read_recipe,
+    shown_figure,
+    trunk_in_words,
+)
 from ..hub.pretrained_drafter import stored_options
 from ..hub.speculators_format import target_of
 

@@ -203,8 +203,8 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
     With `keep`, earlier entries stay, except those of the same command. Raises a ValueError if a file is no such
     report, or is about other weights.
     """
-    from ..hub.card_figures import is_chain, read_figures
     from ..hub.drafter_files import FIGURES, digests, read_json
+    from ..hub.model_card import is_chain, read_figures
     from ..training.evaluate.pictures import draw_speed_up
     from ..training.files import write_json
 
@@ -223,7 +223,7 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
 
 def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
     from ..core.checks import printable
-    from ..hub.card_figures import is_benchmark, is_chain
+    from ..hub.model_card import is_benchmark, is_chain
 
     measured, summary = report.get("weights"), report.get("summary")
     if not isinstance(measured, dict) or not isinstance(summary, dict):

@@ -92,13 +92,7 @@ def serve(
     With --engine vllm, options after -- go to vLLM, and --device is cpu or cuda.
     """
     if engine is Engine.vllm:
-        if verification is not None:
-            raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
-        for name in _NOT_FOR_VLLM:
-            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-                raise typer.BadParameter("vLLM has options of its own for this, after --", param_hint=_flag(name))
-        further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
-        _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, num_speculative_tokens, further)
+        _become_vllm(context)
     checked_device(device)
     if num_speculative_tokens is not None:
         raise typer.BadParameter("only --engine vllm takes it: leave it out", param_hint="--num-speculative-tokens")
@@ -145,6 +139,40 @@ _NOT_FOR_VLLM = ("allowed_host", "api_key", "client_templates", "max_body_mebiby
                  "max_stops", "max_beams", "max_requests")  # fmt: skip
 
 
+def _become_vllm(context: typer.Context) -> NoReturn:
+    """Replaces this process by vLLM's server, so that signals and the exit status are vLLM's."""
+    given = context.params
+    if given["verification"] is not None:
+        raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
+    for name in _NOT_FOR_VLLM:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise typer.BadParameter("vLLM has options of its own for this, after --", param_hint=_flag(name))
+    drafter, number, device = given["drafter"], given["num_speculative_tokens"], given["device"]
+    if given["plain"] and (drafter is not None or number is not None):
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"{device}: vLLM chooses its devices itself: expected cpu or cuda, and name one of several GPUs by "
+            "CUDA_VISIBLE_DEVICES",
+            param_hint="--device",
+        )
+    from ..vllm_plugin.vllm_server import checked_command
+
+    command = checked_command(
+        given["vllm_python"],
+        given["target"],
+        None if given["plain"] else drafter_of(given["target"], drafter),
+        number,
+        dtype=Dtype(given["dtype"]).torch,
+        host=given["host"],
+        port=given["port"],
+        on_cpu=device == "cpu",
+        further=[*context.args, *(["--disable-uvicorn-access-log"] if given["quiet"] else [])],
+    )
+    say(shlex.join(command))
+    os.execvp(command[0], command)
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -159,58 +187,6 @@ def _say_who_is_answered(host: str, hosts: list[str], has_key: bool) -> None:
         say("anybody who reaches this address can use it: set a key by --api-key or the variable HSDRAFT_API_KEY")
     if host in ("0.0.0.0", "::") and hosts == allowed_hosts(host):
         say("it answers to localhost only: name it as its clients do by --allowed-host, or * for any name")
-
-
-def _serve_by_vllm(
-    target: str | None,
-    drafter: str | None,
-    host: str,
-    port: int,
-    plain: bool,
-    dtype: Dtype,
-    device: str,
-    python: str | None,
-    num_speculative_tokens: int | None,
-    further: list[str],
-) -> NoReturn:
-    """Replaces this process by vLLM's server, so that signals and the exit status are vLLM's."""
-    from ..hub.checkpoint import Checkpoint
-    from ..hub.drafter_files import weight_files
-    from ..runtime.target_loading import DEFAULT_TARGET, target_folder
-    from ..vllm_plugin.speculation import NGRAMS, is_hidden_state, speculation_of
-    from ..vllm_plugin.vllm_server import check_environment, check_parallel, check_target, server_command
-
-    if plain and (drafter is not None or num_speculative_tokens is not None):
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(
-            f"{device}: vLLM chooses its devices itself: expected cpu or cuda, and name one of several GPUs by "
-            "CUDA_VISIBLE_DEVICES",
-            param_hint="--device",
-        )
-    on_cpu = device == "cpu"
-    name = None if plain else drafter_of(target, drafter)
-    speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
-    config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
-    if config and os.path.isdir(str(name)):
-        weight_files(Path(str(name)))  # fails minutes before vLLM would
-    check_parallel(config, further)
-    check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
-    folder = target_folder(target, dtype.torch)
-    check_target(folder, config)
-    command = server_command(
-        str(python),
-        folder,
-        speculation,
-        served_name=target or DEFAULT_TARGET,
-        dtype=dtype.value,
-        host=host,
-        port=port,
-        on_cpu=on_cpu,
-        further=further,
-    )
-    say(shlex.join(command))
-    os.execvp(command[0], command)
 
 
 @app.command(short_help="Chat in the terminal, with drafted tokens coloured.")

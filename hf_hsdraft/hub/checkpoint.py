@@ -16,17 +16,20 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CacheNotFound, HfApi, scan_cache_dir
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from ..core.checks import few, printable
 from .drafter_files import (
+    CARD,
     CONFIG,
     DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
+    RECIPE,
     WEIGHTS,
     DamagedFile,
     Shape,
@@ -35,6 +38,7 @@ from .drafter_files import (
     listed_files,
     mismatch,
     opened,
+    read_document,
     read_json,
     weight_files,
 )
@@ -44,6 +48,7 @@ _PICKLED = "pytorch_model.bin"
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
+_LARGEST_CARD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -226,3 +231,39 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One commit of a model in the cache."""
+
+    commit: str
+    refs: tuple[str, ...]  # branches and tags that point to it
+    checkpoint: Checkpoint  # with an empty `config` if config.json is missing or damaged
+
+
+def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
+    """Yields all commits of the models in the cache, by name, the latest first."""
+    try:
+        repositories = scan_cache_dir(cache_dir).repos
+    except CacheNotFound:
+        return
+    models = [each for each in repositories if each.repo_type == "model"]
+    for repository in sorted(models, key=lambda each: each.repo_id):
+        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+            folder = revision.snapshot_path
+            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
+            yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
+
+
+def named_targets(folder: Path) -> set[str]:
+    """Returns the names of targets that a card's `base_model` and a training recipe give."""
+    named = [read_document(folder / RECIPE).get("target")]
+    try:
+        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
+        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
+    except Exception:  # no card, or one whose metadata is damaged in any way
+        metadata = {}
+    bases = metadata.get("base_model")
+    named += bases if isinstance(bases, list) else [bases]
+    return {name for name in named if isinstance(name, str) and name}

@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from ..core.checks import printable
+from ..hub.checkpoint import Checkpoint
+from ..hub.drafter_files import weight_files
 from ..runtime.target_limits import decoder_layers
-from .speculation import CPU_MEMORY, is_hidden_state
+from ..runtime.target_loading import DEFAULT_TARGET, target_folder
+from .speculation import CPU_MEMORY, NGRAMS, is_hidden_state, speculation_of
 
 _MOST_BATCHED = "--max-num-batched-tokens"
 _MEMORY = "--gpu-memory-utilization"  # vLLM's name on a CPU too
@@ -138,6 +143,38 @@ def server_command(
     if speculation is not None:
         command += ["--speculative-config", json.dumps(dict(speculation))]
     return [*command, *further]
+
+
+def checked_command(
+    python: str | os.PathLike[str] | None,
+    target: str | None,
+    drafter: str | None,
+    num_speculative_tokens: int | None,
+    *,
+    dtype: torch.dtype,
+    on_cpu: bool,
+    further: Sequence[str],
+    **server: Any,
+) -> list[str]:
+    """Returns the command of `server_command` for names of `hsdraft serve`; fetches the target and the drafter.
+
+    `drafter` is `None` for plain decoding. Raises an ImportError, OSError or ValueError for what vLLM cannot serve,
+    minutes before vLLM would.
+    """
+    speculation = None
+    if drafter is not None:
+        speculation = speculation_of(drafter, num_speculative_tokens, on_cpu=on_cpu)
+    config = {} if drafter in (None, NGRAMS) else Checkpoint.open(str(drafter)).config
+    if config and os.path.isdir(str(drafter)):
+        weight_files(Path(str(drafter)))
+    check_parallel(config, further)
+    check_environment(python, with_plugin=drafter == NGRAMS or is_hidden_state(config))
+    folder = target_folder(target, dtype)
+    check_target(folder, config)
+    served, number = target or DEFAULT_TARGET, str(dtype).removeprefix("torch.")
+    return server_command(
+        str(python), folder, speculation, served_name=served, dtype=number, on_cpu=on_cpu, further=further, **server
+    )
 
 
 def _window(target: str, further: Sequence[str]) -> int:

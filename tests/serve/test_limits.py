@@ -26,8 +26,8 @@ pytest.importorskip("fastapi")
 
 from serve_helpers import NAME, WINDOW, Served, kill, serving  # noqa: E402
 
+from hf_hsdraft.serve.answers import CutStream  # noqa: E402
 from hf_hsdraft.serve.guards import RequestLimits, allowed_hosts  # noqa: E402
-from hf_hsdraft.serve.stops import CutStream  # noqa: E402
 
 CHAT, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "w1 w2"}]

@@ -23,7 +23,7 @@ from hf_hsdraft.cli._shared import bound_socket
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.serve.conversation import Conversation
-from hf_hsdraft.serve.page_html import (
+from hf_hsdraft.serve.page import (
     accepted_path,
     conversation_html,
     figures_html,

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...hub.cached import CachedModel, cached_models, named_targets
-from ...hub.checkpoint import Checkpoint
+from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import default_drafter
 from .registry import FAMILIES, load_families, recognise

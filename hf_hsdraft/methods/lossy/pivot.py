@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...core.checks import is_number, printable
 from ...core.options import Option
-from ...hub.card_figures import table
+from ...hub.model_card import table
 from ...training.files import write_complete
 from ...verify.registry import VERIFIERS
 from .relaxed import Mismatch, Relaxed, normalised_entropy
