@@ -23,7 +23,7 @@ from hf_hsdraft.cli import train as train_command
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.block import context as block_context
 from hf_hsdraft.drafters.block.configuration import Sight
-from hf_hsdraft.methods.on_policy.own_tokens import drafted_labels
+from hf_hsdraft.methods.on_policy import drafted_labels
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data import features
 from hf_hsdraft.training.data.conversations import TokenizedConversation

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import get_cosine_schedule_with_warmup
 
 from ...core.tensors import Transform
 from ...drafters.base.target_weights import TargetWeights
 from ...training.data.conversations import TokenizedConversation
-from .path_lm import PathLM, PathLMSizes
+from .refinement import PathLM, PathLMSizes
 
 _BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
 _WARM_UP = 0.05  # share of the steps
@@ -99,12 +100,12 @@ def train_refiner(
     before = perplexity(model, held_out, weights.embed)
     begun = time.monotonic()
     steps = max(epochs * len(train) // _BATCH, 1)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}], lr=_RATE
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
+    groups = [
+        {"params": [each for each in model.parameters() if (each.dim() > 1) == decays], "weight_decay": decays * _DECAY}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=_RATE)
+    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARM_UP * steps), steps)
     order, late = torch.empty(0, dtype=torch.long), 0.0
     for step in range(steps):
         if len(order) < min(_BATCH, len(train)):
@@ -169,8 +170,3 @@ def _principal(weight: torch.Tensor, rows: torch.Tensor, project: bool = False) 
         found = found @ rows.T
         found = found / found.pow(2).mean().sqrt().clamp(min=1e-12) / math.sqrt(len(weight))
     weight[:count] = found
-
-
-def _rate(done: float) -> float:
-    """Learning rate relative to its peak after a share of the steps."""
-    return min(done / _WARM_UP, 1.0) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))) if done else 1e-3

@@ -15,8 +15,7 @@ from ...training.families.lm import LMFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.families.trained_lm import TrainedLM
 from ...training.loss.branches import Branches
-from .steered_lm import SteeredLMDrafter, has_steering
-from .steering import Steering, SteeringSizes
+from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 
 
 class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
