@@ -8,13 +8,14 @@ drawn node is dropped afterwards by its probability: that would bias the text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle
 from operator import mul
 
 import torch
 
-from ..core.draft_tree import DraftTree
-from ..trees.tree_builders import TREE_BUILDERS, Builder, Expansion, TreeLimits, states_of
+from ..core.draft_tree import DraftTree, from_nodes
+from ..trees.tree_builders import Expansion, TreeLimits, states_of
 from ..verify.registry import VERIFIERS
 from ..verify.verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
 
@@ -126,10 +127,7 @@ class _Growth:
 
     def trees(self, max_depths: Sequence[int]) -> list[DraftTree]:
         levels = [[part.tolist() for part in level] for level in self._levels]
-        return [
-            self._tree(row, [[part[row] for part in level] for level in levels[: depth + 1]])
-            for row, depth in enumerate(max_depths)
-        ]
+        return [self._tree(row, levels[: depth + 1]) for row, depth in enumerate(max_depths)]
 
     def _tree(self, row: int, levels: list[list[list]]) -> DraftTree:
         """A text's tree from each level's tokens, parents, scores and real nodes."""
@@ -138,18 +136,13 @@ class _Growth:
         above: list[int] = []  # indices in the tree of the nodes of the level above
         for depth, level in enumerate(levels):
             indices = []
-            for column, (token, parent, score, real) in enumerate(zip(*level, strict=True)):
+            for column, (token, parent, score, real) in enumerate(zip(*(part[row] for part in level), strict=True)):
                 indices.append(len(nodes) if real else -1)
                 if real:
                     nodes.append((token, above[parent] if depth else -1, depth, score))
                     log_probs.append(self._log_probs[depth][row, column] if depth < len(levels) - 1 else None)
             above = indices
-        tokens, parents, depths, scores = zip(*nodes, strict=True)
-        return DraftTree(tokens, parents, depths, scores, tuple(log_probs), self._vocab_ids)
-
-
-TREE_BUILDERS["gumbel"] = Builder(gumbel_trees, draws=True)
-TREE_BUILDERS["stochastic_beam"] = Builder(stochastic_beam_trees, draws=True)
+        return replace(from_nodes(nodes), log_probs=tuple(log_probs), vocab_ids=self._vocab_ids)
 
 
 class Rejection(Verifier):
@@ -204,3 +197,5 @@ def _draw(
 
 
 VERIFIERS["rejection"] = Rejection()
+TREE_BUILDERS["gumbel"] = Builder(gumbel_trees, draws=True)
+TREE_BUILDERS["stochastic_beam"] = Builder(stochastic_beam_trees, draws=True)

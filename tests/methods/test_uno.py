@@ -15,7 +15,7 @@ from transformers import Qwen2MoeConfig
 
 from hf_hsdraft import UnoDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.methods.uno import NoiseRows, UnoConfig
+from hf_hsdraft.methods.uno import UnoConfig, UnoSession
 
 MASK, DEPTH, BASE = 60, 5, "user/base"
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -64,17 +64,17 @@ EXPERTS = {
 
 @pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
 def test_drafts_are_those_of_masked_adapters(tmp_path, monkeypatch, sizes):
-    target, rounds, logits = tiny_target(**sizes), [], NoiseRows.logits
+    target, rounds, logits = tiny_target(**sizes), [], UnoSession.read
     model = adapted(target, tmp_path)
 
     def noting(self, tokens, depths):
-        before = self._call.slots.length
+        before = self._runtime.slots.length
         found = logits(self, tokens, depths)
-        assert self._call.slots.length == before, "the cache holds noise"
-        rounds.append((list(self._call.rows.kept), tokens.tolist(), depths, found))
+        assert self._runtime.slots.length == before, "the cache holds noise"
+        rounds.append((list(self._runtime.rows.kept), tokens.tolist(), depths, found))
         return found
 
-    monkeypatch.setattr(NoiseRows, "logits", noting)
+    monkeypatch.setattr(UnoSession, "read", noting)
     drafter = UnoDrafter.from_pretrained(tmp_path, mask_token_id=MASK, num_assistant_tokens=DEPTH, tree_sizing="fixed")
     texts, statistics = texts_of(target, drafter)
     padding, worst = [max(map(len, PROMPTS)) - len(prompt) for prompt in PROMPTS], 0.0
