@@ -88,12 +88,13 @@ class PathLM(nn.Module):
         token = self.read(self.norm(embeds))
         return torch.cat([token, states[..., : -self.sizes.width]], dim=-1)
 
-    def after(self, embeds: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """Returns the states `[..., S]` after the last tokens of texts, as embeddings `[..., length, D]`, newest last.
+    def after(self, before: torch.Tensor, embed: Transform) -> torch.Tensor:
+        """Returns the states `[..., S]` after the last tokens of texts `[..., length]`, int64, newest last.
 
-        `known`, bool `[..., length]`, is False before the beginning of a text.
+        -1 stands before the beginning of a text. `embed` maps token ids to embeddings.
         """
-        tokens = self.read(self.norm(embeds)) * known[..., None]
+        embeds = embed(before.clamp(min=0)).to(self.read.weight)
+        tokens = self.read(self.norm(embeds)) * (before >= 0)[..., None].to(embeds.device)
         return tokens.flip(-2).flatten(-2)
 
     def code(self, states: torch.Tensor) -> torch.Tensor:
@@ -245,13 +246,11 @@ class Refiner:
 
     def refinement(self, rows: Sequence[int]) -> Refinement:
         """Returns the refinement of the next drafts of these rows."""
-        length, device = self.model.sizes.length, self._weights.vocab_ids.device
-        before = [self._last[row][:-1] for row in rows]
-        padded = [[0] * (length - len(tokens)) + tokens for tokens in before]
-        known = [[False] * (length - len(tokens)) + [True] * len(tokens) for tokens in before]
-        embeds = self._weights.embed(on_device(padded, device))
-        since = self.model.after(embeds, on_device(known, device, torch.bool))
-        return Refinement(self.model, self._share, self._weights.embed, since[:, None])
+        length, embed = self.model.sizes.length, self._weights.embed
+        last = [self._last[row][:-1] for row in rows]
+        padded = [[-1] * (length - len(tokens)) + tokens for tokens in last]
+        since = self.model.after(on_device(padded, self._weights.vocab_ids.device), embed)
+        return Refinement(self.model, self._share, embed, since[:, None])
 
 
 def p_best_trees(

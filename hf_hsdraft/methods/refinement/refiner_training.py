@@ -31,15 +31,14 @@ _UNSEEN = 0.1  # count of a token that no answer holds, in the initial frequenci
 class Examples:
     """Next tokens of answers."""
 
-    before: torch.Tensor  # `[N, length]`, int64, the tokens before each, newest last
-    known: torch.Tensor  # `[N, length]`, bool, False before the beginning of the text
+    before: torch.Tensor  # `[N, length]`, int64, the tokens before each, newest last; -1 before the text's beginning
     labels: torch.Tensor  # `[N]`, int64, columns of the draft vocabulary
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def part(self, rows: Any) -> Examples:
-        return Examples(self.before[rows], self.known[rows], self.labels[rows])
+        return Examples(self.before[rows], self.labels[rows])
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor,
             "the chats hold no token of an answer that can be drafted: expected lines with `messages` in which the "
             "assistant speaks, in the target's own words"
         )
-    before, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Examples(before.clamp(min=0), before >= 0, labels)
+    return Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def train_refiner(
@@ -136,9 +134,8 @@ def perplexity(model: PathLM, examples: Examples, embed: Transform) -> float:
 
 
 def _loss(model: PathLM, part: Examples, embed: Transform) -> torch.Tensor:
-    device = model.up.weight.device
-    embeds = embed(part.before).to(device, torch.float32)
-    return F.cross_entropy(model(model.after(embeds, part.known.to(device))), part.labels.to(device))
+    logits = model(model.after(part.before, embed))
+    return F.cross_entropy(logits, part.labels.to(logits.device))
 
 
 @torch.no_grad()
