@@ -19,7 +19,7 @@ from ..core.checks import check_fields, few, integer, printable, setting
 from ..core.draft_tree import DraftTree
 from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
-from ..core.tensors import device_of
+from ..core.tensors import device_of, on_device
 from ..drafters.base.draft_options import DraftOptions, default_options
 from ..drafters.base.plain_config import PlainConfig
 from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
@@ -30,7 +30,6 @@ from ..hub.drafter_files import OPTIONS, read_json
 from ..hub.fetching import find_folder, loading, taken_for_hub
 from ..runtime.target_limits import text_config
 from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
-from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import TreeBatch, node_inputs
 
 logger = logging.get_logger(__name__)
@@ -165,17 +164,64 @@ class UnoDrafter(nn.Module, Drafter):
         return UnoSession(self, call)
 
 
-class NoiseRows:
-    """Reads roots and noise tokens of a call's texts, and restores the cache."""
+class UnoSession(TreeSession):
+    """Drafts trees (or chains), all depths of all texts in one forward of the target. Its cache is restored."""
 
-    columns = 1  # rows of each text in the forward that runs
+    def __init__(self, drafter: UnoDrafter, call: Call) -> None:
+        target, runtime = call.target, call.runtime
+        device, size = device_of(target), text_config(target).vocab_size
+        super().__init__(call.options, torch.arange(size, device=device), call.foresight)
+        self._rows, end = list(range(call.rows)), drafter.config.mask_token_id or size
+        noise = torch.randint(1, end, (drafter.num_draft_steps,), generator=torch.Generator().manual_seed(0))
+        self._noise, self._columns = noise.to(device), 1  # rows of each text in the forward that runs
+        self.kind = len(drafter.names), drafter.dtype, drafter.device
+        self._runtime = runtime if runtime is not None and runtime.can_read_ahead else None
+        layers = {name: target.get_submodule(name) for name in drafter.names}
+        pairs = {name: (down.to(device), up.to(device)) for name, (down, up) in drafter.pairs.items()}
+        runs = {name: InPlaceOf(each, partial(self._adapted, each, pairs[name])) for name, each in layers.items()}
+        self._model = with_modules(target, runs)
+        if self._runtime is None and call.options.depth > 0:
+            logger.warning_once(
+                f"{type(target).__name__} is decoded without drafts by its adapter: they need a cache that grows, "
+                "and attention that takes masks"
+            )
 
-    def __init__(self, call: TargetRuntime, pairs: Mapping[str, Pair]) -> None:
-        self._call = call
-        target = call.target
-        layers = {name: target.get_submodule(name) for name in pairs}
-        runs = {name: partial(self._adapted, layer, pairs[name]) for name, layer in layers.items()}
-        self._model = with_modules(target, {name: InPlaceOf(layer, runs[name]) for name, layer in layers.items()})
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = list(rows)
+
+    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
+        if self._runtime is None:
+            return [DraftTree.root(ask.root) for ask in asks]
+        return super().trees(asks, depth, options)
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> ParallelExpansion:
+        """All rows that the target reads are in the forward; those without an ask are idle."""
+        rows, roots = [ask.row for ask in asks], {ask.row: ask.root for ask in asks}
+        first = on_device([[roots.get(row, 0)] for row in self._rows], self._noise.device)
+        tokens = torch.cat([first, self._noise[: depth - 1].expand(len(first), -1)], dim=1)
+        logits = self.read(tokens, [depth if row in roots else 0 for row in self._rows])
+        places = [self._rows.index(row) for row in rows]
+        return ParallelExpansion(logits[places], None, options.temperature, self.race(rows, depth))
+
+    def read(self, tokens: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        """Returns the logits `[B, n, V]` of the tokens after each of `tokens` `[B, n]`, int64: a root, and noise.
+
+        `depths` are of each row; tokens from that depth on are read as idle nodes, and their logits mean nothing.
+        """
+        call, device = self._runtime, tokens.device
+        assert call is not None
+        self._columns = count = tokens.shape[1]
+        steps = torch.arange(count, device=device)
+        places = steps.where(steps < on_device(list(depths), device)[:, None], -1)
+        before = (steps[:, None] >= steps).expand(len(tokens), -1, -1)
+        start = call.slots.mark()
+        try:
+            inputs = node_inputs(call, TreeBatch(tokens, places, before), count, call.kinds)
+            inputs |= dict.fromkeys(("output_hidden_states", "output_attentions"), False)
+            found = call.acceleration.forward(inputs, comes_again=False, model=self._model)
+            return found.logits[:, -count:].float().clone()
+        finally:
+            call.slots.roll_back(start)
 
     def _adapted(self, layer: nn.Module, pair: Pair, x: torch.Tensor) -> torch.Tensor:
         """Returns the outputs of a linear layer with an adapter for all rows of a text but the first.
@@ -184,67 +230,9 @@ class NoiseRows:
         """
         down, up = pair
         made: torch.Tensor = layer(x)
-        noise = x.reshape(-1, self.columns, x.shape[-1])[:, 1:]
+        noise = x.reshape(-1, self._columns, x.shape[-1])[:, 1:]
         more = F.linear(F.linear(noise.to(down.dtype), down), up).to(made.dtype)
         return made + F.pad(more, (0, 0, 1, 0)).view_as(made)
-
-    def logits(self, tokens: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
-        """Returns the logits `[B, n, V]` of the tokens after each of `tokens` `[B, n]`, int64: a root, and noise.
-
-        `depths` are of each row; tokens from that depth on are read as idle nodes, and their logits mean nothing.
-        """
-        call, device = self._call, device_of(self._call.target)
-        self.columns = count = tokens.shape[1]
-        steps = torch.arange(count, device=device)
-        places = steps.where(steps < torch.tensor(list(depths), device=device)[:, None], -1)
-        before = (steps[:, None] >= steps).expand(len(tokens), -1, -1)
-        start = call.slots.mark()
-        try:
-            inputs = node_inputs(call, TreeBatch(tokens.to(device), places, before), count, call.kinds)
-            inputs |= dict.fromkeys(("output_hidden_states", "output_attentions"), False)
-            found = call.acceleration.forward(inputs, comes_again=False, model=self._model)
-            return found.logits[:, -count:].float().clone()
-        finally:
-            call.slots.roll_back(start)
-
-
-class UnoSession(TreeSession):
-    """Drafts trees (or chains), all depths of all texts in one forward of the target."""
-
-    def __init__(self, drafter: UnoDrafter, call: Call) -> None:
-        device, size = device_of(call.target), text_config(call.target).vocab_size
-        super().__init__(call.options, torch.arange(size, device=device), call.foresight)
-        self._rows, end = list(range(call.rows)), drafter.config.mask_token_id or size
-        noise = torch.randint(1, end, (drafter.num_draft_steps,), generator=torch.Generator().manual_seed(0))
-        self._noise = noise.to(device)
-        pairs = {name: (down.to(device), up.to(device)) for name, (down, up) in drafter.pairs.items()}
-        self._reader: NoiseRows | None = None
-        self.kind = len(pairs), drafter.dtype, drafter.device
-        if call.runtime is not None and call.runtime.can_read_ahead:
-            self._reader = NoiseRows(call.runtime, pairs)
-        elif call.options.depth > 0:
-            logger.warning_once(
-                f"{type(call.target).__name__} is decoded without drafts by its adapter: they need a cache that grows, "
-                "and attention that takes masks"
-            )
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._rows = list(rows)
-
-    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        if self._reader is None:
-            return [DraftTree.root(ask.root) for ask in asks]
-        return super().trees(asks, depth, options)
-
-    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> ParallelExpansion:
-        """All rows that the target reads are in the forward; those without an ask are idle."""
-        assert self._reader is not None
-        rows, roots = [ask.row for ask in asks], {ask.row: ask.root for ask in asks}
-        first = torch.tensor([[roots.get(row, 0)] for row in self._rows], device=self._noise.device)
-        tokens = torch.cat([first, self._noise[: depth - 1].expand(len(first), -1)], dim=1)
-        logits = self._reader.logits(tokens, [depth if row in roots else 0 for row in self._rows])
-        places = [self._rows.index(row) for row in rows]
-        return ParallelExpansion(logits[places], None, options.temperature, self.race(rows, depth))
 
 
 def _scaling(fields: Fields) -> float:

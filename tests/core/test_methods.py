@@ -141,7 +141,7 @@ assert sorted(loaded()) == ["lossy", "lossy.relaxed"]
 assert TREE_BUILDERS["p_best"].whole
 drafter.generation_config.verification = "typical"
 assert "typical_delta" in DraftOptions.of(drafter).own
-assert sorted(loaded())[2:] == ["refinement", "refinement.p_best_trees"]
+assert sorted(loaded())[2:] == ["refinement", "refinement.refinement"]
 for folder in sys.argv[1:]:
     print(type(AutoModel.from_pretrained(folder)).__name__)
 """

@@ -14,7 +14,7 @@ from training_helpers import kill_at_step_three
 
 from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
-from hf_hsdraft.methods.growth.growing import grown
+from hf_hsdraft.methods.growth import grown
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loop.trainer import _recompute_layers
 from hf_hsdraft.training.loss.loss import ChainLoss

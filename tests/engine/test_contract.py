@@ -35,7 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter, harmless
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
-from hf_hsdraft.methods.drawn.rejection import Rejection
+from hf_hsdraft.methods.drawn import Rejection
 from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.runtime import target_ability
 from hf_hsdraft.runtime.cache_slots import cache_layers

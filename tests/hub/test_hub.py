@@ -23,7 +23,7 @@ from safetensors.torch import save
 import hf_hsdraft
 from hf_hsdraft import BlockDrafter, HSDrafter
 from hf_hsdraft.hub.drafter_files import digests
-from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, save_refiner
+from hf_hsdraft.methods.refinement.refinement import PathLM, PathLMSizes, save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
@@ -379,7 +379,7 @@ remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
 alone = tokens(assistant_model=remote)
 del sys.modules["hf_hsdraft"]
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.methods.refinement.path_lm import has_refiner, refiner_of
+from hf_hsdraft.methods.refinement.refinement import has_refiner, refiner_of
 drafter = AutoDrafter.from_pretrained("user/refined")
 weights = None
 if has_refiner(drafter):

@@ -12,7 +12,7 @@ from conftest import VOCAB, make_drafter, make_target
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.hub.drafter_files import read_json
-from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes, load_refiner, save_refiner
+from hf_hsdraft.methods.refinement.refinement import PathLM, PathLMSizes, load_refiner, save_refiner
 from hf_hsdraft.methods.souping.average import average, average_folders
 from hf_hsdraft.training.families.hidden_state import record_target
 

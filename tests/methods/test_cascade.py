@@ -22,7 +22,7 @@ from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
 from hf_hsdraft.methods.cascade.supposing import supposes
-from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
+from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 NEW = 16
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}

@@ -12,9 +12,8 @@ from conftest import VOCAB, make_target
 from test_trainable import SIZES, borrow, decodes_as_plain, fresh, plan
 from training_helpers import run
 
-from hf_hsdraft.methods.on_policy import draft_opd
-from hf_hsdraft.methods.on_policy.draft_opd import replay, two_streams
-from hf_hsdraft.methods.on_policy.own_tokens import draft
+from hf_hsdraft.methods import on_policy
+from hf_hsdraft.methods.on_policy import replay, two_streams
 from hf_hsdraft.runtime.prompt_inputs import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
@@ -128,7 +127,7 @@ def some_rounds(target, kind: str) -> tuple:
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind, monkeypatch):
     drafter, weights, pack, columns = some_rounds(target, kind)
-    monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
+    monkeypatch.setattr(on_policy, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
     found = replay(drafter, weights, pack)
     expected = rounds_by_hand(pack, columns, weights.vocab_ids)
     assert found.anchors.tolist() == expected and {2, 11, 29} <= set(expected)
@@ -140,9 +139,9 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 @pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
     drafter, weights, pack, columns = some_rounds(target, kind)
-    monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
+    monkeypatch.setattr(on_policy, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
     end = int(weights.vocab_ids[columns[:, 0].mode().values])
-    monkeypatch.setattr("hf_hsdraft.methods.on_policy.own_tokens.end_tokens", lambda target: end_tokens(target) | {end})
+    monkeypatch.setattr("hf_hsdraft.methods.on_policy.end_tokens", lambda target: end_tokens(target) | {end})
     found = replay(drafter, weights, pack)
     starts = found.anchors
     chains, every = (Chains(starts, count, torch.ones(len(starts)) > 0) for count in (len(starts) - 6, len(starts)))
@@ -219,15 +218,3 @@ def test_a_run_goes_on_with_its_own_options_only_and_an_adapter_is_trained(chatt
     adapted = planned(tmp_path, "hidden-state", "a", drafter={}, init_from=str(tmp_path / "out"), lora=2)
     run(chatty, tokenizer, adapted, data_policy="draft-opd", objective="lk_hybrid")
     assert (tmp_path / "a" / "adapter_model.safetensors").exists()
-
-
-def test_drafts_are_first_choices_whatever_is_computed_at_a_time(target):
-    drafter, weights, pack, _ = some_rounds(target, "hidden-state")
-    starts = torch.tensor([4, 9, 14, 30, 33])
-
-    def first(logits):
-        assert len(logits) <= 2 and logits.dtype == torch.float32
-        return logits.argmax(dim=-1)
-
-    few = draft(drafter, weights, pack, starts, 3, first, rows=2)
-    assert torch.equal(few, draft(drafter, weights, pack, starts, 3, lambda logits: logits.argmax(dim=-1)))

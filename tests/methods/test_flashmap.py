@@ -134,13 +134,6 @@ def test_sums_of_embeddings_are_made_once_and_again_after_a_change(target, monke
     assert len(made) == 3 and after.scores != before.scores
 
 
-def test_drafting_draws_no_random_number(target):
-    drafter = make_flashmap(target)
-    before = torch.random.get_rng_state()
-    assert_same_tree(first_tree(drafter, target), first_tree(drafter, target))
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 @pytest.fixture
 def saved(target, tmp_path):
     make_flashmap(target).save_pretrained(tmp_path)

@@ -24,7 +24,6 @@ from hf_hsdraft.methods.layer_skip.layer_search import (
     speed_of_chains,
     written_texts,
 )
-from hf_hsdraft.methods.layer_skip.layer_skip import LayerSkipConfig, _parts, drafting_part
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +55,6 @@ def test_skipped_layers_draft_what_the_others_say(target):
     part = with_fixed(LayerSkipDrafter.for_target(target, [1, 3]))
     pruned = with_fixed(CausalLMDrafter(with_layers(copy.deepcopy(target), [0, 2, 4, 5])))
     assert drafts_of(target, part, inputs) == drafts_of(target, pruned, inputs)
-
-
-def test_drafters_of_one_target_keep_their_parts(target):
-    """A second drafter does not take the first one's part away; a target that was moved gets new ones."""
-    moved = copy.deepcopy(target)
-    one, other = (LayerSkipConfig(skipped, 6) for skipped in ((1, 3), (2,)))
-    first, second = drafting_part(moved, one), drafting_part(moved, other)
-    assert drafting_part(moved, one) is first and drafting_part(moved, other) is second
-    moved.to(torch.bfloat16)
-    assert drafting_part(moved, one) is not first and drafting_part(moved, one).dtype == torch.bfloat16
-    assert len(_parts[moved]) == 1
 
 
 def test_the_speed_of_chains_is_that_of_rounds_counted_out():

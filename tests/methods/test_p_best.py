@@ -9,7 +9,7 @@ import torch
 from conftest import as_plain
 from oracles.exactness import FullExpansion
 
-from hf_hsdraft.methods.refinement.p_best_trees import p_best_trees
+from hf_hsdraft.methods.refinement.refinement import p_best_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 TOKENS, DEPTH = 5, 4

@@ -23,7 +23,6 @@ from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.loop.checks import prepared
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.loss import ChainLoss
@@ -341,16 +340,6 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     assert "weights of predictions by depth 1.00, 0.80, 0.64" in card
     told = CliRunner().invoke(app, ["info", str(tmp_path / "out")], catch_exceptions=False).output
     assert "self_speculation" in told
-
-
-def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokenizer, tmp_path):
-    for begin in (  # no target is needed to see it
-        lambda: prepared(planned(tmp_path), {"data_policy": "mixed"}, "cpu"),
-        lambda: training_helpers.run(chatty, tokenizer, planned(tmp_path), data_policy="mixed"),
-    ):
-        with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
-            begin()
-    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_fields_are_named():

@@ -162,21 +162,6 @@ def test_a_fresh_drafter_follows_its_target(target):
             SpecFormerConfig.for_target(target, **{name: value})
 
 
-def test_what_a_draft_reads_is_counted(target):
-    drafter = make_specformer(target)
-    whole = {read.part: read for read in drafter.reads(STEPS, 8)}
-    half = {read.part: read for read in drafter.reads(STEPS // 2, 8)}
-    products = {
-        "fusion": 5 * 32 * 32,  # four hidden states and an embedding
-        "attention to the text": 2 * 32 * 32 + 2 * 32 * 16,
-        "slots": STEPS * 32 * (32 + 1),
-        "head": VOCAB * 32,
-    }
-    assert {name: whole[name].weights for name in products} == products
-    assert half["slots"].weights * 2 == whole["slots"].weights
-    assert whole["head"].borrowed and whole["slot layers"].rows == STEPS
-
-
 @pytest.mark.parametrize("kind", ["without tokens", "own head", "frames"])
 def test_a_drafter_is_saved_and_loaded(kind, target, tmp_path):
     drafter = make_specformer(target, kind, target_name="user/target")

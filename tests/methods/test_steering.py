@@ -11,13 +11,11 @@ from conftest import VOCAB, make_target
 from lm_helpers import GREEDY, drafted_call, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, SteeredLMDrafter
-from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
-from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
+from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +171,3 @@ def test_what_a_draft_reads_is_counted(target):
     assert layers.weights == sum(weight.numel() for weight in drafter.model.model.layers.parameters()) + 32  # the norm
     assert (layers.times, layers.rows, head.weights) == (3, 4, VOCAB * 32)
     assert steering.weights == sum(weight.numel() for weight in drafter.steering.parameters()) and steering.times == 1
-
-
-@pytest.mark.parametrize("family", ["lm", "steered-lm"])
-def test_the_command_estimates_decoding_with_a_language_model(target, tmp_path, family):
-    target.config.save_pretrained(tmp_path)
-    found = CliRunner().invoke(app, ["estimate", "decoding", str(tmp_path), "--tau", "2.5", "--family", family])
-    assert found.exit_code == 0, (found.output, found.exception)
-    assert "drafter's keys and values" in found.output
-    if family == "steered-lm":  # as deep as it is trained
-        assert "times 8" in found.output or "x 8" in found.output, found.output
-    assert "draft: layers" in found.output and ("draft: steering" in found.output) == (family == "steered-lm")

@@ -15,8 +15,7 @@ from oracles.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
 from oracles.exactness import settings as all_settings
 from small_target import small_target
 
-from hf_hsdraft.methods.drawn.drawn_trees import branching_for
-from hf_hsdraft.methods.drawn.rejection import Rejection
+from hf_hsdraft.methods.drawn import Rejection, branching_for
 
 # A rule sees the scores of a text, whatever made them: all texts are possible, or some tokens are left out.
 SETTINGS = [*all_settings(("repetition",), (1.5,)), *all_settings(("top_p",), (0.5,))]

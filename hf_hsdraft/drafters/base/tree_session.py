@@ -20,7 +20,6 @@ from ...trees.tree_builders import TREE_BUILDERS, Expansion, TreeLimits, beam_tr
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
-from .refiners import Refinement
 from .target_weights import TokenHead
 
 
@@ -133,7 +132,7 @@ class ParallelExpansion(Expansion):
     bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
     temperature: float = 1.0  # of the returned distributions
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
-    refinement: Refinement | None = None
+    refinement: Any = None  # by a refiner's model of the path; see `refiners`
     confidence: Confidence | None = None  # used in the search for the best trees
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 

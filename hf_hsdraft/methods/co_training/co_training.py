@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ class CoTraining(TrainerCallback):
         chat_template_kwargs: further arguments of the tokenizer's `apply_chat_template`, the same that TRL gets: its
             `chat_template_kwargs`, and `tools` or `chat_template` where the trainer has them.
 
-    `losses` are the mean losses of the updates, in nats. Raises a ValueError if the drafter is not in float32 or was
-    made for another target, or a number is too small.
+    `losses` are the mean losses of the updates, in nats. Raises a ValueError for a drafter in another dtype or made for
+    another target, and for a number that is too small.
     """
 
     def __init__(
@@ -118,10 +117,15 @@ class CoTraining(TrainerCallback):
         batches = [self._fresh[at : at + self.batch_size] for at in range(0, len(self._fresh), self.batch_size)]
         self._fresh = []
         layers = family_of(self.drafter).taps(self.drafter, self.target)
-        with _evaluating(self.target):
+        modes = {module: module.training for module in self.target.modules()}
+        self.target.eval()
+        try:
             features = [
                 read_features(self.target, layers, batch, self.drafter.device, torch.float32) for batch in batches
             ]
+        finally:
+            for module, training in modes.items():
+                module.training = training
         weights, loss = self._loss()
         self.drafter.loss_function = loss
         self.drafter.train()
@@ -167,18 +171,6 @@ class CoTraining(TrainerCallback):
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **self._template)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-
-@contextlib.contextmanager
-def _evaluating(target: Any) -> Iterator[None]:
-    """Puts a model into evaluation mode, and restores the mode of each of its modules afterwards."""
-    training = [module for module in target.modules() if module.training]
-    target.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 __all__ = ["CoTraining"]

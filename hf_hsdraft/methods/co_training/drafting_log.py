@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ...generate.attachment import Attachment, AttachmentStatistics
+from ...generate.attachment import Attachment
 
 logger = logging.get_logger(__name__)
-
-_COUNTS = ("new_tokens", "row_forwards", "seconds")
 
 
 class DraftingLog(TrainerCallback):
@@ -39,40 +37,35 @@ class DraftingLog(TrainerCallback):
         self._window, self._warned = window, False
         self._first: list[float] = []
         self._recent: deque[float] = deque(maxlen=window)
-        self._before: AttachmentStatistics | None = None
-        self._since = _nothing()
+        self._before: Counter[str] | None = None  # what the attachment had counted when the step began
+        self._since: Counter[str] = Counter()  # what the steps since the last log have counted
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before = self.attachment.statistics
+        self._before = self._counted()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._before is None:
-            return
-        before, now = self._before, self.attachment.statistics
-        for name in _COUNTS:
-            self._since[name] += getattr(now, name) - getattr(before, name)
-        self._since["stepped_aside"] += sum(now.stepped_aside.values()) - sum(before.stepped_aside.values())
-        self._before = None
+        if self._before is not None:
+            self._since, self._before = self._since + (self._counted() - self._before), None
+
+    def _counted(self) -> Counter[str]:
+        found: Any = self.attachment.statistics
+        aside = sum(found.stepped_aside.values())
+        return Counter(tokens=found.new_tokens, forwards=found.row_forwards, seconds=found.seconds, aside=aside)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is None or any(name.startswith("eval_") for name in logs):
             return
-        entry = self._entry()
-        self._since = _nothing()
+        since, self._since, entry = self._since, Counter(), dict[str, float]()
+        if since["forwards"]:
+            entry["hsdraft/tau"] = since["tokens"] / since["forwards"]
+            entry["hsdraft/seconds"] = since["seconds"]
+        if since["aside"]:
+            entry["hsdraft/stepped_aside"] = since["aside"]
         logs.update(entry)
         if state.log_history:  # which holds a copy of the logs already
             state.log_history[-1].update(entry)
         if "hsdraft/tau" in entry:
             self._compare(entry["hsdraft/tau"])
-
-    def _entry(self) -> dict[str, float]:
-        since, entry = self._since, {}
-        if since["row_forwards"]:
-            entry["hsdraft/tau"] = since["new_tokens"] / since["row_forwards"]
-            entry["hsdraft/seconds"] = since["seconds"]
-        if since["stepped_aside"]:
-            entry["hsdraft/stepped_aside"] = since["stepped_aside"]
-        return entry
 
     def _compare(self, tau: float) -> None:
         """Warns once when the gain is a third less than at the start."""
@@ -89,10 +82,6 @@ class DraftingLog(TrainerCallback):
                 f"hsdraft/tau has fallen from {start:.2f} to {now:.2f} since the start: the drafter fits the changed "
                 "model less. Train it on the fresh texts (CoTraining, see docs/integrations.md), or detach it"
             )
-
-
-def _nothing() -> dict[str, float]:
-    return dict.fromkeys((*_COUNTS, "stepped_aside"), 0)
 
 
 def log_drafting(trainer: Any, attachment: Attachment, window: int = 4) -> DraftingLog:

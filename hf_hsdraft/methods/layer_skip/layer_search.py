@@ -39,13 +39,8 @@ class Judged:
 
 
 def speed_of_chains(agreement: float, cost: float, depth: int) -> float:
-    """Returns tokens per time of a target's forward with chains of `depth` tokens.
-
-    `agreement` is the probability that a drafted token is right given that those before it are; `cost` is that of
-    drafting a token, in forwards of the target.
-    """
-    emitted = sum(agreement**number for number in range(depth + 1))
-    return emitted / (1.0 + depth * cost)
+    """Returns tokens per time of a target's forward with chains of `depth` tokens; `cost` is that of drafting one."""
+    return sum(agreement**number for number in range(depth + 1)) / (1.0 + depth * cost)
 
 
 def check_target(target: Any) -> None:
@@ -113,22 +108,19 @@ def search(
     if not any(text.shape[1] > start for text, start in texts):
         raise ValueError("the target wrote nothing: expected prompts that it answers")
     most = count - 2 if most is None else min(most, count - 2)
-    now: tuple[int, ...] = ()
-    best: Judged | None = None
-    report = Reporter.of(report)
-    lists, done = sum(count - 2 - skipped for skipped in range(most)), 0
-    with report.stage("judging lists of layers", "lists", lists) as stage:
-        for _ in range(most):
-            judgements = []
-            for number in (number for number in range(1, count - 1) if number not in now):
-                judgements.append(judged(target, sorted({*now, number}), texts))
-                stage.advance(done := done + 1)
-            found = max(judgements, key=lambda each: each.speed)
-            report(str(found))
-            now, best = found.skipped, found if best is None or found.speed > best.speed else best
-    if best is None:
+    if most < 1:
         raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
-    return best
+    rounds: list[Judged] = []  # the best list of each length
+    report, done = Reporter.of(report), 0
+    with report.stage("judging lists of layers", "lists", sum(range(count - 1 - most, count - 1))) as stage:
+        for _ in range(most):
+            now, judgements = rounds[-1].skipped if rounds else (), []
+            for number in (number for number in range(1, count - 1) if number not in now):
+                judgements.append(judged(target, [*now, number], texts))
+                stage.advance(done := done + 1)
+            rounds.append(max(judgements, key=lambda each: each.speed))
+            report(str(rounds[-1]))
+    return max(rounds, key=lambda each: each.speed)
 
 
 def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDrafter:

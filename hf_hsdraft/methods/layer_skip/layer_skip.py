@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
-from ...core.checks import are_ascending, is_integer, printable, public_name
+from ...core.checks import are_ascending, demand, is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.plain_config import PlainConfig
@@ -22,8 +22,6 @@ from ...drafters.language_model.layer_subset import with_layers
 from ...drafters.language_model.lm_ability import ability_of, shared_tokens
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...runtime.target_limits import decoder_layers, text_config
-
-_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,10 @@ class LayerSkipConfig(PlainConfig):
 
     def __post_init__(self) -> None:
         count, skipped = self.num_hidden_layers, self.skipped_layers
-        if not is_integer(count) or not 1 <= count <= _MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers={count!r} is invalid: expected 1 to {_MOST_LAYERS}")
-        if not are_ascending(skipped, 0, count - 1) or len(skipped) == count:
-            raise ValueError(
-                f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
-                "once and not all of them"
-            )
+        demand(is_integer(count) and 1 <= count <= 4096, "num_hidden_layers", count, "expected 1 to 4096")
+        valid = are_ascending(skipped, 0, count - 1) and len(skipped) < count
+        wanted = f"expected ascending numbers from 0 to {count - 1}, each once and not all of them"
+        demand(valid, "skipped_layers", list(skipped), wanted)
 
     @property
     def target_num_hidden_layers(self) -> int:
@@ -79,10 +74,9 @@ class LayerSkipDrafter(WeightlessDrafter):
 
     @classmethod
     def for_target(cls, target: Any, skipped_layers: Sequence[int], target_name: str = "") -> LayerSkipDrafter:
-        """Makes a drafter for a target, without its layers of some numbers, ascending, from 0.
+        """Makes a drafter for a target without these of its layers, ascending from 0; a ValueError for other numbers.
 
-        `target_name` is by default the name by which the target was loaded. Raises a ValueError if the target has no
-        such layers, or none would remain.
+        `target_name` is by default the name by which the target was loaded.
         """
         name = public_name(target_name or getattr(target, "name_or_path", "") or "")
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))
@@ -102,8 +96,7 @@ class LayerSkipDrafter(WeightlessDrafter):
         return drafter
 
     def document(self) -> dict[str, Any]:
-        fields = {name: getattr(self.config, name) for name in self.shown_fields}
-        return {**fields, "skipped_layers": list(self.config.skipped_layers)}
+        return {name: getattr(self.config, name) for name in self.shown_fields}
 
     def default_generation_config(self) -> GenerationConfig:
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)

@@ -1,35 +1,193 @@
-"""Refinement of drafts whose depths know little of one another ("Exploring and Improving Drafts in Blockwise Parallel
-Decoding", local rescoring by a neural language model).
+"""Refinement of drafts whose depths know little of one another, and trees of the p best paths ("Exploring and Improving
+Drafts in Blockwise Parallel Decoding", local rescoring by a neural language model, and p-best drafts).
 
-Such a drafter predicts each depth independently, so a path may be incoherent. A tiny model of the target's text reads
-the path. With q the drafter's distribution for a child and p the model's, the child is drafted from
+Such a drafter predicts each depth independently, so a path may be incoherent. A tiny neural n-gram model of the
+target's text reads the path. With q the drafter's distribution for a child and p the model's, the child is drafted from
 
     q'(v) ~ q(v)^(1 - share) p(v)^share,    or in logits    (1 - share) * drafter + share * model.
 
 Only drafts change. The verifier knows q', like any other distribution that nodes are drawn from.
+
+The model is saved in a subfolder of the drafter's, so that programs that read all weights of that folder ignore it.
+Sizes and tensors are separate files, and the former hold the SHA-256 of the latter.
+
+Letters in the shapes: as in `TokenBias`; S is the size of the model's states, D the width of the target's embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
 
-from ...core.tensors import Transform, on_device
+from ...core.checks import is_integer
+from ...core.draft_tree import DraftTree, from_nodes
+from ...core.tensors import RMSNorm, Transform, on_device
 from ...drafters.base import refiners
 from ...drafters.base.target_weights import TargetWeights
-from .path_lm import PathLM, has_refiner, refiner_of
+from ...hub.drafter_files import check_weights, read_json, sha256, tensors
+from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, FoundNodes, TreeLimits, searched
 
+_EPS = 1e-6
+CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
 # The target's hidden states already tell the drafters the text and the root before the first depth. Leftover states,
 # which `reuse="resample"` draws from again, are older than the root; their first depth is not refined either.
 _FIRST_LEVEL = 2
 
 
 @dataclass(frozen=True)
-class Refinement(refiners.Refinement):
-    """The refinement of one draft. Letters in the shapes: as in `TokenBias`; S is the size of the model's states."""
+class PathLMSizes:
+    """Sizes of the model."""
+
+    embedding_size: int  # D
+    draft_vocab_size: int  # V'
+    length: int = 3  # tokens that it looks back
+    width: int = 96  # of what is kept of each of these tokens
+    inner_size: int = 192  # of the layer that combines them
+    rank: int = 64  # r
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not is_integer(value) or not 1 <= value <= 2**22:
+                raise ValueError(f"{name}={value!r} is invalid in a refiner's sizes: expected an integer of 1 or more")
+
+    @property
+    def state_size(self) -> int:
+        return self.length * self.width
+
+
+class PathLM(nn.Module):
+    """A neural n-gram model over the draft vocabulary.
+
+    A *state* holds what is kept of the last tokens, newest first. Tokens before the beginning of a text are zeros.
+    """
+
+    def __init__(self, sizes: PathLMSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.norm = RMSNorm(sizes.embedding_size, _EPS)
+        self.read = nn.Linear(sizes.embedding_size, sizes.width, bias=False)
+        self.mix = nn.Linear(sizes.state_size, 2 * sizes.inner_size)
+        self.down = nn.Linear(sizes.inner_size, sizes.rank, bias=False)
+        self.up = nn.Linear(sizes.rank, sizes.draft_vocab_size)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns the states `[..., S]` after one more token, from its embedding `[..., D]` and the states before."""
+        token = self.read(self.norm(embeds))
+        return torch.cat([token, states[..., : -self.sizes.width]], dim=-1)
+
+    def after(self, before: torch.Tensor, embed: Transform) -> torch.Tensor:
+        """Returns the states `[..., S]` after the last tokens of texts `[..., length]`, int64, newest last.
+
+        -1 stands before the beginning of a text. `embed` maps token ids to embeddings.
+        """
+        embeds = embed(before.clamp(min=0)).to(self.read.weight)
+        tokens = self.read(self.norm(embeds)) * (before >= 0)[..., None].to(embeds.device)
+        return tokens.flip(-2).flatten(-2)
+
+    def code(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns what the last product multiplies, `[..., r]`, after states `[..., S]`."""
+        gate, value = self.mix(states).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits `[..., V']` of the next token after states `[..., S]`."""
+        return self.up(self.code(states))
+
+
+def has_refiner(drafter: Any) -> bool:
+    """Whether a drafter has a refiner beside its weights. Reads no files."""
+    folder = getattr(drafter, "loaded_from", None)
+    return folder is not None and (_known(drafter) is not None or (folder / CONFIG).is_file())
+
+
+def _known(drafter: Any) -> PathLM | None:
+    folder, model = _of_drafters.get(drafter, (None, None))
+    return model if folder == drafter.loaded_from else None
+
+
+def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
+    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
+
+    An OSError if a file is missing, a ValueError if one is damaged, or for another width or draft vocabulary.
+    """
+    model = _known(drafter)
+    if model is None:
+        model = load_refiner(drafter.loaded_from, weights.vocab_ids)
+        _of_drafters[drafter] = drafter.loaded_from, model
+    width, drafted = weights.embed(weights.vocab_ids[:1]).shape[-1], len(weights.vocab_ids)
+    if (model.sizes.embedding_size, model.sizes.draft_vocab_size) != (width, drafted):
+        raise ValueError(
+            f"the refiner in {drafter.loaded_from} is for embeddings of {model.sizes.embedding_size} and "
+            f"{model.sizes.draft_vocab_size} drafted tokens, this target and drafter have {width} and {drafted}: train "
+            "one for them by `hsdraft make refiner`"
+        )
+    return model.to(drafter.device, drafter.dtype)
+
+
+def save_refiner(
+    model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a refiner beside a drafter's weights, replacing any earlier one.
+
+    `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
+    """
+    place = Path(folder)
+    (place / CONFIG).parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
+        config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+        save_file(state, weights, metadata={"format": "pt"})
+        document = {**vars(model.sizes), "vocabulary": _digest(vocab_ids), "weights_digest": sha256(weights)}
+        document["recipe"] = dict(recipe or {})
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights, place / WEIGHTS)
+        os.replace(config, place / CONFIG)
+
+
+def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
+    """Reads the refiner of a drafter with `vocab_ids`, int64 `[V']`, in its folder; errors as in `refiner_of`."""
+    document = read_json(folder / CONFIG)
+    try:
+        sizes = PathLMSizes(**{each.name: document.get(each.name, 0) for each in fields(PathLMSizes)})
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner again") from error
+    if document.get("vocabulary") != _digest(vocab_ids):
+        raise ValueError(
+            f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
+            "`hsdraft make refiner`"
+        )
+    with torch.device("meta"):
+        model = PathLM(sizes)
+    place, digest = (folder / WEIGHTS).parent, document.get("weights_digest")  # older files have none
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_weights(place, shapes, None if digest is None else {Path(WEIGHTS).name: digest}, "`hsdraft make refiner`")
+    model.load_state_dict(tensors(place), assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def _digest(vocab_ids: torch.Tensor) -> str:
+    return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]
+
+
+_of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """The refinement of one draft, whose interface is that of a `TokenBias` with the drafter's logits."""
 
     model: PathLM
     share: float  # weight of the model in the logits, in [0, 1)
@@ -41,21 +199,27 @@ class Refinement(refiners.Refinement):
         return self.since.shape[-1]
 
     def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns the states `[B, n, S]` of nodes from their parents' states; None for roots."""
         return self.model.advance(self.embed(tokens), self.since if states is None else states.to(self.since.dtype))
 
     def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
+        """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes with `states` `[B, n, S]`.
+
+        `logits` `[B, n or 1, C]` are the drafter's; `up` is from `among` for the same columns.
+        """
         if level < _FIRST_LEVEL:
             return logits
         return (1.0 - self.share) * logits + self.share * up(self.model.code(states))
 
     def among(self, columns: torch.Tensor | None) -> Transform:
+        """Returns the last product for columns `[B, C]`; None for all columns."""
         if columns is None:
             return self.model.up
         rows, bias = self.model.up.weight[columns].mT, self.model.up.bias[columns][:, None]
         return lambda code: code @ rows + bias
 
 
-class Refiner(refiners.Refiner):
+class Refiner:
     """Refines the drafts of a call; remembers the last tokens of the texts."""
 
     def __init__(self, model: PathLM, share: float, weights: TargetWeights, rows: int) -> None:
@@ -64,6 +228,7 @@ class Refiner(refiners.Refiner):
 
     @classmethod
     def check(cls, drafter: Any, share: float) -> None:
+        """Raises a ValueError if the drafter has no refiner."""
         if not has_refiner(drafter):
             raise ValueError(
                 f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by "
@@ -72,19 +237,48 @@ class Refiner(refiners.Refiner):
 
     @classmethod
     def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
+        """Returns the refiner of a call; errors as `refiner_of`."""
         return cls(refiner_of(drafter, weights), share, weights, rows)
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:
+        """Takes further tokens of a row; the last one is the root of its next draft."""
         self._last[row] = [*self._last[row], *tokens][-self.model.sizes.length - 1 :]
 
     def refinement(self, rows: Sequence[int]) -> Refinement:
-        length, device = self.model.sizes.length, self._weights.vocab_ids.device
-        before = [self._last[row][:-1] for row in rows]
-        padded = [[0] * (length - len(tokens)) + tokens for tokens in before]
-        known = [[False] * (length - len(tokens)) + [True] * len(tokens) for tokens in before]
-        embeds = self._weights.embed(on_device(padded, device))
-        since = self.model.after(embeds, on_device(known, device, torch.bool))
-        return Refinement(self.model, self._share, self._weights.embed, since[:, None])
+        """Returns the refinement of the next drafts of these rows."""
+        length, embed = self.model.sizes.length, self._weights.embed
+        last = [self._last[row][:-1] for row in rows]
+        padded = [[-1] * (length - len(tokens)) + tokens for tokens in last]
+        since = self.model.after(on_device(padded, self._weights.vocab_ids.device), embed)
+        return Refinement(self.model, self._share, embed, since[:, None])
+
+
+def p_best_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Merges the most probable full-depth paths into a tree, best first, until it is full. See `TreeBuilder`.
+
+    A path's probability is the product of its nodes' probabilities, refinements included. The paths come from a beam
+    search that keeps `beam_width` paths per depth; they are the best overall if that many hold every path but the last
+    token. A path that does not fit contributes its first nodes. `beam_trees` instead takes the best nodes, whether or
+    not a path continues from them.
+    """
+    found, trees = FoundNodes.of(*searched(expansion, root_tokens, vocab_ids, limits)), []
+    least = math.log(limits.threshold) if limits.threshold > 0 else -math.inf
+    for row, depth in enumerate(limits.max_depths):
+        parents, scores = [-1, *found.parents[row][1:]], found.scores[row]
+        tree = from_nodes(list(zip(found.tokens[row], parents, found.depths, scores, strict=True)))
+        deepest, kept = min(depth, found.depths[-1]), {0: 0}  # places of the nodes that are taken
+        ends = [node for node, at in enumerate(found.depths) if at == deepest and scores[node] > -math.inf]
+        for end in sorted(ends, key=lambda node: -scores[node]):
+            for node in tree.path(end):
+                if node not in kept and (len(kept) > limits.tree_size or scores[node] < least):
+                    break
+                kept.setdefault(node, len(kept))
+        nodes = [(tree.tokens[n], kept.get(tree.parents[n], -1), tree.depths[n], tree.scores[n]) for n in kept]
+        trees.append(from_nodes(nodes))
+    return trees
 
 
 refiners.REFINERS["refinement"] = Refiner
+TREE_BUILDERS["p_best"] = Builder(p_best_trees, whole=True)

@@ -38,7 +38,7 @@ def train_refiner(
     from ...generate.by_name import load_drafter
     from ...training.data.conversations import read_answered, tokenize_conversation
     from ...training.files import check_place
-    from .path_lm import CONFIG, PathLMSizes, save_refiner
+    from .refinement import CONFIG, PathLMSizes, save_refiner
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run
 

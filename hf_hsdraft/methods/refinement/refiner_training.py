@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import get_cosine_schedule_with_warmup
 
 from ...core.tensors import Transform
 from ...drafters.base.target_weights import TargetWeights
 from ...training.data.conversations import TokenizedConversation
-from .path_lm import PathLM, PathLMSizes
+from .refinement import PathLM, PathLMSizes
 
 _BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
 _WARM_UP = 0.05  # share of the steps
@@ -30,15 +31,14 @@ _UNSEEN = 0.1  # count of a token that no answer holds, in the initial frequenci
 class Examples:
     """Next tokens of answers."""
 
-    before: torch.Tensor  # `[N, length]`, int64, the tokens before each, newest last
-    known: torch.Tensor  # `[N, length]`, bool, False before the beginning of the text
+    before: torch.Tensor  # `[N, length]`, int64, the tokens before each, newest last; -1 before the text's beginning
     labels: torch.Tensor  # `[N]`, int64, columns of the draft vocabulary
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def part(self, rows: Any) -> Examples:
-        return Examples(self.before[rows], self.known[rows], self.labels[rows])
+        return Examples(self.before[rows], self.labels[rows])
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor,
             "the chats hold no token of an answer that can be drafted: expected lines with `messages` in which the "
             "assistant speaks, in the target's own words"
         )
-    before, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Examples(before.clamp(min=0), before >= 0, labels)
+    return Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def train_refiner(
@@ -99,12 +98,12 @@ def train_refiner(
     before = perplexity(model, held_out, weights.embed)
     begun = time.monotonic()
     steps = max(epochs * len(train) // _BATCH, 1)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}], lr=_RATE
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
+    groups = [
+        {"params": [each for each in model.parameters() if (each.dim() > 1) == decays], "weight_decay": decays * _DECAY}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=_RATE)
+    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARM_UP * steps), steps)
     order, late = torch.empty(0, dtype=torch.long), 0.0
     for step in range(steps):
         if len(order) < min(_BATCH, len(train)):
@@ -135,9 +134,8 @@ def perplexity(model: PathLM, examples: Examples, embed: Transform) -> float:
 
 
 def _loss(model: PathLM, part: Examples, embed: Transform) -> torch.Tensor:
-    device = model.up.weight.device
-    embeds = embed(part.before).to(device, torch.float32)
-    return F.cross_entropy(model(model.after(embeds, part.known.to(device))), part.labels.to(device))
+    logits = model(model.after(part.before, embed))
+    return F.cross_entropy(logits, part.labels.to(logits.device))
 
 
 @torch.no_grad()
@@ -169,8 +167,3 @@ def _principal(weight: torch.Tensor, rows: torch.Tensor, project: bool = False) 
         found = found @ rows.T
         found = found / found.pow(2).mean().sqrt().clamp(min=1e-12) / math.sqrt(len(weight))
     weight[:count] = found
-
-
-def _rate(done: float) -> float:
-    """Learning rate relative to its peak after a share of the steps."""
-    return min(done / _WARM_UP, 1.0) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))) if done else 1e-3

@@ -14,8 +14,7 @@ from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
 from ...training.loss.chains import Branches
 from ..distillation.lm_training import LMFamily, TrainedLM
-from .steered_lm import SteeredLMDrafter, has_steering
-from .steering import Steering, SteeringSizes
+from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 
 
 class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):

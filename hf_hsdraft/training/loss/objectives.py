@@ -5,7 +5,7 @@ value for each row, `[N]`, in nats. It is zero exactly where both distributions 
 of the vocabulary, the logarithm of a column's weight is added to both logits, and each divergence is the weighted sum
 over the columns (see `candidates`).
 
-The divergences are from DistillSpec, section 4; `methods/losses/` has further ones. `ce_tv` aims at the acceptance of
+The divergences are from DistillSpec, section 4; `methods/losses.py` has further ones. `ce_tv` aims at the acceptance of
 rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q).
 """
 

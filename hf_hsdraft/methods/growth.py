@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...drafters.base.refiners import leave_folder
-from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.hidden_state.network import HSDraftLayer
-from ...training.families.family import GROWTHS
+from ..drafters.base.refiners import leave_folder
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..training.families.family import GROWTHS
 
 
 @torch.no_grad()
@@ -37,19 +35,17 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
     for name, part in drafter.named_children():
         if name not in different:
             getattr(larger, name).load_state_dict(part.state_dict())
-    old: list[nn.Module] = [*drafter.layers]
-    added = num_hidden_layers - len(old)
+    old, added = [*drafter.layers], num_hidden_layers - len(drafter.layers)
     for index, layer in enumerate(larger.layers):
         layer.load_state_dict(old[max(index - added, 0)].state_dict())
-        if index < added:
-            _silence(layer)
+        if index < added:  # the identity; its last products learn from the first step on
+            layer.attention.o_proj.weight.zero_()
+            layer.down_proj.weight.zero_()
     known = drafter.steps()
-    for index, step in enumerate(larger.steps()):
-        (norm, project, layers), source = step, known[min(index, len(known) - 1)]
-        norm.load_state_dict(source[0].state_dict())
-        project.load_state_dict(source[1].state_dict())
-        for layer, its_source in zip(layers, source[2], strict=True):
-            layer.load_state_dict(its_source.state_dict())
+    for index, (norm, project, layers) in enumerate(larger.steps()):
+        old_norm, old_project, old_layers = known[min(index, len(known) - 1)]
+        for new, source in zip((norm, project, *layers), (old_norm, old_project, *old_layers), strict=True):
+            new.load_state_dict(source.state_dict())
     return larger
 
 
@@ -59,12 +55,6 @@ def grown_for(drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
     has = config.num_step_modules, config.num_hidden_layers
     wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
     return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
-
-
-def _silence(layer: HSDraftLayer) -> None:
-    """Makes a layer the identity by zeroing its last products, which learn from the first step on."""
-    layer.attention.o_proj.weight.zero_()
-    layer.down_proj.weight.zero_()
 
 
 GROWTHS["hidden-state"] = grown_for

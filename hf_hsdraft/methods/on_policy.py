@@ -1,28 +1,37 @@
-"""Training on the blocks that drafting meets (Draft-OPD): chains start where the target rejected a draft.
+"""Training on the drafter's own tokens.
+
+Data policies `student` and `mixed`: chains follow tokens that the drafter draws, labelled by the target (DistillSpec,
+section 4). `draft-opd`: chains start where the target rejected a draft (Draft-OPD).
 
 Speculative decoding emits the target's own text, so along a text that the target wrote its rounds can be replayed
 without generating: a draft is accepted while it agrees with the text, and the next round starts behind the token at
 which it differs. This is exact for greedy texts, and for sampled ones under verification that follows the target's own
 draws. The drafts are chains of first choices of the current drafter, not trees.
 
-The loss has two streams. Stream A: the emitted tokens of each round, by the objective of the training. Stream B: the
-rejected drafts of the round, by `rejected_draft`. Their sum is divided by the number of emitted tokens plus the sum of
-the weights of stream B.
+The loss of `draft-opd` has two streams. Stream A: the emitted tokens of each round, by the objective of the training.
+Stream B: the rejected drafts of the round, by `rejected_draft`. Their sum is divided by the number of emitted tokens
+plus the sum of the weights of stream B.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...drafters.base.target_weights import TargetWeights
-from ...training.loop.arguments import METHOD_OPTIONS, MethodOption
-from ...training.loss.chains import (
+from ..drafters.base.target_weights import TargetWeights
+from ..runtime.prompt_inputs import end_tokens
+from ..runtime.target_limits import text_config
+from ..runtime.tree_reading import as_attention_takes_it
+from ..training.families.trainable import family_of
+from ..training.loop.arguments import METHOD_OPTIONS, MethodOption
+from ..training.loss.chains import (
     DATA_POLICIES,
+    Branches,
     ChainLabels,
     Chains,
     DataPolicy,
@@ -30,10 +39,127 @@ from ...training.loss.chains import (
     PolicyStep,
     chain_starts,
     true_labels,
+    unroll,
 )
-from .own_tokens import draft, is_end, labelled_by_target
 
 _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its depth
+
+
+@torch.no_grad()
+def drafted_labels(
+    drafter: Any,
+    target: Any,
+    weights: TargetWeights,
+    pack: Pack,
+    chains: Chains,
+    labels: ChainLabels,
+    every: int = 1,
+) -> ChainLabels:
+    """Returns labels in which rolled chains follow tokens that the drafter draws; the other chains keep `labels`.
+
+    The target reads the text and all drawn branches in one forward. A branch sees its document up to the branch's
+    parent, and its own tokens. With `every` 2, only every second rolled chain is drafted, and so on. The draws depend
+    on the state of the RNG, so several processes do not draw the same as one.
+    """
+    steps = labels.tokens.shape[1]
+    chosen = torch.arange(0, chains.num_rolled, every, device=chains.starts.device)
+    if not len(chosen) or steps < 2:
+        return labels
+    starts = chains.starts[chosen]
+    drawn = draft(drafter, weights, pack, starts, steps - 1, lambda x: x.softmax(dim=-1).multinomial(1)[:, 0])
+    drawn = weights.vocab_ids[drawn]
+    tokens, valid = labels.tokens.clone(), labels.valid.clone()
+    tokens[chosen, 1:] = drawn
+    ends = is_end(target, drawn)
+    valid[chosen] = torch.cat([labels.valid[chosen, :1], ~ends], dim=1).cumprod(dim=1).bool()
+    labels = replace(labels, tokens=tokens, valid=valid, count=valid.sum(dim=0))
+    return labelled_by_target(target, pack, chains, labels, chosen)
+
+
+def labelled_by_target(
+    target: Any, pack: Pack, chains: Chains, labels: ChainLabels, chosen: torch.Tensor
+) -> ChainLabels:
+    """Returns labels in which the chains `chosen`, `[C]`, have the target's distributions after their own parents.
+
+    The parent of the first depth is the text's own; the others may be tokens that are not in the text.
+    """
+    drawn = labels.tokens[chosen, 1:]
+    teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
+    rows = labels.rows.clone()
+    rows[chosen, 1:] = len(labels.teacher) + torch.arange(drawn.numel(), device=rows.device).view_as(drawn)
+    states = torch.cat([labels.teacher, teacher.to(labels.teacher)])
+    return replace(labels, teacher=states, rows=rows, likely=None)
+
+
+def is_end(target: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns where tokens end a text of a target; bool, in the shape of `tokens`."""
+    return torch.isin(tokens, torch.tensor(sorted(end_tokens(target)), device=tokens.device))
+
+
+@torch.no_grad()
+def draft(
+    drafter: Any,
+    weights: TargetWeights,
+    pack: Pack,
+    starts: torch.Tensor,
+    count: int,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Drafts `count` tokens along each chain at positions `[S]`, each token after those before it.
+
+    `choose` takes logits `[N, V']`, float32, and returns drafted columns `[N]` of the draft vocabulary. `rows` is the
+    number of chains whose logits are computed at a time, `None` for all. Returns columns `[S, count]`, int64.
+    """
+    pack = replace(pack, taps=pack.taps.to(drafter.dtype))
+    weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
+    predictions = family_of(drafter).predictions(drafter, weights)
+    chains = Chains(starts, len(starts), torch.ones_like(starts, dtype=torch.bool))
+    hidden_states: Sequence[torch.Tensor] = ()
+    parents, columns = [pack.input_ids[starts + 1]], list[torch.Tensor]()
+    for depth in range(count):
+        tokens = torch.stack(parents, dim=1)
+        if depth == 0 or predictions.reads_tokens:
+            hidden_states = unroll(drafter, predictions, pack, chains, tokens).hidden_states
+        state = predictions.states(tokens, hidden_states[: depth + 1])[depth]
+        hidden: torch.Tensor = hidden_states[depth].to(drafter.dtype)
+        pieces = [
+            choose(predictions.logits(hidden[part], None if state is None else state[part]).float())
+            for part in torch.arange(len(starts), device=starts.device).split(rows or len(starts))
+        ]
+        columns.append(torch.cat(pieces))
+        parents.append(weights.vocab_ids[columns[-1]])
+    return torch.stack(columns, dim=1)
+
+
+def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Returns the target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
+    branches, config = Branches.of(pack.position_ids, pack.document_ids, starts, drawn.shape[1]), text_config(target)
+    last, seen = config.num_hidden_layers, branches.seen[None].to(target.device)
+    output = target(
+        torch.cat([pack.input_ids, drawn.flatten()])[None].to(target.device),
+        attention_mask=as_attention_takes_it(seen, config._attn_implementation, target.dtype),
+        position_ids=branches.positions[None].to(target.device),
+        output_hidden_states=[last],
+        logits_to_keep=1,
+        use_cache=False,
+    )
+    states: torch.Tensor = output.hidden_states[last][0, len(pack.input_ids) :]
+    return states.to(starts.device)
+
+
+@dataclass(frozen=True)
+class OwnTokens(DataPolicy):
+    """Every `every`-th rolled chain follows tokens that the drafter draws, the others follow the text."""
+
+    every: int
+
+    def chains(self, step: PolicyStep) -> tuple[Chains, ChainLabels]:
+        chains, labels = step.sampled()
+        return chains, drafted_labels(step.drafter, step.target, step.weights, step.pack, chains, labels, self.every)
+
+
+DATA_POLICIES["student"], DATA_POLICIES["mixed"] = OwnTokens(1), OwnTokens(2)
 
 
 @dataclass(frozen=True)
@@ -76,7 +202,7 @@ def replay(drafter: Any, weights: TargetWeights, pack: Pack, rows: int | None = 
     columns = starts.new_zeros(len(pack.input_ids), steps)
     accepted = starts.new_zeros(len(pack.input_ids))
     if len(starts):
-        columns[starts] = draft(drafter, weights, pack, starts, steps, _first_choice, rows)
+        columns[starts] = draft(drafter, weights, pack, starts, steps, lambda logits: logits.max(dim=-1).indices, rows)
         chains = Chains(starts, len(starts), torch.ones_like(starts, dtype=torch.bool))
         goals = (starts[:, None] + 2 + torch.arange(steps, device=starts.device)).clamp(max=len(pack.input_ids) - 1)
         agree = weights.vocab_ids[columns[starts]] == pack.input_ids[goals]
@@ -84,10 +210,6 @@ def replay(drafter: Any, weights: TargetWeights, pack: Pack, rows: int | None = 
         accepted[starts] = agree.cumprod(dim=1).sum(dim=1)
     anchors = _rounds(starts.tolist(), pack.answer_mask.tolist(), accepted.tolist())
     return Replay(torch.tensor(anchors, dtype=torch.int64, device=starts.device), columns, accepted)
-
-
-def _first_choice(logits: torch.Tensor) -> torch.Tensor:
-    return logits.max(dim=-1).indices
 
 
 def _rounds(starts: list[int], answer: list[bool], accepted: list[int]) -> list[int]:

@@ -1,7 +1,6 @@
-"""Divergences of DistillSpec (section 4), LK losses and FastVLM; see `training/loss/objectives.py` for their form.
+"""Divergences of DistillSpec (section 4), LK losses and FastVLM, which gained nothing here over those of the core.
 
-`nla` and `lk_hybrid` aim at the acceptance of rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which
-`log_acceptance` defines.
+`nla` and `lk_hybrid` aim at the acceptance of rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 
 import torch
 
-from ...training.loss.objectives import OBJECTIVES, Objective, forward_kl, kl, total_variation
+from ..training.loss.objectives import OBJECTIVES, Objective, forward_kl, kl, total_variation
 
 _LK_DECAY = 3.0
 

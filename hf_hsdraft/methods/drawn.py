@@ -1,4 +1,4 @@
-"""Trees of drawn nodes, for verification by rejection without replacement.
+"""Trees of drawn nodes, and their verification by rejection without replacement ("Recursive Speculative Decoding").
 
 A beam takes the most probable children. These builders draw them from the drafter's distribution, so that a verifier
 may use that distribution. Children of one node are drawn without replacement, and stay in the order of drawing. No
@@ -7,14 +7,17 @@ drawn node is dropped afterwards by its probability: that would bias the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle
 from operator import mul
 
 import torch
 
-from ...core.draft_tree import DraftTree
-from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, TreeLimits, states_of
+from ..core.draft_tree import DraftTree, from_nodes
+from ..trees.tree_builders import TREE_BUILDERS, Builder, Expansion, TreeLimits, states_of
+from ..verify.registry import VERIFIERS
+from ..verify.verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
 
 
 def gumbel_trees(
@@ -124,10 +127,7 @@ class _Growth:
 
     def trees(self, max_depths: Sequence[int]) -> list[DraftTree]:
         levels = [[part.tolist() for part in level] for level in self._levels]
-        return [
-            self._tree(row, [[part[row] for part in level] for level in levels[: depth + 1]])
-            for row, depth in enumerate(max_depths)
-        ]
+        return [self._tree(row, levels[: depth + 1]) for row, depth in enumerate(max_depths)]
 
     def _tree(self, row: int, levels: list[list[list]]) -> DraftTree:
         """A text's tree from each level's tokens, parents, scores and real nodes."""
@@ -136,15 +136,66 @@ class _Growth:
         above: list[int] = []  # indices in the tree of the nodes of the level above
         for depth, level in enumerate(levels):
             indices = []
-            for column, (token, parent, score, real) in enumerate(zip(*level, strict=True)):
+            for column, (token, parent, score, real) in enumerate(zip(*(part[row] for part in level), strict=True)):
                 indices.append(len(nodes) if real else -1)
                 if real:
                     nodes.append((token, above[parent] if depth else -1, depth, score))
                     log_probs.append(self._log_probs[depth][row, column] if depth < len(levels) - 1 else None)
             above = indices
-        tokens, parents, depths, scores = zip(*nodes, strict=True)
-        return DraftTree(tokens, parents, depths, scores, tuple(log_probs), self._vocab_ids)
+        return replace(from_nodes(nodes), log_probs=tuple(log_probs), vocab_ids=self._vocab_ids)
 
 
+class Rejection(Verifier):
+    """Offers the children of a node to the target in the order in which the drafter drew them.
+
+    p is the target's distribution and q the drafter's. A child is accepted with probability min(1, p / q). After a
+    rejection, p becomes the normalised positive part of p - q, and q loses the rejected token. After the last child the
+    next token is drawn from p. This accepts more drafted tokens than the target's own draw, above all at high
+    temperature. It is exact for drawn trees only. Greedy calls take the target's own choice.
+    """
+
+    exact = True
+    own_choices = True
+    drawn_nodes = True
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        if nodes.draw is None:
+            return OwnChoice().judge(tree, nodes)
+        children = tree.children()
+
+        def choose(node: int, tokens: list[int]) -> int:
+            p = nodes.scores(node, tokens)[0].softmax(dim=-1)
+            return _draw(p, children[node], tree.log_probs[node] if children[node] else None, tree.vocab_ids)
+
+        return walk(tree, choose, nodes.ends)
+
+
+def _draw(
+    p: torch.Tensor, children: Iterable[int], log_probs: torch.Tensor | None, vocab_ids: torch.Tensor | None
+) -> int:
+    """Draws the next token: an accepted child, or another token.
+
+    Args:
+        p: `[V]`, the target's probabilities.
+        children: tokens of the children, in the order of drawing.
+        log_probs: `[V']`, log q; `None` without children. Tokens outside `vocab_ids` have q = 0.
+        vocab_ids: `[V']`, int64, the token id of each column of `log_probs`.
+    """
+    if log_probs is not None and vocab_ids is not None:
+        q = torch.zeros_like(p)
+        q[vocab_ids.to(p.device)] = log_probs.to(p.device, p.dtype).exp()
+        for token in children:
+            if float(torch.rand((), device=p.device)) * float(q[token]) < float(p[token]):
+                return token
+            left = (p - q).clamp(min=0.0)
+            total = left.sum()
+            if total > 0:  # 0 only by rounding, where p and q are equal
+                p = left / total
+            q[token] = 0.0
+            q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+    return draw_token(p)
+
+
+VERIFIERS["rejection"] = Rejection()
 TREE_BUILDERS["gumbel"] = Builder(gumbel_trees, draws=True)
 TREE_BUILDERS["stochastic_beam"] = Builder(stochastic_beam_trees, draws=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ...training.loss.chains import ChainLabels
-from ...training.loss.loss import WEIGHTINGS, Score
-from ...training.loss.objectives import hard_labels
+from ..training.loss.chains import ChainLabels
+from ..training.loss.loss import WEIGHTINGS, Score
+from ..training.loss.objectives import hard_labels
 
 _FLOOR = 0.5
 

@@ -1,1 +1,0 @@
-"""Trees of drawn nodes, and their verification by rejection without replacement (RSD)."""

@@ -1,1 +1,0 @@
-"""Larger drafters out of trained ones (PRISM)."""

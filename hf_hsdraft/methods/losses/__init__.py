@@ -1,1 +1,0 @@
-"""Divergences that gained nothing here over those of the core."""

@@ -1,1 +1,0 @@
-"""Training on the tokens that the drafter itself drafts."""
