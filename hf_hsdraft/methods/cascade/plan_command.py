@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ...cli._shared import DeviceOption, Dtype, DtypeOption, PromptsOption, TargetOption, console, loaded_target, say
-
-if TYPE_CHECKING:
-    from .hierarchy import Plan
-    from .hierarchy_run import Compared
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -30,7 +26,7 @@ def plan(
     target: TargetOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=16)] = 64,
-    measure: Annotated[bool, typer.Option("--measure", help="Decode by the plans too, and compare.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Decode by the hierarchy too, and compare.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="How often --measure decodes all prompts.")] = 1,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
@@ -40,16 +36,19 @@ def plan(
 ) -> None:
     """Calculates the best hierarchy of n-grams, the drafters named and the target, from costs and acceptances.
 
-    Both are measured here, and every figure is printed with its arithmetic. The recommendation is never expected to be
-    slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
-    a drafter alone with its own defaults.
+    Both are measured here, and every figure is printed with its arithmetic. A hierarchy is recommended if it is
+    expected to be faster than plain decoding and than each drafter alone with its own defaults, as measured; with
+    --measure, if it was faster.
     """
+    from ...bench.calls import Settings
     from ...bench.prompts import NOTE, read_questions
+    from ...bench.report import BenchResult, print_report
+    from ...bench.run import measure as measured_by
     from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...training.files import check_empty
-    from .hierarchy_costs import Measuring
-    from .hierarchy_run import Plans, compare
+    from . import planning
+    from .hierarchy import best_cascade
 
     if out is not None:
         check_empty(out)
@@ -64,31 +63,34 @@ def plan(
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
     model, tokenizer = loaded_target(target, dtype.torch, device)
     inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])
-    measuring = Measuring(
-        model, drafters, inputs, max_new_tokens, lambda words: say(f"measuring: {words}"), tokenizer=tokenizer
+    levels, remarks = planning.measured_levels(
+        model, drafters, inputs, max_new_tokens, tokenizer, lambda words: say(f"measuring: {words}")
     )
-    plans, compared = Plans.of(measuring.levels()), None
-    for line in plans.lines():
+    cascade = best_cascade(levels)
+    for line in (*remarks, *planning.arithmetic(levels, cascade)):
         say(line)
-    if measure:
-        compared = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
-        console.print(compared.table)
-        say(compared.verdict)
-    if out is not None:
-        say(_saved(plans.chosen, drafters, compared, out))
-
-
-def _saved(chosen: Plan, drafters: dict[str, Any], compared: Compared | None, out: Path) -> str:
-    """Saves the recommended hierarchy unless a single drafter is recommended or was faster; returns the message."""
-    from .hierarchy_run import cascade_of
-
-    if len(chosen.names) < 2:
-        return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"
-    if compared is not None and compared.faster is not None:
-        return f"not saved: {compared.faster[0]}, was faster"
-    cascade_of(chosen, drafters).save_pretrained(out)
-    advice = "" if compared else " It was not compared with each drafter's own defaults: --measure does that."
-    return f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{advice}"
+    systems = planning.systems_of(drafters, model, cascade if measure else None)
+    repeats = repeats if measure else 1
+    result = BenchResult({"max_new_tokens": max_new_tokens, "repeats": repeats}, {}, questions)
+    result.measured = measured_by(model, systems, inputs, Settings(max_new_tokens), repeats)
+    print_report(result, console)
+    summaries = result.summaries()
+    if cascade is not None and measure:
+        found = summaries[cascade.title]
+        say(
+            f"{cascade.title}, expected and measured: {cascade.emitted:.2f} and {found.acceptance_length:.2f} tokens a "
+            f"round, speed-up {cascade.speed_up:.3f} and {found.speed_up:.3f}"
+        )
+    best = planning.recommended({name: row.speed_up for name, row in summaries.items()}, cascade)
+    say(f"recommended: {best}")
+    if out is None:
+        return
+    if cascade is None or best != planning.saved_title(cascade):
+        say("not saved: what is recommended is no hierarchy of drafters")
+        return
+    planning.cascade_of(cascade, drafters).save_pretrained(out)
+    advice = "" if measure else " Its speed is calculated: --measure decodes with it."
+    say(f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{advice}")
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def training(
         conversations_tokens_per_step=tokens_per_step,
         world_size=world_size,
     )
-    _print(found.result("time", "operations", "memory", "taps on disk"), found.lines + assumed)
+    _print(found.result("time", "operations", "memory", "taps on disk"), *found.lines, *assumed)
 
 
 @app.command("estimate-decoding", short_help="Say what decoding with a drafter would take.")
@@ -102,10 +102,10 @@ def decoding(
     depth = min(num_draft_steps or options.num_assistant_tokens, deepest)
     plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
     found = estimate_decoding(config, made, plan, Device(bytes_per_second, flops_per_second))
-    _print(found.result("speed-up, at most", "target in memory", "drafter in memory"), found.lines + assumed)
+    _print(found.result("speed-up, at most", "target in memory", "drafter in memory"), *found.lines, *assumed)
 
 
-def _print(result: str, arithmetic: tuple[str, ...]) -> None:
+def _print(result: str, *arithmetic: str) -> None:
     for line in (result, "", *arithmetic):
         say(line)
 

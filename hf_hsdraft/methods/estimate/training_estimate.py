@@ -32,8 +32,11 @@ _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 
 
 @dataclass
-class Arithmetic:
-    """A calculation in progress: the value of each figure, and a line with its formula and numbers."""
+class Estimate:
+    """Figures by name, such as bytes ("memory"), operations ("operations") and seconds ("time"), with their arithmetic.
+
+    `lines` has one for each figure, with its formula and numbers, and then what is not counted.
+    """
 
     figures: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -56,9 +59,14 @@ class Arithmetic:
         names = list(self.figures)[list(self.figures).index(first) :]
         return self.add(name, unit, " + ".join(names), *(self.figures[part] for part in names), sign="+")
 
+    def result(self, *names: str) -> str:
+        """Returns these figures in a line, without any that are 0."""
+        known = [name for name in names if self.figures.get(name)]
+        return "; ".join(f"{name}: {readable(self.figures[name], self.units[name])}" for name in known)
+
 
 def readable(value: float, unit: str) -> str:
-    """Formats a number: in full without a unit, otherwise with a prefix that fits. Units are as in `Arithmetic.add`."""
+    """Formats a number: in full without a unit, otherwise with a prefix that fits. Units are as in `Estimate.add`."""
     if unit in ("", "s"):
         if unit and 0 < value < 1:
             return f"{1e3 * value:.4g} ms"
@@ -68,55 +76,19 @@ def readable(value: float, unit: str) -> str:
     return f"{float(f'{value / 1000**power:.3g}'):g} {' kMGTPE'[power].strip()}{unit}"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a training run would need.
-
-    Attributes:
-        figures: value of each figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
-            parts), operations ("operations" of the whole run and its parts), and seconds ("time", if it is known).
-        lines: the same figures as text, each with its formula and numbers, and then what is not counted.
-        units: unit of each figure, as in `Arithmetic.add`.
-    """
-
-    figures: Mapping[str, float]
-    lines: tuple[str, ...]
-    units: Mapping[str, str]
-
-    def result(self, *names: str) -> str:
-        """Returns these figures in a line, without any that are 0."""
-        known = [name for name in names if self.figures.get(name)]
-        return "; ".join(f"{name}: {readable(self.figures[name], self.units[name])}" for name in known)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a training run does.
+    """What a training run does. Raises a ValueError if a number is out of range."""
 
-    Attributes:
-        tokens: number of positions of all conversations.
-        epochs: number of passes over them.
-        chains_per_token: share of the positions where a chain starts, above 0.
-        rolled_fraction: share of the chains that is followed beyond the first depth.
-        conversations_tokens_per_step: number of positions that one device reads in one step.
-        cached: whether the target's features are computed once and kept, not in every epoch.
-        flops_per_second: operations per second of one device; `None` to leave the time out.
-        world_size: number of devices, each with other conversations.
-        sharded: whether every device holds only its share of the target.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    tokens: int
-    epochs: float
-    chains_per_token: float
-    rolled_fraction: float
-    conversations_tokens_per_step: int
-    cached: bool
-    flops_per_second: float | None = None
-    world_size: int = 1
-    sharded: bool = False
+    tokens: int  # positions of all conversations
+    epochs: float  # passes over them
+    chains_per_token: float  # share of the positions where a chain starts, above 0
+    rolled_fraction: float  # share of the chains that is followed beyond the first depth
+    conversations_tokens_per_step: int  # positions that one device reads in one step
+    cached: bool  # whether the target's features are computed once and kept, not in every epoch
+    flops_per_second: float | None = None  # of one device; `None` leaves the time out
+    world_size: int = 1  # devices, each with other conversations
+    sharded: bool = False  # whether every device holds only its share of the target
 
     def __post_init__(self) -> None:
         positive = {**vars(self), "cached": 1, "sharded": 1, "rolled_fraction": 1}
@@ -141,7 +113,7 @@ def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> E
     found, wanted = (sizes.hidden_size, sizes.vocab_size), (drafter.target_hidden_size, drafter.vocab_size)
     if found != wanted:
         raise ValueError(f"the drafter is for a target of (hidden size, vocabulary) {wanted}, but this one has {found}")
-    sheet = Arithmetic()
+    sheet = Estimate()
     target, parts = target_parts(config), _drafter_parts(drafter)
     sheet.add("target parameters", "", " + ".join(target), *target.values(), sign="+")
     sheet.add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
@@ -152,10 +124,11 @@ def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> E
     sheet.add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
     _add_bytes(sheet, run, drafter, parts)
     _add_operations(sheet, run, drafter, parts, target["body"])
-    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED), sheet.units)
+    sheet.lines.append(_NOT_COUNTED)
+    return sheet
 
 
-def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:
+def _add_bytes(sheet: Estimate, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:
     add, known = sheet.add, sheet.figures
     features, wide, positions = len(d.target_tap_layers) + 1, d.target_hidden_size, run.conversations_tokens_per_step
     if run.cached:
@@ -182,7 +155,7 @@ def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[st
     sheet.total("memory", "B", "target weights")
 
 
-def _add_operations(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int], body: int) -> None:
+def _add_operations(sheet: Estimate, run: Work, d: HSDraftConfig, parts: Mapping[str, int], body: int) -> None:
     """`parts` are weights by part of the drafter, `body` those of the target's layers."""
     add, rolls, drafts = sheet.add, sheet.figures["roll steps"], sheet.figures["predictions"]
     layers, modules, vocab, hidden = d.num_hidden_layers, d.num_step_modules, d.draft_vocab_size, d.hidden_size

@@ -52,7 +52,7 @@ class DrafterTrainingArguments(TrainingArguments):
             (DistillSpec, section 4); `"draft-opd"` for the rounds that drafting along the text comes to.
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
             for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
-            estimate of how far each chain is accepted, see `methods/losses/weightings.py`.
+            estimate of how far each chain is accepted, see `methods/weightings.py`.
         valid_prefix: whether only the depths of a chain count that greedy decoding would reach. The loss is then a mean
             over predictions.
         depth_decay: depth d weighs `depth_decay ** d`.
