@@ -23,7 +23,7 @@ from .small_weights import BLOCKS, KERNEL, SmallCopy, fits, in_blocks
 _NONE: tuple[int, int, list[int]] = (-1, 0, [])
 _STRING, _ARRAY = 8, 9  # kinds of fields; the others are numbers
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_sources: Any = WeakIdKeyDictionary()  # of weights: file, name of the parameter, model type, number of layers
+_sources: Any = WeakIdKeyDictionary()  # of weights: file, name of the parameter, number of layers
 
 
 def remember_file(target: nn.Module, file: Path) -> None:
@@ -31,7 +31,7 @@ def remember_file(target: nn.Module, file: Path) -> None:
     config: Any = target.config
     for name, weight in target.named_parameters():
         if weight.dim() == 2:
-            _sources[weight] = file, name, config.model_type, getattr(config, "num_hidden_layers", 0)
+            _sources[weight] = file, name, getattr(config, "num_hidden_layers", 0)
 
 
 def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
@@ -41,7 +41,7 @@ def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
         return None
     try:
         raw = _raw_blocks(*_sources[weight])
-    except (ImportError, OSError, ValueError, struct.error, KeyError):
+    except (ImportError, OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError):
         return None
     return None if raw is None else _in_order(found, *raw, weight.detach().contiguous())
 
@@ -68,11 +68,12 @@ def _digests(rows: torch.Tensor) -> torch.Tensor:
     return (rows.detach().contiguous().view(torch.int16).long() * factors).sum(1)
 
 
-def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[Any, torch.Tensor] | None:
+def _raw_blocks(file: Path, name: str, layers: int) -> tuple[Any, torch.Tensor] | None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    known = _names(model_type, layers).get_name(name, try_suffixes=(".weight",)) or ""
-    number, place, sizes = _tensors(file, file.stat().st_mtime_ns).get(known, _NONE)
+    architecture, tensors = _contents(file, file.stat().st_mtime_ns)
+    known = _names(architecture, layers).get_name(name, try_suffixes=(".weight",)) or ""
+    number, place, sizes = tensors.get(known, _NONE)
     if number not in set(GGMLQuantizationType) or GGMLQuantizationType(number).name not in BLOCKS:
         return None
     kind = GGMLQuantizationType(number)
@@ -84,43 +85,47 @@ def _raw_blocks(file: Path, name: str, model_type: str, layers: int) -> tuple[An
 
 
 @lru_cache(maxsize=4)
-def _names(model_type: str, layers: int) -> Any:
+def _names(architecture: str, layers: int) -> Any:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    kinds = [arch for arch, title in MODEL_ARCH_NAMES.items() if title == model_type]
+    kinds = [arch for arch, title in MODEL_ARCH_NAMES.items() if title == architecture]
     if not kinds:
-        raise ValueError(f"the package gguf knows no {model_type}")
+        raise ValueError(f"the package gguf knows no {architecture}")
     return get_tensor_name_map(kinds[0], layers)
 
 
 @lru_cache(maxsize=1)
-def _tensors(file: Path, _changed: int) -> dict[str, tuple[int, int, list[int]]]:
-    """Each tensor's type, a number, its place in the file, and its sizes, innermost first. gguf takes seconds."""
+def _contents(file: Path, _changed: int) -> tuple[str, dict[str, tuple[int, int, list[int]]]]:
+    """The architecture, and each tensor's type, a number, place in the file, and sizes, innermost first.
+
+    The package gguf takes seconds for this.
+    """
     with file.open("rb") as opened:
         read = functools.partial(_read, opened)
         if opened.read(4) != b"GGUF" or read("I") < 2:
             raise ValueError(f"{file} is no GGUF file that is known here")
-        count, fields, alignment = read("Q"), read("Q"), 32
-        for _ in range(fields):
-            key, value = opened.read(read("Q")), _value(opened, read("I"))
-            alignment = value or 32 if key == b"general.alignment" else alignment
-        found = {}
+        count, known, found = read("Q"), {}, {}
+        for _ in range(read("Q")):
+            key = opened.read(read("Q"))
+            known[key] = _value(opened, read("I"))
+        alignment, architecture = known.get(b"general.alignment") or 32, known.get(b"general.architecture")
         for _ in range(count):
             name = opened.read(read("Q")).decode()
             sizes = [read("Q") for _ in range(read("I"))]
             found[name] = read("I"), read("Q"), sizes
         start = -(-opened.tell() // alignment) * alignment
-    return {name: (kind, start + offset, sizes) for name, (kind, offset, sizes) in found.items()}
+    tensors = {name: (kind, start + offset, sizes) for name, (kind, offset, sizes) in found.items()}
+    return bytes(architecture or b"").decode(), tensors
 
 
 def _read(opened: BinaryIO, form: str) -> int:
     return struct.unpack(f"<{form}", opened.read(struct.calcsize(f"<{form}")))[0]
 
 
-def _value(opened: BinaryIO, kind: int) -> int | None:
-    """Reads over a field; returns its value if that is a whole number."""
+def _value(opened: BinaryIO, kind: int) -> Any:
+    """The value of a field; `None` for an array, which is only read over."""
     if kind == _STRING:
-        opened.seek(_read(opened, "Q"), os.SEEK_CUR)
+        return opened.read(_read(opened, "Q"))
     elif kind == _ARRAY:
         of, length = _read(opened, "I"), _read(opened, "Q")
         if of in _NUMBERS:
@@ -128,6 +133,5 @@ def _value(opened: BinaryIO, kind: int) -> int | None:
         else:
             for _ in range(length):
                 _value(opened, of)
-    else:
-        return _read(opened, _NUMBERS[kind])
-    return None
+        return None
+    return _read(opened, _NUMBERS[kind])
