@@ -135,7 +135,7 @@ class TrainableFamily:
 
     @torch.no_grad()
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
-        """Initialises a fresh drafter of the target's width so that its logits are small, but aligned with the target's
+        """Initialises a fresh drafter of the target's width: its logits are small, but aligned with the target's.
 
         An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps
         to unlearn that. The final norm gets the scale of the target's final hidden states, of which `finals` `[N, D]`,

@@ -433,9 +433,8 @@ def _answer_tokens(counts: Iterable[tuple[int, int]]) -> int:
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
     """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
-    if last is not None and had_ended(
-        last, args, budget.minutes if budget else None
-    ):  # the Trainer would take one more step
+    minutes = None if budget is None else budget.minutes
+    if last is not None and had_ended(last, args, minutes):  # the Trainer would take one more step
         trainer.restore(last)
     else:
         if budget is not None:

@@ -98,21 +98,23 @@ def finish(out: Path, steps: int, limits: dict[str, float], untrained: bool = Fa
     write_json(out / _FINISHED, {"steps": steps, "limits": limits, "untrained": untrained})
 
 
-def ended_untrained(out: Path) -> dict[str, Any]:
-    """The steps and limits of a run that ended with an untrained drafter; empty for any other."""
+def _ended(out: Path) -> dict[str, Any]:
+    """What `finish` recorded; empty for nothing, and for a damaged record: the drafter is saved once more then."""
     try:
-        found = read_kept(out / _FINISHED, "")
+        return read_kept(out / _FINISHED, "")
     except ValueError:
         return {}
+
+
+def ended_untrained(out: Path) -> dict[str, Any]:
+    """The steps and limits of a run that ended with an untrained drafter; empty for any other."""
+    found = _ended(out)
     return found if found.get("untrained") else {}
 
 
 def is_finished(out: Path, limits: dict[str, float]) -> bool:
     """Whether the run in a folder ended with these limits, or with wider ones."""
-    try:
-        stored = read_kept(out / _FINISHED, "")["limits"]
-    except (KeyError, ValueError):  # the drafter is saved once more
-        return False
+    stored = _ended(out).get("limits", {})
     return limits.keys() == stored.keys() and all(value <= stored[name] for name, value in limits.items())
 
 

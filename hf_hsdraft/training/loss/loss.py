@@ -111,10 +111,7 @@ class ChainLoss:
     @property
     def rows_per_chunk(self) -> int:
         """Number of predictions whose logits are computed at a time."""
-        return self._rows(self.chunk_logits)
-
-    def _rows(self, elements: int) -> int:
-        return max(1, elements // self.teacher_head.shape[0])
+        return max(1, self.chunk_logits // self.teacher_head.shape[0])
 
     def __call__(self, drafter: Any, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
         device = hidden_states[0].device
