@@ -43,6 +43,7 @@ _PLACED = re.compile(
     r"posit|cache|past|mask|rotary|rope|alibi|freq|seq|(^|_)(pos|cos|sin|len|length|start|step|offset)(_|$)"
 )
 _MAPS = nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm  # a state, whatever more its forward would take
+_NOT_RUN = ("__init__", "__new__", "__repr__", "__setstate__", "extra_repr", "reset_parameters")  # by forwards
 _ROUTINES = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _HINT = "mark it with hf_hsdraft.harmless() if it does not"
 
@@ -107,7 +108,7 @@ def _code_of_user(kind: type) -> Iterator[Any]:
     """The functions of a module's classes that are the user's. Of whole models only those that each forward runs."""
     for base in () if is_harmless(kind.forward) else kind.__mro__:
         for name, value in () if base in (nn.Module, object) else vars(base).items():
-            runs = name in ("forward", "__call__") or not (name.startswith("__") or issubclass(kind, PreTrainedModel))
+            runs = name in ("forward", "__call__") or not (name in _NOT_RUN or issubclass(kind, PreTrainedModel))
             if runs and inspect.isroutine(value) and is_foreign(value):
                 yield value
 
@@ -155,8 +156,9 @@ def _functions(target: nn.Module, kinds: Iterable[type], configs: Iterable[Any])
             if is_foreign(registered.get(name)):
                 yield f"the {what} function registered for {name!r} is not transformers' own; {_HINT}"
     spaces = {base.__module__ for kind in kinds for base in kind.__mro__}
-    for space in sorted({space for space in spaces if space.startswith("transformers.models.")} | {*_OF_ALL_MODELS}):
-        own = vars(sys.modules[space])
+    spaces = {space for space in spaces if space.startswith("transformers.models.")} | {*_OF_ALL_MODELS}
+    for space, holder in [*((space, sys.modules[space]) for space in sorted(spaces)), ("torch.nn.Module", nn.Module)]:
+        own = vars(holder)
         for name, value in list(own.items()):
             if not callable(value) or isinstance(value, type) or getattr(value, "__globals__", None) is own:
                 continue

@@ -7,6 +7,7 @@ target with such modules drafts nothing, and shows whether they do.
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .foreign_code import LIBRARIES, is_foreign
@@ -27,10 +29,11 @@ from .module_hooks import fingerprint
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_COUNTERS = (itertools.count, itertools.cycle, itertools.repeat)
-_OBJECTS: tuple[Any, ...] = (types.SimpleNamespace, collections.UserDict, collections.UserList, Cache, CacheLayerMixin)
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-_LEAVES = LIBRARIES | sys.stdlib_module_names
+_SHOWN = (itertools.count, itertools.cycle, itertools.repeat, bytearray, array.array)
+_OBJECTS = Cache | CacheLayerMixin | PreTrainedConfig  # a library's, in which code of the user's may keep something
+_LEAVES = LIBRARIES | {"logging"}
+_WEIGHTS = {"_parameters", "_buffers", "_modules"}
+_OF_MODULES = frozenset(vars(nn.Module()))
 _MOST_NUMBERS = 2**12  # of a tensor that is compared by them
 _MOST_OBJECTS = 20_000
 
@@ -96,14 +99,14 @@ def _marks(value: Any) -> Any:
     """What an object contains that is not an object by itself."""
     if isinstance(value, torch.Tensor):
         small = type(value) in (torch.Tensor, nn.Parameter) and value.numel() <= _MOST_NUMBERS and not value.is_meta
-        return None if value.is_inference() else value._version, value.tolist() if small else None
+        return None if value.is_inference() else value._version, repr(value.tolist()) if small else None
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, _COUNTERS):
+    if isinstance(value, _SHOWN):
         return repr(value)
     return object() if isinstance(value, Iterator) else None
 
@@ -128,16 +131,19 @@ def _items(value: Any, is_part: bool) -> Iterator[tuple[str, Any]]:
         if _is_of_user(value.__module__):
             yield from ((key, each) for key, each in vars(value).items() if key == "__call__" or key[:2] != "__")
             yield from ((base.__name__, base) for base in value.__bases__)
-    elif is_part or _is_of_user(type(value).__module__) or isinstance(value, _OBJECTS):
+    elif isinstance(value, nn.Module | _OBJECTS) or type(value).__module__.partition(".")[0] not in _LEAVES:
         yield type(value).__name__, type(value)
-        hidden = _OF_MODULES if isinstance(value, nn.Module) else ()
+        hidden: Any = _OF_MODULES if isinstance(value, nn.Module) else ()
+        if isinstance(value, nn.Module) and (is_part or _is_of_user(type(value).__module__)):
+            hidden = _OF_MODULES - _WEIGHTS
         yield from ((key, each) for key, each in list(getattr(value, "__dict__", {}).items()) if key not in hidden)
-        slots = (name for base in type(value).__mro__ for name in vars(base).get("__slots__", ()))
-        yield from ((name, getattr(value, name)) for name in slots if hasattr(value, name))
+        slots = (pair for base in type(value).__mro__ for pair in vars(base).items())
+        slots = (name for name, each in slots if isinstance(each, types.MemberDescriptorType) and hasattr(value, name))
+        yield from ((name, getattr(value, name)) for name in slots)
 
 
 def _is_of_user(space: str) -> bool:
-    return space.partition(".")[0] not in _LEAVES
+    return space.partition(".")[0] not in LIBRARIES | sys.stdlib_module_names
 
 
 def _at_hand(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import queue
 import types
 
 import accelerate
@@ -10,7 +11,7 @@ import torch
 from conftest import make_target
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
 from transformers.models.llama import modeling_llama
 
@@ -223,7 +224,7 @@ class OfData(OnSteps):
 class InObject(OnSteps):
     def begun(self):
         class Counter:
-            __slots__ = ("so_far",)
+            __slots__ = "so_far"
 
         counter = Counter()
         counter.so_far = {"steps": [0]}
@@ -232,6 +233,22 @@ class InObject(OnSteps):
     def count(self):
         self.own.so_far["steps"][0] += 1
         return self.own.so_far["steps"][0]
+
+
+class Queued(OnSteps):
+    begun = queue.Queue
+
+    def count(self):
+        self.own.put(0)
+        return self.own.qsize()
+
+
+class InConfig(OnSteps):
+    begun = LlamaConfig
+
+    def count(self):
+        self.own.steps = getattr(self.own, "steps", 0) + 1
+        return self.own.steps
 
 
 class OfClass(OnSteps):
@@ -274,7 +291,7 @@ class Closure(OnSteps):
         return self.own()
 
 
-OF_STEPS = [Attribute, OfData, InObject, OfClass, Stream, Global, Closure]
+OF_STEPS = [Attribute, OfData, InObject, Queued, InConfig, OfClass, Stream, Global, Closure]
 
 
 @pytest.mark.parametrize("change", [Every, Counted, patched, *OF_STEPS])
@@ -442,16 +459,31 @@ class Masked(Placed):
         return self.scaled(self.inner(hidden_states, attention_mask=attention_mask, **_), attention_mask)
 
 
-@pytest.mark.parametrize("change", [Cached, Keywords, Masked])
+class Thinned(nn.ModuleList):
+    """Leaves a layer out in each third forward."""
+
+    forwards = 0
+
+    def __getitem__(self, places):
+        self.forwards += 1
+        found = super().__getitem__(places)
+        return nn.ModuleList([*found][:2]) if self.forwards % 3 == 0 else found
+
+
+@pytest.mark.parametrize("change", [Cached, Keywords, Masked, Thinned])
 def test_beside_forwards_that_are_told_a_place_nothing_is_drafted(change):
     target = make_target(attention="eager")
     if change is Cached:
         target.__class__ = Cached
+    elif change is Thinned:
+        target.model.layers.__class__ = Thinned
     else:
         target.model.layers[1] = change(target.model.layers[1])
     plain = target.generate(**prompt(), **GREEDY)
     with attach(target, CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")) as attachment:
-        assert all(target.generate(**prompt(), **GREEDY).equal(plain) for _ in range(2))
+        for _ in range(2):
+            target.model.layers.forwards = 0
+            assert target.generate(**prompt(), **GREEDY).equal(plain)
     assert attachment.statistics.calls == 0 and "not transformers' own" in str(attachment.statistics.stepped_aside)
 
 
