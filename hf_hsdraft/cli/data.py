@@ -1,4 +1,4 @@
-"""`hsdraft data coverage` and `hsdraft data overlap`: what training chats hold, and whether prompts are among them."""
+"""`hsdraft data` and `hsdraft history`: what training chats hold, and what past texts a folder holds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ app = typer.Typer()
 TrainOption = Annotated[
     list[Path], typer.Option("--train", exists=True, help="Training chats: JSONL, or the folder of a run; repeat.")
 ]
+FolderArgument = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="Folder that the option `history` names.")
+]
+_SHOWN = 100  # characters of a text
 
 
 @app.command(short_help="Count training chats by kind.")
@@ -98,3 +102,43 @@ def overlap(
 
 def _brief(turns: tuple[str, ...]) -> str:
     return escape(printable(" ".join(turns[0].split()), 60) if turns else "")
+
+
+@app.command("history-list", short_help="List the past texts in a folder.")
+def show(
+    folder: FolderArgument,
+    texts: Annotated[
+        str | None, typer.Option(help="Also print how each text begins, decoded by this tokenizer: Hub name or folder.")
+    ] = None,
+) -> None:
+    """Lists for each target how many texts a folder holds for drafting, their tokens, and the size of the file."""
+    from ..drafters.history.history import list_history
+
+    found = list_history(folder)
+    table = Table("target", "texts", "tokens", "MB")
+    for each in found:
+        table.add_row(each.target, f"{each.texts:,}", f"{each.tokens:,}", f"{each.bytes / 1e6:.1f}")
+    console.print(table)
+    if texts is not None:
+        _print_texts([each.path for each in found if each.path is not None], texts)
+
+
+def _print_texts(paths: list[Path], name: str) -> None:
+    from transformers import AutoTokenizer
+
+    from ..drafters.history.history_file import read_all
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    for record in (record for path in paths for record in read_all(path)):
+        say(printable(tokenizer.decode(record.tokens[:_SHOWN].tolist()), _SHOWN))
+
+
+@app.command("history-erase", short_help="Erase the past texts in a folder.")
+def erase(
+    folder: FolderArgument,
+    target: Annotated[str, typer.Option(help="Only those of this target, as `list` names it.")] = "",
+) -> None:
+    """Erases past texts. Processes that draft from them drop them with their next call."""
+    from ..drafters.history.history import erase_history
+
+    say(f"{erase_history(folder, target):,} texts erased")

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOREIGN = {"vllm", "deepspeed", "economize"}  # of environments that a user brings, each behind a check
+FOREIGN = {"vllm", "deepspeed"}  # of environments that a user brings, each behind a check
 
 
 def imported() -> dict[str, str]:
