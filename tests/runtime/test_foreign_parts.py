@@ -235,20 +235,21 @@ def drafted(change, rows=1):
     plain = made(change).generate(**inputs, **GREEDY)
     drafter = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed")
     output = made(change).generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-    with attach(target := made(change), drafter):
+    with attach(target := made(change), drafter) as attachment:
         attached = target.generate(**inputs, **GREEDY)
     assert output.sequences.equal(plain) and attached.equal(plain)
-    return output.statistics
+    return output.statistics, attachment.statistics
 
 
 @pytest.mark.parametrize("change", [Every, Counted, patched])
 def test_beside_modules_that_count_forwards_nothing_is_drafted(change):
-    statistics = drafted(change)
+    statistics, aside = drafted(change)
     assert "count in each forward" in statistics.reason and not sum(statistics.drafted_nodes)
+    assert aside.calls == 0 and "count in each forward" in str(aside.stepped_aside)
 
 
 def test_a_forward_that_records_is_drafted():
-    assert drafted(recorded).tau > 2
+    assert drafted(recorded)[0].tau > 2
 
 
 @pytest.mark.parametrize("most", [8, 12, 20, 24])
@@ -266,9 +267,8 @@ def test_experts_that_overflow_by_a_whole_draft_are_found(most):
         assert target.generate(**prompt(7), **GREEDY).equal(plain)
 
 
-def test_the_experts_of_a_large_batch_overflow_too(tuned):
+def test_the_experts_of_a_large_batch_overflow_too():
     """Two rows are tried, each with as many tokens as all rows have together."""
-    tuned(trial_rounds=0, trial_rounds_half=0)
     inputs = {"input_ids": prompt(16)["input_ids"].view(16, 1).repeat(1, 2)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     target = made(lambda inner: Few(inner, 40))
