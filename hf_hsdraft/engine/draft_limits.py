@@ -17,10 +17,10 @@ from transformers.utils import logging
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..drafters.base.protocol import Call
-from ..runtime.findings import Finding
+from ..runtime.findings import Finding, Size, find_out
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_runtime import TargetRuntime
-from ..runtime.trial import LEAST_DEPTH, STEPS, Size, find_out
+from ..runtime.trial import LEAST_DEPTH, STEPS
 
 logger = logging.get_logger(__name__)
 

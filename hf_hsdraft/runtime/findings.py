@@ -1,4 +1,4 @@
-"""What targets were found to do with drafts, remembered for as long as they live. `trial` finds it out.
+"""What targets do with drafts: found out by trying (`trial`), and remembered for as long as they live.
 
 A finding holds for drafts up to the size that was tried, and for texts up to some length (`known_until`): a target may
 read longer texts differently, for instance where it drops keys. That drafts are misread may be due to a single text. So
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,14 @@ import torch
 
 from ..core.tensors import device_of
 from .cache_slots import cache_layers, layer_class
+from .misreading import is_full, rounds_inputs
 from .module_hooks import fingerprint
-from .target_limits import known_until, text_config
+from .target_limits import known_until, slots_read_alike, text_config
 from .target_runtime import TargetRuntime
+from .trial import KEPT, LEAST_DEPTH, LEAST_WIDTH, OTHERWISE, STEPS, problem_of
+
+_ROWS = 2  # of a batch that trees are tried with: more only take longer
+_ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,125 @@ class Finding:
     until: int = sys.maxsize
 
 
+@dataclass(frozen=True)
+class Size:
+    """Size of a call's drafts.
+
+    Attributes:
+        columns: of a tree of each row, root included.
+        tokens: of a forward over all rows.
+        depth: of a tree.
+        chain: depth of a chain.
+    """
+
+    columns: int
+    tokens: int
+    depth: int
+    chain: int
+
+
+def find_out(
+    runtime: TargetRuntime,
+    input_ids: torch.Tensor,
+    size: Size,
+    reach: int,
+    chains: bool = False,
+    ragged: bool = False,
+    tries: bool = True,
+    doubling: bool = True,
+    in_any: Callable[[bool], bool] = bool,
+) -> Finding | None:
+    """What a target does with the drafts of a call from here on; `None` if it is unknown and cannot be tried here.
+
+    Args:
+        input_ids: `[B, length]`, the texts with their last tokens, which the target has not read yet.
+        size: of the drafts that are wanted. They may be no deeper than the finding says.
+        reach: number of positions after each text that a forward may read.
+        chains: whether no trees will be drafted in any case.
+        ragged: whether rows may differ in length, where only trees can be read. If they are misread, each row continues
+            with trees of one node: plain decoding of a batch under a mask of kept slots.
+        tries: whether to try what is unknown.
+        doubling: see `known_until`.
+        in_any: whether a flag is set in any process, where all have to run the same forwards.
+    """
+    target, length = runtime.target, runtime.length + 1
+    layer = next((each for each in map(layer_class, cache_layers(runtime.cache)) if not _is_known(each)), None)
+    if layer is not None and runtime.rows.padded:
+        return Finding(False, False, f"its cache ({layer.__name__}) is not known to keep padding and drafts apart")
+    at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
+    named = known_until(target, at, doubling=False) - at
+    depth = min(max(size.depth, size.chain), reach, runtime.deepest, max(named, LEAST_DEPTH))
+    width = 1 << (size.tokens + depth - 1).bit_length()  # a power of two, so that most calls share trials
+    width = min(width, min(runtime.slots.left, slots_read_alike(target, runtime.length)) - KEPT)
+    if not chains:
+        depth = min(depth, width - LEAST_WIDTH + LEAST_DEPTH)
+    kind = (*kind_of_call(runtime), runtime.given, chains, ragged)
+    found = _known(target, kind, length, size.tokens, depth, doubling)
+    fits = chains or width >= max(size.columns, LEAST_WIDTH)
+    if in_any(depth < LEAST_DEPTH or (found is None and not (tries and fits))):
+        return None
+    if in_any(found is None):
+        found = _tried(runtime, input_ids, size, depth, width, chains, ragged, in_any)
+        found = _remembered(target, kind, found, doubling)
+    return found
+
+
+def _is_known(layer: type) -> bool:
+    return layer.__module__ == "transformers.cache_utils"
+
+
+def _tried(
+    runtime: TargetRuntime,
+    input_ids: torch.Tensor,
+    size: Size,
+    depth: int,
+    width: int,
+    chains: bool,
+    ragged: bool,
+    in_any: Callable[[bool], bool],
+) -> Finding:
+    def found(trees: bool, able: bool, reason: str = "", misread: bool = False) -> Finding:
+        tokens = max(size.tokens, width if trees else 0)
+        return Finding(trees, able, reason, tokens, depth, runtime.length + 1, misread)
+
+    exact = is_full(runtime.target.dtype) and torch.get_float32_matmul_precision() == "highest"
+    if exact and rounds_inputs(runtime.target):
+        return found(False, False, _ROUNDED, misread=True)
+    reason, misread = "", False
+    if not chains:
+        few, rows = _of_few_rows(runtime)
+        reason = few.prepare_trees()
+        if not reason:
+            problem, by_number = problem_of(few, input_ids[rows], STEPS, (depth, width), ragged)
+            if not in_any(bool(problem)):
+                return found(True, True)
+            if not in_any(not by_number):  # chains are no better
+                return found(False, False, f"{width} tokens at once are {problem or OTHERWISE}", misread=True)
+            reason, misread = f"the branches of a tree are {problem or OTHERWISE}", True
+    if ragged:
+        return found(False, False, reason, misread)
+    problem, _ = problem_of(runtime, input_ids, max(min(size.chain, depth), LEAST_DEPTH) + 1)
+    if not in_any(bool(problem)):
+        return found(False, True, reason, misread)
+    return found(False, False, f"several tokens at once are {problem or OTHERWISE}", misread=True)
+
+
+def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
+    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all."""
+    rows = list(range(len(runtime.rows.kept)))
+    if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
+        return runtime, rows
+    lengths = runtime.rows.lengths
+    first, *_, last = sorted(rows, key=lambda row: lengths[row])
+    return runtime.apart_of([first, last]), [first, last]
+
+
 # By target and kind of call. Bounded, for targets that change from call to call.
 _findings: weakref.WeakKeyDictionary[Any, dict[Any, list[Finding]]] = weakref.WeakKeyDictionary()
 _MOST_KINDS, _MOST_FINDINGS = 64, 16
 
 
-def known(target: Any, kind: Any, length: int, tokens: int, depth: int, doubling: bool) -> Finding | None:
+def _known(target: Any, kind: Any, length: int, tokens: int, depth: int, doubling: bool) -> Finding | None:
     """The finding for a text of `length` tokens and for drafts of this size; `None` if there is none.
 
     Args:
@@ -75,7 +193,7 @@ def known(target: Any, kind: Any, length: int, tokens: int, depth: int, doubling
     return replace(furthest, until=until)
 
 
-def remembered(target: Any, kind: Any, finding: Finding, doubling: bool) -> Finding:
+def _remembered(target: Any, kind: Any, finding: Finding, doubling: bool) -> Finding:
     """Remembers a finding for later calls; returns it with the length up to which it holds."""
     kinds = _findings.setdefault(target, {})
     while len(kinds) > _MOST_KINDS:

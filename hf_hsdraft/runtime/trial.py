@@ -8,157 +8,79 @@ are read one at a time: the truth. Then they are read again in two drafts, and t
 - The second draft continues from p2, and is as wide and as deep as the call's: copies of p3 stand before, below and
   behind it. So p3 and its copies are misread if p1 was not kept rightly, or if some of so many tokens are dropped.
 
-Where the first draft is misread, a chain is tried in the same way: part of it is kept, and read on from. In half
-precision a misreading may be as small as rounding. So the target shows how large its rounding is: tokens are also read
-in several columns that do not see each other.
+A chain is tried in the same way: part of it is kept, and read on from. In half precision a misreading may be as small
+as rounding. So the target shows how large its rounding is: tokens are also read in several columns that do not see each
+other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..core.draft_tree import DraftTree
-from .cache_slots import cache_layers, layer_class
-from .findings import Finding, kind_of_call, known, remembered
-from .misreading import (
-    computing_dtype,
-    distances_of,
-    is_full,
-    measured_tolerance,
-    rounds_inputs,
-    usual_tolerance,
-)
-from .target_limits import known_until, slots_read_alike
+from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, usual_tolerance
 from .target_runtime import TargetRuntime
 from .tree_reading import read_trees
 
 STEPS = 4  # root, p1, p2, p3
 LEAST_DEPTH = STEPS - 1
-_KEPT = 2  # root and p1
+KEPT = 2  # root and p1
 _WRONG, _FEW = 8, 3  # wrong siblings of the first draft, and of the second
-_LEAST_WIDTH = _FEW + 4  # of the second draft: root, p3, and two copies
-_ROWS = 2  # of a batch that trees are tried with: more only take longer
+LEAST_WIDTH = _FEW + 4  # of the second draft: root, p3, and two copies
 _NOISY = 2  # number of tokens whose rounding is measured
-_OTHERWISE = "read otherwise than one by one"
+OTHERWISE = "read otherwise than one by one"
 _TOO_FEW = "not tried, as its vocabulary is too small"
-_ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
 
 
-@dataclass(frozen=True)
-class Size:
-    """Size of a call's drafts.
-
-    Attributes:
-        columns: of a tree of each row, root included.
-        tokens: of a forward over all rows.
-        depth: of a tree.
-        chain: depth of a chain.
-    """
-
-    columns: int
-    tokens: int
-    depth: int
-    chain: int
-
-
-def find_out(
+def problem_of(
     runtime: TargetRuntime,
     input_ids: torch.Tensor,
-    size: Size,
-    reach: int,
-    chains: bool = False,
+    steps: int,
+    tree: tuple[int, int] | None = None,
     ragged: bool = False,
-    tries: bool = True,
-    doubling: bool = True,
-    in_any: Callable[[bool], bool] = bool,
-) -> Finding | None:
-    """What a target does with the drafts of a call from here on; `None` if it is unknown and cannot be tried here.
+) -> tuple[str, bool]:
+    """How reading likely tokens as two drafts differs from reading `steps` of them one at a time; empty if it does not.
 
-    Args:
-        input_ids: `[B, length]`, the texts with their last tokens, which the target has not read yet.
-        size: of the drafts that are wanted. They may be no deeper than the finding says.
-        reach: number of positions after each text that a forward may read.
-        chains: whether no trees will be drafted in any case.
-        ragged: whether rows may differ in length, where only trees can be read. If they are misread, each row continues
-            with trees of one node: plain decoding of a batch under a mask of kept slots.
-        tries: whether to try what is unknown.
-        doubling: see `known_until`.
-        in_any: whether a flag is set in any process, where all have to run the same forwards.
+    Returns also whether the first draft is read rightly. `tree` is the depth that both have together, and the width of
+    the second; chains if there is none.
     """
-    target, length = runtime.target, runtime.length + 1
-    layer = next((each for each in map(layer_class, cache_layers(runtime.cache)) if not _is_known(each)), None)
-    if layer is not None and runtime.rows.padded:
-        return Finding(False, False, f"its cache ({layer.__name__}) is not known to keep padding and drafts apart")
-    at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
-    named = known_until(target, at, doubling=False) - at
-    depth = min(max(size.depth, size.chain), reach, runtime.deepest, max(named, LEAST_DEPTH))
-    width = 1 << (size.tokens + depth - 1).bit_length()  # a power of two, so that most calls share trials
-    width = min(width, min(runtime.slots.left, slots_read_alike(target, runtime.length)) - _KEPT)
-    if not chains:
-        depth = min(depth, width - _LEAST_WIDTH + LEAST_DEPTH)
-    kind = (*kind_of_call(runtime), runtime.given, chains, ragged)
-    found = known(target, kind, length, size.tokens, depth, doubling)
-    fits = chains or width >= max(size.columns, _LEAST_WIDTH)
-    if in_any(depth < LEAST_DEPTH or (found is None and not (tries and fits))):
-        return None
-    if in_any(found is None):
-        found = _tried(runtime, input_ids, size, depth, width, chains, ragged, in_any)
-        found = remembered(target, kind, found, doubling)
-    return found
-
-
-def _is_known(layer: type) -> bool:
-    return layer.__module__ == "transformers.cache_utils"
-
-
-def _tried(
-    runtime: TargetRuntime,
-    input_ids: torch.Tensor,
-    size: Size,
-    depth: int,
-    width: int,
-    chains: bool,
-    ragged: bool,
-    in_any: Callable[[bool], bool],
-) -> Finding:
-    def found(trees: bool, able: bool, reason: str = "", misread: bool = False) -> Finding:
-        tokens = max(size.tokens, width if trees else 0)
-        return Finding(trees, able, reason, tokens, depth, runtime.length + 1, misread)
-
-    exact = is_full(runtime.target.dtype) and torch.get_float32_matmul_precision() == "highest"
-    if exact and rounds_inputs(runtime.target):
-        return found(False, False, _ROUNDED, misread=True)
-    reason, misread = "", False
-    if not chains:
-        few, rows = _of_few_rows(runtime)
-        reason = few.prepare_trees()
-        if not reason:
-            problem, by_number = _problem(few, input_ids[rows], STEPS, (depth, width), ragged)
-            if not in_any(bool(problem)):
-                return found(True, True)
-            if not in_any(not by_number):  # chains are no better
-                return found(False, False, f"{width} tokens at once are {problem or _OTHERWISE}", misread=True)
-            reason, misread = f"the branches of a tree are {problem or _OTHERWISE}", True
-    if ragged:
-        return found(False, False, reason, misread)
-    problem, _ = _problem(runtime, input_ids, max(min(size.chain, depth), LEAST_DEPTH) + 1)
-    if not in_any(bool(problem)):
-        return found(False, True, reason, misread)
-    return found(False, False, f"several tokens at once are {problem or _OTHERWISE}", misread=True)
-
-
-def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
-    """A runtime of the shortest and the longest text, which show as much as all do, and their places; or of all."""
-    rows = list(range(len(runtime.rows.kept)))
-    if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
-        return runtime, rows
-    lengths = runtime.rows.lengths
-    first, *_, last = sorted(rows, key=lambda row: lengths[row])
-    return runtime.apart_of([first, last]), [first, last]
+    first_is_right = False
+    try:
+        truth = _truth(runtime, input_ids, steps, tree[1] if tree else steps, ragged)
+        if truth is None:
+            return _TOO_FEW, False
+        kept, none = 1 if tree else (steps - 2) // 2, [list[int]()] * len(truth.tokens)
+        rest = [row[kept + 1 :] for row in truth.tokens]
+        if tree is None:
+            drafts = _Draft.of(truth.tokens, none), _Draft.of(rest, none)
+        else:
+            depth, width = tree
+            wrong, few = ([row[:count] for row in truth.wrong] for count in (width - 1, _FEW))
+            below, spare = depth - LEAST_DEPTH, width - 2 - len(few[0])
+            drafts = _Draft.of([row[:-1] for row in truth.tokens], wrong), _Draft.of(rest, few, below, spare - below)
+        paths, others = [], []
+        with _apart(runtime) as reader:
+            reader.trees = tree is not None
+            for draft, begin in zip(drafts, (0, kept + 1), strict=True):
+                texts, path = truth.ids[:, : input_ids.shape[1] + begin], draft.path
+                logits, true = reader.verify(draft.trees, texts).logits, truth.logits[:, begin : begin + len(path)]
+                paths.append(distances_of(logits[:, path], true))
+                if draft.copies:
+                    others += (distances_of(logits[:, each], logits[:, path[1:2]]) for each in (draft.copies, [-1]))
+                elif tree is None:
+                    others.append(distances_of(logits[:, -1:], true[:, -1:]))
+                first_is_right = truth.explains(paths[0])
+                reader.commit([path[1 : kept + 1]] * len(draft.trees))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the model's code raises, it cannot read this draft
+        return _why_it_failed(error), first_is_right
+    right = all(map(truth.explains, (torch.cat(paths), *others)))
+    return "" if right else OTHERWISE, first_is_right
 
 
 @contextlib.contextmanager
@@ -278,53 +200,6 @@ class _Draft:
             trees.append(DraftTree(tokens, parents, depths, (0.0,) * len(tokens)))
         nodes = [*range(1 + aside, first), *range(first + deep + below, len(parents))]
         return cls(trees, [0, *range(first, first + deep)], nodes)
-
-
-def _problem(
-    runtime: TargetRuntime,
-    input_ids: torch.Tensor,
-    steps: int,
-    tree: tuple[int, int] | None = None,
-    ragged: bool = False,
-) -> tuple[str, bool]:
-    """How reading likely tokens as two drafts differs from reading `steps` of them one at a time; empty if it does not.
-
-    Returns also whether the first draft is read rightly. `tree` is the depth that both have together, and the width of
-    the second; chains if there is none.
-    """
-    first_is_right = False
-    try:
-        truth = _truth(runtime, input_ids, steps, tree[1] if tree else steps, ragged)
-        if truth is None:
-            return _TOO_FEW, False
-        kept, none = 1 if tree else (steps - 2) // 2, [list[int]()] * len(truth.tokens)
-        rest = [row[kept + 1 :] for row in truth.tokens]
-        if tree is None:
-            drafts = _Draft.of(truth.tokens, none), _Draft.of(rest, none)
-        else:
-            depth, width = tree
-            wrong, few = ([row[:count] for row in truth.wrong] for count in (width - 1, _FEW))
-            below, spare = depth - LEAST_DEPTH, width - 2 - len(few[0])
-            drafts = _Draft.of([row[:-1] for row in truth.tokens], wrong), _Draft.of(rest, few, below, spare - below)
-        paths, others = [], []
-        with _apart(runtime) as reader:
-            reader.trees = tree is not None
-            for draft, begin in zip(drafts, (0, kept + 1), strict=True):
-                texts, path = truth.ids[:, : input_ids.shape[1] + begin], draft.path
-                logits, true = reader.verify(draft.trees, texts).logits, truth.logits[:, begin : begin + len(path)]
-                paths.append(distances_of(logits[:, path], true))
-                if draft.copies:
-                    others += (distances_of(logits[:, each], logits[:, path[1:2]]) for each in (draft.copies, [-1]))
-                elif tree is None:
-                    others.append(distances_of(logits[:, -1:], true[:, -1:]))
-                first_is_right = truth.explains(paths[0])
-                reader.commit([path[1 : kept + 1]] * len(draft.trees))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the model's code raises, it cannot read this draft
-        return _why_it_failed(error), first_is_right
-    right = all(map(truth.explains, (torch.cat(paths), *others)))
-    return "" if right else _OTHERWISE, first_is_right
 
 
 def _why_it_failed(error: Exception) -> str:

@@ -759,7 +759,7 @@ def test_two_rows_of_a_batch_are_tried(monkeypatch, padded, tuned):
         inputs = {"input_ids": inputs["input_ids"][:1].repeat(5, 1)}
     plain, drafted = compare(target, make_drafter(target), inputs, max_new_tokens=24)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert set(sizes) == {2, 5} and sizes.count(2) == 12  # six forwards a trial
+    assert "".join(map(str, sizes)).count("52222225") == 2  # six forwards a trial; later rows leave the batch
 
 
 def test_how_long_a_trial_counts():
