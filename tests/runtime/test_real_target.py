@@ -68,10 +68,9 @@ def test_bfloat16_runs_and_drafts_well(pair):
     inputs = encode_prompt(tokenizer, PROMPTS[0])
     target, drafter = (copy.deepcopy(model).to(torch.bfloat16) for model in (target, drafter))
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.02  # whatever else runs here
-    for _ in range(2):  # the first call begins with plain rounds, to try the target
-        output = target.generate(
-            **inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-        )
+    output = target.generate(
+        **inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
     assert output.statistics.tau > 1.5
 
 
@@ -105,8 +104,8 @@ def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch):
         return forward(self, *args, attention_mask=attention_mask, **kwargs)
 
     def by_slot(self, *args, position_ids=None, **kwargs):
-        if position_ids is not None and position_ids.shape[1] == 4:  # as many as the probe's trees have nodes
-            position_ids = position_ids[:, :1] + torch.arange(4)
+        if position_ids is not None and int(position_ids[0, 0]) > 0:  # a draft, of which a chain is read rightly
+            position_ids = position_ids[:, :1] + torch.arange(position_ids.shape[1])
         return forward(self, *args, position_ids=position_ids, **kwargs)
 
     for fault in (deaf, by_slot):
