@@ -77,7 +77,7 @@ class _Pair:
         from hf_hsdraft.cli._shared import drafter_of
         from hf_hsdraft.generate.by_name import load_drafter
 
-        self.given, self._tried = given, False
+        self.given = given
         self._clock = time.perf_counter
         if given.one_thread:
             torch.set_num_threads(1)
@@ -92,7 +92,6 @@ class _Pair:
     def timed(self, size: int, kind: str, begin: int, ends: float) -> Iterator[dict[str, Any]]:
         """Yields pairs of calls from number `begin` on, until there are enough or the time is over."""
         batches = self._batches(size)
-        self._try_target(self.drafters[kind])
         for _ in range(2):  # packs weights, and learns what a forward costs
             self._call(batches[0], self.drafters[kind])
         for number in range(begin, self.given.repeats):
@@ -109,14 +108,6 @@ class _Pair:
             }
             if 2 * time.monotonic() - before > ends:
                 return
-
-    def _try_target(self, drafter: Any) -> None:
-        """Decodes so much that drafting for batches is tried, which is done once in a process."""
-        from hf_hsdraft.core.tuning import TUNING
-
-        if not self._tried:
-            self._call(self._batches(2)[0], drafter, TUNING.trial_rounds_half + 1)
-            self._tried = True
 
     def _batches(self, size: int) -> list[Any]:
         """Batches of prompts of similar length."""

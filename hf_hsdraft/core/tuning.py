@@ -184,25 +184,14 @@ class Tuning:
     # its products - by hand.
     same_float32: float = 1e-4
     same_reduced: float = 1e-2
-    same_half: float = 0.25  # in half precision, where the model's own noise cannot be measured - by hand
+    same_half: float = 0.25  # in half precision at most, and where the model's own noise cannot be measured - by hand
     # Where it can: a multiple of that noise, and number of times the least step of the dtype that it is at least
-    # - measured in bfloat16, 7 prompts each: trees come to 0 to 3 times the noise of SmolLM2-135M (0 to 0.06) and of
-    # Gemma 3 270M (0 to 0.03); a target deaf to masks to 0.06 to 0.75.
+    # - measured in bfloat16, SmolLM2-135M, 10 prompts: trees come to 0.08, 2.2 times the noise, at most; a target
+    # deaf to masks to 0.38 to 1.5.
     of_noise: float = 4.0
     least_eps: float = 4.0
-    doubtful: float = 1.5  # a verdict so many times above or below its threshold is not kept - by hand
-    most_doubts: int = 4  # number of doubtful verdicts in a row after which the last one is kept - by hand
-    # Part of the distance of a faulty target's logits, within which logits are the right ones - by hand.
-    nearer: float = 0.5
-    clear: float = 2.0  # number of times `same_half` beyond which a faulty target's distance is no rounding - by hand
-    trial_depth: int = 8  # most tokens of a tree's path that a trial compares, each a plain forward - by hand
-    trial_attempts: int = 4  # number of tokens that are tried as the side branch - by hand
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
-    # Number of rounds of batches for which a trial pays, in full and in half precision
-    # - measured: it takes 3 and 7 to 14 plain rounds of 8 texts.
-    trial_rounds: int = 96
-    trial_rounds_half: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
     most_unread: int = 12
     # Number of tokens of padding in a forward at the end of a call whose cache outlives it - by hand.

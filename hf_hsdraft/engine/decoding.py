@@ -57,7 +57,7 @@ def speculative_decoding(
 
     Args:
         statistics: filled in, whatever the call returns; seconds only with `return_dict_in_generate`.
-        refused: called if the target turns out to read no drafts, which takes a few tokens to find out. If it does not
+        refused: called if the target turns out to read no drafts, which is found out after the prompt. If it does not
             raise, the call continues without drafts.
 
     Raises:
@@ -188,7 +188,7 @@ def _run_rounds(
     limits: DraftLimits,
 ) -> Session:
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
-    limits.find(output.logits[:, -1])
+    limits.find()
     target = LocalTarget(call, limits, drafter.taps_of(call.target))
     drafting = Drafting(drafter, replace(call, options=limits.options))
     if limits.options.depth == 0 and call.rows > 1:
@@ -208,14 +208,8 @@ def _run_rounds(
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))
-    if not limits.presumed:
-        texts.stream()
-    try:
-        decode(target, drafting, [keeper, *call.observers])
-    except BaseException:
-        if limits.presumed:  # the cache holds what was emitted, so stream it too
-            texts.stream()
-        raise
+    texts.stream()
+    decode(target, drafting, [keeper, *call.observers])
     if call.outlives and call.rows == 1:
         drafting.catch_up()
     before = runtime.forwards

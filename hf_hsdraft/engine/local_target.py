@@ -14,7 +14,7 @@ from ..core.tensors import on_device
 from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
-from ..runtime.target_ability import kind_of_call
+from ..runtime.findings import kind_of_call
 from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .draft_limits import DraftLimits
@@ -111,7 +111,7 @@ class LocalTarget:
         if runtime.length >= limits.alike_until or any(map(operator.gt, roots, limits.ends)):
             limits.look_ahead()
         columns = self._shared.tree_size + 1
-        most = min(runtime.deepest, limits.known_until - runtime.length - 1)
+        most = min(runtime.deepest, limits.deepest, limits.known_until - runtime.length - 1)
         if limits.options.depth == 0 or (runtime.trees and runtime.length + columns > limits.alike_until):
             most = 0
         reach = [min(end - root, most) for end, root in zip(limits.ends, roots, strict=True)]
@@ -131,8 +131,6 @@ class LocalTarget:
         texts = self._texts  # in step, chains read what plain decoding reads, with padding after rows that have ended
         batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.batch()
         output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
-        if self._limits.steps is not None:
-            self._limits.steps.add([self._texts.last_token(0)], output.logits[:, 0])
         return Read(read, output)
 
     def accept(self, read: Read) -> dict[int, Verdict]:
@@ -175,8 +173,7 @@ class LocalTarget:
             for row, verdict in verdicts.items():
                 texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
         texts.end_batch()
-        if not self._limits.presumed:  # a refusal comes before anything is streamed
-            texts.stream()
+        texts.stream()
         beyond = texts.beyond_end()
         runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.rows])
 

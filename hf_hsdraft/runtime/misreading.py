@@ -1,8 +1,8 @@
-"""Rounding: logits compared up to it, to detect targets that misread drafts, and layers that round their inputs."""
+"""Rounding: logits compared up to it, and layers that round their inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def usual_tolerance(dtype: torch.dtype) -> float:
 def measured_tolerance(dtype: torch.dtype, noise: float) -> float:
     """The distance that rounding explains, given the distance between two exact ways of reading the same tokens."""
     least = TUNING.least_eps * torch.finfo(dtype).eps
-    return min(max(TUNING.of_noise * noise, least), TUNING.clear * TUNING.same_half)
+    return min(max(TUNING.of_noise * noise, least), TUNING.same_half)
 
 
 def is_full(dtype: torch.dtype) -> bool:
@@ -57,28 +57,6 @@ def in_tolerances(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
     distances = distances_of(logits, expected)
     # In half precision a near tie of an expert router may change one position.
     return float(distances.max() if is_full(dtype) else distances.median()) / tolerance
-
-
-def heeded(
-    logits: torch.Tensor, expected: torch.Tensor, misread: Sequence[torch.Tensor], all_faults: bool, tolerance: float
-) -> bool | None:
-    """Whether logits are nearer to the expected ones than to a faulty target's; `None` if that is within rounding.
-
-    Args:
-        logits: `[..., V]`, computed in half precision.
-        misread: logits of targets with one fault each.
-        all_faults: whether every fault must make a difference; otherwise only the first.
-        tolerance: the distance that rounding explains.
-    """
-    shown = []
-    own = distances_of(logits, expected)
-    for fault in misread:
-        other = distances_of(fault, expected)
-        nearer = own <= TUNING.nearer * other
-        if bool((~nearer & (other > TUNING.clear * tolerance)).any()):
-            return False
-        shown.append(bool((nearer & (other > tolerance)).any()))
-    return True if all(shown if all_faults else shown[:1]) else None
 
 
 def distances_of(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

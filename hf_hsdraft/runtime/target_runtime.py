@@ -1,7 +1,7 @@
 """The target in a call: taps, forwards over trees or chains, committing paths, rolling back the rest.
 
-It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and
-`target_probe` tries the rest.
+It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and `trial`
+tries the rest.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class TargetRuntime(TargetCall):
         model_kwargs: what `generate()` would pass to its decoding method.
 
     Attributes:
-        trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
+        trees: whether drafts are read as trees; chains otherwise. `trial` finds out.
         kinds: kinds of attention that need separate masks, once trees are prepared.
-        drafts: number of columns of the call's largest forwards, and depth of its drafts, both at most.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
@@ -58,10 +57,8 @@ class TargetRuntime(TargetCall):
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         super().__init__(target, model_kwargs)
-        self.trees, self.kinds = True, list[AttentionKind]()
+        self.trees, self.kinds, self.reused_share = True, list[AttentionKind](), 0.0
         self.ahead: Any = None
-        self.reused_share = 0.0
-        self.drafts = (0, 0)
         self.num_texts = self.cached_before = self._prompt_length = 0
         self.tap_layers = list(tap_layers)
         layers = decoder_layers(text_config(target)) if tap_layers else 0
@@ -318,8 +315,9 @@ class TargetRuntime(TargetCall):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the target's inputs in a forward."""
-        return tuple(sorted(name for name, value in self.kwargs.items() if value is not None))
+        """Names of the target's inputs in a forward, but for those that ask for outputs."""
+        names = (name for name, value in self.kwargs.items() if value is not None)
+        return tuple(sorted(name for name in names if not name.startswith("output_")))
 
     @property
     def recurrent(self) -> bool:

@@ -37,7 +37,7 @@ from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.methods.drawn import Rejection
 from hf_hsdraft.pace.pacing import CostPace
-from hf_hsdraft.runtime import target_ability
+from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
 from hf_hsdraft.serve.chat import DraftColourStreamer
@@ -855,18 +855,20 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
     """One text has ended and left when the others outgrow what is known; where trees are misread then, all go on."""
     from hf_hsdraft.engine import draft_limits
 
-    trials, tried_again = [], draft_limits.tried_again
+    trials, find_out = [], draft_limits.find_out
 
     @harmless
-    def noting(*args, **kwargs):
-        found = tried_again(*args, **kwargs)
-        trials.append(len(args[1]))
-        return dataclasses.replace(found, trees=False, reason="so it is made") if misread else found
+    def noting(runtime, *args, **kwargs):
+        found = find_out(runtime, *args, **kwargs)
+        first = runtime.length == 8
+        trials.extend([1] * (not first))
+        made = {"trees": False, "chains": False, "reason": "so it is made"}
+        return dataclasses.replace(found, **made) if misread and not first else found
 
-    monkeypatch.setattr(draft_limits, "tried_again", noting)
+    monkeypatch.setattr(draft_limits, "find_out", noting)
     tuned(sure_length=16)
     for rows in (2, 4):
-        target_ability.known.clear()
+        findings._findings.clear()
         inputs = batch_of(rows, length=8, side=side)
         kwargs = {"do_sample": False, "max_new_tokens": 36, "pad_token_id": 0}
         free = target.generate(**inputs, **kwargs)[:, 8:].tolist()
@@ -881,7 +883,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
 
 
 def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
-    """The first tokens of a first call wait until the target has been tried; an error in between loses none of them."""
+    """An error in the first call, after the target has been tried, loses no token."""
     target = make_target(seed=8)
     ids = batch_of(1)["input_ids"]
     plain = target.generate(ids, **GREEDY)

@@ -227,19 +227,3 @@ def test_a_drafter_that_never_drafts_observes_the_prompts_only(target):
     call = {"do_sample": False, "max_new_tokens": NEW}
     assert torch.equal(target.generate(**inputs, **call, assistant_model=drafter), target.generate(**inputs, **call))
     assert drafter.received == 1
-
-
-def test_a_short_batch_is_not_tried_until_its_target_was_used_for_long(tuned):
-    """Costs are measured here, so a trial has to pay. Texts are plain decoding's before and after it."""
-    tuned(trial_rounds=50)
-    target, inputs = make_target(), batch_of(3)
-    drafter = make_drafter(target)
-    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    call = {"do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
-    plain = target.generate(**inputs, **call)
-    reasons = []
-    for _ in range(4):
-        drafted = target.generate(**inputs, **call, assistant_model=drafter)
-        assert torch.equal(drafted.sequences, plain.sequences)
-        reasons.append(drafted.statistics.reason)
-    assert [bool(reason) for reason in reasons] == [True, True, False, False]

@@ -229,11 +229,8 @@ def misread(monkeypatch, target) -> None:
 
 @pytest.mark.parametrize("costs", [None, 0.0])
 @pytest.mark.parametrize(("rows", "sampled"), [(1, False), (1, True), (3, False)])  # sampled batches draw by row
-def test_a_target_that_turns_out_to_read_no_drafts_goes_on_plainly(
-    target, batch, monkeypatch, tuned, rows, sampled, costs
-):
+def test_a_target_that_turns_out_to_read_no_drafts_goes_on_plainly(target, batch, monkeypatch, rows, sampled, costs):
     """It is found out with tokens of the text, so the call goes on from there: nothing is drawn or streamed twice."""
-    tuned(trial_rounds=0)  # a batch is tried at once
     misread(monkeypatch, target)
     call = {name: value[:rows] for name, value in batch.items()} | {"do_sample": sampled, "max_new_tokens": NEW}
     drafter = make_drafter(target)

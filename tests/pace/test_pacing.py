@@ -266,8 +266,7 @@ def measuring(target, **options):
     ],
     ids=str,
 )
-def test_costs_are_measured_whatever_the_options(prompt, options, calls, tokens, rows, tuned):
-    tuned(trial_rounds=0)  # a batch is tried at once
+def test_costs_are_measured_whatever_the_options(prompt, options, calls, tokens, rows):
     target = make_target()
     drafter = measuring(target, **options)
     for _ in range(calls):

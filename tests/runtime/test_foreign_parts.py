@@ -503,9 +503,8 @@ def test_experts_that_overflow_by_a_whole_draft_are_found(most):
         assert all(target.generate(**prompt(7), **GREEDY).equal(plain) for _ in range(3))
 
 
-def test_the_experts_of_a_large_batch_overflow_too(tuned):
+def test_the_experts_of_a_large_batch_overflow_too():
     """Two rows are tried, each with as many tokens as all rows have together."""
-    tuned(trial_rounds=0, trial_rounds_half=0)
     inputs = {"input_ids": prompt(16)["input_ids"].view(16, 1).repeat(1, 2)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     target = made(lambda inner: Few(inner, 40))

@@ -1,5 +1,7 @@
 """Targets by what they can do: trees, chains, or a clear error; the text is always the target's own."""
 
+import contextlib
+import functools
 import gc
 import sys
 from unittest.mock import ANY
@@ -20,9 +22,8 @@ from hf_hsdraft import CachebackDrafter, attach, harmless
 from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
-from hf_hsdraft.runtime import target_ability, target_limits, target_probe
+from hf_hsdraft.runtime import findings, target_limits
 from hf_hsdraft.runtime.misreading import rounds_inputs
 
 
@@ -415,30 +416,22 @@ def test_what_a_target_can_is_tried_once():
     assert counts[0] > 0 and counts[1] == 0
     del target, drafter, output
     gc.collect()
-    assert all(kept is not None for kept in target_ability.known)
+    assert all(kept is not None for kept in findings._findings)
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype", "most"),
-    [(1, torch.float32, 11), (1, torch.bfloat16, 17), (3, torch.float32, 15), (3, torch.bfloat16, 21)],
-)
-def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most, tuned):
-    """A call of one text reads its own first tokens again; half precision measures its rounding, and plays faults.
-
-    Then a path as deep as the drafts is read token by token, and in two drafts as wide as they are.
-    """
-    tuned(trial_rounds=0, trial_rounds_half=0)  # a batch is tried at once
-    target, calls = make_target().to(dtype), []
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 6), (torch.bfloat16, 8)])
+def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, expected):
+    """Four tokens are read one at a time, and again in two drafts; half precision measures its rounding twice."""
+    target = make_target().to(dtype)
     drafter = make_drafter(target).to(dtype)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    target.register_forward_hook(harmless(lambda *_: calls.append(1)))
-    for new in (5, NEW) if rows == 1 else (NEW,):
-        calls.clear()
-        output = text(target, rows, drafter, max_new_tokens=new, return_dict_in_generate=True)
-        further = len(calls) - output.statistics.target_forwards
-        assert 0 < further <= most if new == NEW else further == 0
-        assert output.statistics.draft_kind == ("tree" if new == NEW else "chain")
-    assert "in so short a call" not in output.statistics.reason
+    with trial_forwards(target) as forwards:
+        for new in (5, NEW):
+            output = text(target, rows, drafter, max_new_tokens=new, return_dict_in_generate=True)
+            assert forwards(output.statistics.target_forwards) == (expected if new == NEW else 0)
+            assert output.statistics.draft_kind == ("tree" if new == NEW else "chain")
+            assert ("in so short a call" in output.statistics.reason) == (new != NEW)
 
 
 @pytest.mark.parametrize("new", [3, 5, 8, NEW])
@@ -460,21 +453,18 @@ def test_nothing_is_streamed_by_a_target_that_turns_out_to_be_refused(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", ["trees", "drafts", ""])
 def test_a_text_that_repeats_itself_is_no_proof(monkeypatch, what, dtype):
-    """Its tokens could stand for one another, so others are read; the cache holds the text's own afterwards."""
+    """Its tokens could stand for one another, so the target is tried with others."""
     target = make_target().to(dtype)
     suppressed = {"suppress_tokens": [token for token in range(VOCAB) if token != 5]}
     drafter, plain = make_drafter(target).to(dtype), text(target, **suppressed)
-    read, likely = [], target_probe.read_likely
-    monkeypatch.setattr(target_probe, "read_likely", lambda *args: read.append(1) or likely(*args))
     if what:
         misread_beyond(monkeypatch, target, 0, what)
     if what == "drafts":
         with pytest.raises(ValueError, match="several tokens at once"):
             text(target, drafter=drafter, **suppressed)
-        assert read
         return
     output = text(target, drafter=drafter, **suppressed, return_dict_in_generate=True)
-    assert read and output.sequences.tolist() == plain.tolist()
+    assert output.sequences.tolist() == plain.tolist()
     assert output.statistics.draft_kind == ("chain" if what else "tree"), output.statistics.reason
 
 
@@ -594,27 +584,34 @@ def test_long_texts_are_tried_again(monkeypatch, what, goes_on, named, tuned):
     assert repeating(target, new=8)[1].statistics.reason == ""  # short texts are read as before
 
 
-def count_trials(monkeypatch) -> list[int]:
-    """Lengths of the texts that are tried from here on."""
-    trials, tried = [], target_probe._tried
-    monkeypatch.setattr(target_probe, "_tried", lambda steps, *args: trials.append(steps.length) or tried(steps, *args))
-    return trials
+@contextlib.contextmanager
+def trial_forwards(target):
+    """Yields a function that returns the number of forwards since it was called last, but for some that are known."""
+    calls = []
+
+    def since(known: int) -> int:
+        count = len(calls) - known
+        calls.clear()
+        return count
+
+    handle = target.register_forward_hook(harmless(lambda *_: calls.append(1)))
+    yield since
+    handle.remove()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows, tuned):
+def test_a_misreading_is_remembered_once_it_is_found_again(monkeypatch, rows, tuned):
     """In the middle of a call; shorter texts are drafted for as before, and the first trial is known."""
-    target, trials = make_target(), count_trials(monkeypatch)
+    target, found = make_target(), []
     tuned(sure_length=16)
     misread_beyond(monkeypatch, target, 25, "drafts")
-    found = []
-    for _ in range(4):
-        before = len(trials)
-        plain, drafted = repeating(target, rows, new=26)
-        assert drafted.sequences.tolist() == plain.sequences.tolist()
-        assert "nothing is drafted beyond" in drafted.statistics.reason
-        found.append(len(trials) - before)
-    assert found == [2, 1, 0, 0], "at the start of the first call, and in the middle of the first two"
+    with trial_forwards(target) as forwards:
+        for _ in range(4):
+            plain, drafted = repeating(target, rows, new=26)
+            assert drafted.sequences.tolist() == plain.sequences.tolist()
+            assert "nothing is drafted beyond" in drafted.statistics.reason
+            found.append(forwards(26 + drafted.statistics.target_forwards))
+    assert found[0] > found[1] > 0 and found[2:] == [0, 0]
     assert repeating(target, rows, new=8)[1].statistics.reason == ""
 
 
@@ -634,29 +631,70 @@ def test_a_call_of_one_text_goes_on_where_it_finds_that_long_texts_are_misread(m
         assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
-def test_a_refusal_that_the_next_call_does_not_share_is_forgotten(monkeypatch):
-    target, trials = make_target(), count_trials(monkeypatch)
-    with monkeypatch.context() as patch:
-        misread_beyond(patch, target, 0, "drafts")
-        with pytest.raises(ValueError, match="otherwise than one by one"):
-            repeating(target)
-    for _ in range(2):
-        plain, drafted = repeating(target)
+def misread_when_odd(monkeypatch, target) -> None:
+    """A planted fault: several tokens at once are read without their positions while the text is called odd."""
+    forward = type(target.model).forward
+
+    def reading(self, *args, position_ids=None, **kwargs):
+        cached = given_cache(kwargs) is not None and given_cache(kwargs).get_seq_length() > 0
+        if cached and self.config.is_odd and position_ids is not None and position_ids.shape[-1] > 1:
+            position_ids = torch.zeros_like(position_ids)
+        return forward(self, *args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", reading)
+
+
+def test_a_refusal_that_is_due_to_one_text_is_forgotten(monkeypatch):
+    """Two texts in a row have to show it; then it holds for texts up to a length, and longer ones are tried again."""
+    target = make_target()
+    misread_when_odd(monkeypatch, target)
+
+    def forwards_of(odd: bool, prompt: int = 12) -> int:
+        target.config.is_odd = odd
+        if odd:
+            with pytest.raises(ValueError, match="otherwise than one by one"):
+                repeating(target, prompt=prompt, new=4)
+            return forwards(4 + 1)
+        plain, drafted = repeating(target, prompt=prompt, new=4)
         assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.draft_kind == "tree"
-    assert len(trials) == 2
-    misread_beyond(monkeypatch, target, 0, "drafts")
-    other = make_target(seed=1)
-    for expected in (1, 1, 0):
-        del trials[:]
-        with pytest.raises(ValueError, match="otherwise than one by one"):
-            repeating(other)
-        assert len(trials) == expected
+        return forwards(4 + drafted.statistics.target_forwards)
+
+    with trial_forwards(target) as forwards:
+        assert forwards_of(odd=True) > 0 and forwards_of(odd=False) > 0 and forwards_of(odd=False) == 0
+    target = make_target(max_position_embeddings=1024)
+    with trial_forwards(target) as forwards:
+        assert forwards_of(odd=True) > 0 and forwards_of(odd=True) > 0 and forwards_of(odd=True) == 0
+        assert forwards_of(odd=False, prompt=300) > 0
+
+
+def dropping(inner):
+    """Drops all tokens of a forward beyond the eighth."""
+
+    class Dropping(torch.nn.Module):
+        def forward(self, x):
+            return inner(x) * (torch.arange(x.shape[1]) < 8)[:, None]
+
+    return Dropping()
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_finding_holds_for_drafts_no_larger_than_the_ones_tried(chains):
+    """Close to the last position there is room for short drafts only."""
+    target = model_of("gpt2", n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.3)
+    target.transformer.h[1].mlp = dropping(target.transformer.h[1].mlp)
+    target.config.alibi = chains  # by which trees are ruled out
+    for prompt, new in ((248, 8), (12, 40)):
+        ids = torch.randint(2, VOCAB, (1, prompt), generator=torch.Generator().manual_seed(prompt))
+        call = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
+        plain = target.generate(ids, **call)
+        with attach(target, CachebackDrafter(plain[:, prompt:].tolist(), tree_sizing="fixed")) as attachment:
+            assert target.generate(ids, **call).equal(plain)
+    assert attachment.statistics.calls == 0 and "otherwise than one by one" in str(attachment.statistics.stepped_aside)
 
 
 @pytest.mark.parametrize("what", ["trees", "drafts"])
-def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(monkeypatch, tuned, what):
+def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(monkeypatch, what):
     """They are at different lengths by then, so each is read as a tree of one node."""
-    tuned(trial_rounds=0)  # a batch is tried at once
     target = make_target()
     target.config.keep_last = 32
     misread_beyond(monkeypatch, target, 32, what)
@@ -697,46 +735,41 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
-def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows, tuned):
-    tuned(sure_length=16, doubtful=1.0)  # a doubtful trial, as rounding on some processors makes it, is repeated
+def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(model_type, rows, tuned):
+    tuned(sure_length=16)
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
-    target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), count_trials(monkeypatch)
-    plain, drafted = repeating(target, rows, tree_size=16)  # as large as the other drafts
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert len(trials) == 2 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
-    plain, drafted = compare(target, make_drafter(target), batch_of(rows))
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert len(trials) == 2  # of texts as long as the first one's, everything is known
+    target = model_of(model_type, **fields.get(model_type, LLAMA))
+    with trial_forwards(target) as forwards:
+        plain, drafted = repeating(target, rows, tree_size=16)  # as large as the other drafts
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
+        assert forwards(30 + drafted.statistics.target_forwards) > 0
+        plain, drafted = compare(target, make_drafter(target), batch_of(rows))
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        # Of texts as long as the first one's, everything is known.
+        assert forwards(NEW + drafted.statistics.target_forwards) == 0
 
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_two_rows_of_a_batch_are_tried(monkeypatch, padded, tuned):
     """The first trial and one in the middle of a call: of a large batch they would take longer than many rounds."""
     tuned(sure_length=16)
-    target, sizes, trying = make_target(), [], []
-    forward, tried = target.forward, target_probe.tried_ability
+    target, sizes = make_target(), []
+    forward = type(target).forward
 
     @harmless
-    def counted(**inputs):
-        sizes.extend([len(inputs["input_ids"])] * len(trying))
-        return forward(**inputs)
+    @functools.wraps(forward)
+    def counted(self, *args, **inputs):
+        sizes.append(len(inputs["input_ids"]))
+        return forward(self, *args, **inputs)
 
-    def trial(*args, **kwargs):
-        trying.append(1)
-        try:
-            return tried(*args, **kwargs)
-        finally:
-            trying.clear()
-
-    monkeypatch.setattr(target, "forward", counted)
-    monkeypatch.setattr(draft_limits, "tried_ability", trial)
-    monkeypatch.setattr(target_probe, "tried_ability", trial)
+    monkeypatch.setattr(type(target), "forward", counted)
     inputs = batch_of(5)
     if not padded:
         inputs = {"input_ids": inputs["input_ids"][:1].repeat(5, 1)}
     plain, drafted = compare(target, make_drafter(target), inputs, max_new_tokens=24)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert len(sizes) == 24 and set(sizes) == {2}  # twelve forwards a trial
+    assert "".join(map(str, sizes)).count("52222225") == 2  # six forwards a trial; later rows leave the batch
 
 
 def test_how_long_a_trial_counts():
