@@ -17,8 +17,8 @@ from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.methods.flashmap import drafter as flashmap
-from hf_hsdraft.methods.flashmap.drafter import FlashMapDrafter, PairedAttention, embedded
+from hf_hsdraft.methods import flashmap
+from hf_hsdraft.methods.flashmap import FlashMapDrafter, PairedAttention, embedded
 
 CLOSE, TEXT = 1e-4, list(range(5, 15))
 

@@ -15,8 +15,8 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.drafters.language_model.lm_ability import LMAbility
-from hf_hsdraft.methods.layer_skip import layer_search, layer_skip
-from hf_hsdraft.methods.layer_skip.layer_search import (
+from hf_hsdraft.methods.layer_skip import layer_skip
+from hf_hsdraft.methods.layer_skip.layer_skip import (
     Judged,
     as_drafter,
     judged,
@@ -124,7 +124,7 @@ def test_what_was_judged_is_what_is_drafted(target):
 
 
 def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_search, "written_texts", None)
+    monkeypatch.setattr(layer_skip, "written_texts", None)
     empty, prompts = tmp_path / "empty.jsonl", write_prompts(tmp_path / "prompts.jsonl", 2)
     empty.write_text("")
     for name, model in (("short", make_target(num_hidden_layers=2)), ("right", target)):

@@ -322,16 +322,16 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
     train, held_out = (
         examples_of(texts_of_a_rule(*each), weights.vocab_ids, sizes.length) for each in ((150, 1), (20, 2))
     )
-    trained, again = (train_refiner(train, held_out, sizes, weights, epochs=12) for _ in range(2))
-    assert trained.perplexity_after == again.perplexity_after and trained.steps == again.steps > 0
+    (model, found), (_, again) = (train_refiner(train, held_out, sizes, weights, epochs=12) for _ in range(2))
+    assert found["perplexity_after"] == again["perplexity_after"] and found["steps"] == again["steps"] > 0
     counts = torch.bincount(train.labels, minlength=VOCAB).float() + 0.1
     unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
-    assert trained.perplexity_before == pytest.approx(unigram, rel=1e-3)
-    assert trained.perplexity_after < 0.6 * trained.perplexity_before
+    assert found["perplexity_before"] == pytest.approx(unigram, rel=1e-3)
+    assert found["perplexity_after"] < 0.6 * found["perplexity_before"]
     part, naive_loss = held_out.part(slice(20)), 0.0
     for before, label in zip(part.before, part.labels, strict=True):
-        naive_loss -= float(naive(trained.model, weights.embed, before[before >= 0].tolist()).log_softmax(-1)[label])
-    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(naive_loss / 20), rel=1e-3)
+        naive_loss -= float(naive(model, weights.embed, before[before >= 0].tolist()).log_softmax(-1)[label])
+    assert perplexity(model, part, weights.embed) == pytest.approx(math.exp(naive_loss / 20), rel=1e-3)
 
 
 def command(folder, *options: str, chats: str | None = None):

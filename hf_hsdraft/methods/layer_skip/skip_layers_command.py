@@ -45,7 +45,7 @@ def skip_layers(
     from ...training.evaluate.parity import PROMPTS
     from ...training.files import check_empty
     from ...training.loop.progress import Reporter
-    from .layer_search import as_drafter, check_target, search, written_texts
+    from .layer_skip import as_drafter, check_target, search, written_texts
 
     check_empty(out)
     found = None if prompts is None else spread(read_prompts(prompts), limit)

@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -38,6 +37,7 @@ from ...core.tensors import RMSNorm, Transform, on_device
 from ...drafters.base import refiners
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.drafter_files import check_weights, read_json, sha256, tensors
+from ...training.files import write_complete
 from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, FoundNodes, TreeLimits, searched
 
 _EPS = 1e-6
@@ -144,17 +144,13 @@ def save_refiner(
 
     `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
     """
-    place = Path(folder)
-    (place / CONFIG).parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
-        config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
-        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
-        save_file(state, weights, metadata={"format": "pt"})
-        document = {**vars(model.sizes), "vocabulary": _digest(vocab_ids), "weights_digest": sha256(weights)}
-        document["recipe"] = dict(recipe or {})
-        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        os.replace(weights, place / WEIGHTS)
-        os.replace(config, place / CONFIG)
+    config, weights = Path(folder) / CONFIG, Path(folder) / WEIGHTS
+    config.parent.mkdir(exist_ok=True)
+    state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    write_complete(weights, lambda partial: save_file(state, partial, metadata={"format": "pt"}))
+    document = {**vars(model.sizes), "vocabulary": _digest(vocab_ids), "weights_digest": sha256(weights)}
+    text = json.dumps({**document, "recipe": dict(recipe or {})}, indent=2) + "\n"
+    write_complete(config, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:

@@ -72,10 +72,10 @@ def train_refiner(
     if out is not None:  # before the work: the folder may not be writable
         loaded.save_pretrained(out)
         check_place(out / CONFIG)
-    trained = run(examples, judges, sizes, weights, epochs, seed, report)
-    save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
+    trained, figures = run(examples, judges, sizes, weights, epochs, seed, report)
+    save_refiner(trained.to(loaded.dtype), folder, weights.vocab_ids, {**figures, "seed": seed})
     say(
-        f"held-out perplexity {trained.perplexity_before:.1f} before, {trained.perplexity_after:.1f} after, "
-        f"{trained.seconds:.0f} seconds; saved in {folder}. Refine by "
+        f"held-out perplexity {figures['perplexity_before']:.1f} before, {figures['perplexity_after']:.1f} after, "
+        f"{figures['seconds']:.0f} seconds; saved in {folder}. Refine by "
         "drafter.generation_config.refinement = 0.2, for instance"
     )

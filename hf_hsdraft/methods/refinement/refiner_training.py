@@ -41,22 +41,6 @@ class Examples:
         return Examples(self.before[rows], self.labels[rows])
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A trained model, float32, and figures."""
-
-    model: PathLM
-    examples: int  # next tokens trained on
-    held_out: int  # next tokens measured on
-    perplexity_before: float  # on the latter, from token frequencies alone
-    perplexity_after: float
-    steps: int
-    seconds: float  # of training, without reading and measuring
-
-    def recipe(self) -> dict[str, float]:
-        return {name: value for name, value in vars(self).items() if name != "model"}
-
-
 def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor, length: int) -> Examples:
     """Returns the next tokens of answers that are in the draft vocabulary, each with `length` tokens before it.
 
@@ -86,12 +70,13 @@ def train_refiner(
     epochs: int = 1,
     seed: int = 0,
     report: Callable[[int, int, float], None] | None = None,
-) -> Trained:
+) -> tuple[PathLM, dict[str, float]]:
     """Trains a model by cross-entropy, with AdamW, warm-up and cosine decay to 0.
 
     The bias starts as the token frequencies. The first and last product start as the principal directions of the
     embedding and of the output rows, where the drafter borrows them. `report` is called with steps done, all steps, and
-    the running mean of the loss in nats.
+    the running mean of the loss in nats. Returns the model, float32, and figures: the perplexity before is that of
+    token frequencies alone, the seconds are those of training.
     """
     generator = torch.Generator().manual_seed(seed)
     model = _begun(sizes, train, weights, seed)
@@ -118,9 +103,11 @@ def train_refiner(
         late = loss.item() if step == 0 else 0.98 * late + 0.02 * loss.item()
         if report is not None and (step % 50 == 49 or step == steps - 1):
             report(step + 1, steps, late)
-    seconds = time.monotonic() - begun
-    after = perplexity(model, held_out, weights.embed)
-    return Trained(model.eval(), len(train), len(held_out), before, after, steps, seconds)
+    figures = {
+        "examples": len(train), "held_out": len(held_out), "perplexity_before": before, "steps": steps,
+        "seconds": time.monotonic() - begun, "perplexity_after": perplexity(model, held_out, weights.embed),
+    }  # fmt: skip
+    return model.eval(), figures
 
 
 @torch.no_grad()
