@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
-from ...core.checks import is_number, printable
-from ...core.options import Option
+from ...core.checks import printable
 from ...hub.card_figures import table
 from ...training.files import write_complete
 from ...verify.registry import VERIFIERS
-from .relaxed import Mismatch, Relaxed, normalised_entropy
+from .relaxed import SHARE, Mismatch, Relaxed, normalised_entropy, option
 
 logger = logging.get_logger(__name__)
 
@@ -118,13 +117,7 @@ class Pivot(Relaxed):
 
     file = FILE
     own_options = (
-        Option(
-            "pivot_threshold",
-            0.5,
-            lambda value: is_number(value) and 0 <= value <= 1,
-            "a number from 0 to 1",
-            "Lossy rule `pivot`: probability of a pivot from which on a drafted token is refused.",
-        ),
+        option("pivot_threshold", 0.5, SHARE, "probability of a pivot from which on a drafted token is refused."),
     )
     pivot_threshold: float
 
