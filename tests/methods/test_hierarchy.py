@@ -160,6 +160,11 @@ def test_notes_become_acceptances_lengths_and_seconds(target):
     assert all(note.seconds > 0 for note in noted.drafts)
 
 
+def test_texts_too_short_to_draft_in_are_told(target):
+    with pytest.raises(ValueError, match="texts end at once: expected prompts with answers of three tokens or more"):
+        planning.plain_texts(target, inputs_of(1), 2)
+
+
 def test_measured_drafts_learn_nothing(target, tmp_path):
     """What is drafted from past texts would be timed as the drafter's, and would change later drafts."""
     drafter = make_drafter(target)

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,8 +29,7 @@ from ...cli._shared import (
 from ...core.progress import errors
 
 if TYPE_CHECKING:
-    from .checked_tasks import Item
-    from .quality import Answer, Quality
+    from .quality import Answer
 
 app = typer.Typer()
 TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
@@ -108,11 +107,15 @@ def quality(
     picture: Annotated[Path | None, typer.Option(help="PNG file for the curve of accuracy against speed.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
+    from ...bench.calls import Settings
     from ...bench.machine import processor
+    from ...bench.plan import reporter
     from ...bench.report import define
     from ...core.checks import public_name
+    from ...training.files import write_json
     from .checked_tasks import items_of
-    from .quality import Quality, rules_of, trained_with
+    from .kept_answers import kept_answers
+    from .quality import GREEDY, SAMPLED, Quality, measure_quality, rules_of, systems_of, trained_with
     from .quality_figures import as_document, draw_quality, tables_of
 
     try:
@@ -126,60 +129,39 @@ def quality(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     drafter = drafter_of(target, drafter)
-    pair = load_pair(target, drafter, dtype, device)
-    asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(pair[2], wanted))
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(loaded, wanted))
     settings = {
-        "target": public_name(getattr(pair[0], "name_or_path", "")),
+        "target": public_name(getattr(model, "name_or_path", "")),
         "dtype": dtype.value,
         "device": device,
-        "processor": processor(pair[0].device),
+        "processor": processor(model.device),
         "questions": len(asked),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
-    named = public_name(drafter)
-    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
-    with going_on_from(answers):
-        _answer(found, pair, asked, greedy, answers, json_out)
-    for table in tables_of(found):
-        console.print(table)
-    define(console, as_document(found)["definitions"])
-    if picture is not None:
-        say(f"picture: {draw_quality(found, picture).name}")
-
-
-def _answer(
-    found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
-) -> None:
-    """Adds to `found` the answers of all systems, greedy if wanted and at the settings' temperature if there is one.
-
-    `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
-    """
-    from ...bench.calls import Settings
-    from ...bench.plan import reporter
-    from ...training.files import write_json
-    from .kept_answers import kept_answers
-    from .quality import GREEDY, SAMPLED, measure_quality, systems_of
-    from .quality_figures import as_document
-
-    model, tokenizer, drafter = pair
-    systems = systems_of(drafter, list(found.rules.values()), found.timed)
-    log = kept_answers(answers, {**found.settings, "timed": found.timed}, asked, systems, model)
-    heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
-    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
-    with reporter(errors).stage("answers", "questions", len(asked) * len(modes)) as stage:
-        for mode, temperature in modes.items():
+    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=public_name(drafter))
+    systems = systems_of(loaded, wanted, speed)
+    log = kept_answers(answers, {**settings, "timed": speed}, asked, systems, model)
+    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: temperature} if temperature else {})}
+    with going_on_from(answers), reporter(errors).stage("answers", "questions", len(asked) * len(modes)) as stage:
+        for mode, heat in modes.items():
 
             def kept(place: int, ask: Callable[[], dict[str, Answer]], mode: str = mode) -> dict[str, Answer]:
                 own = log.of((mode, place), ask)
                 stage.advance(stage.done + 1)
                 return own
 
-            how = Settings(new, temperature, seed)
+            how = Settings(max_new_tokens, heat, seed)
             found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, kept)
-            if out is not None:
-                write_json(out, as_document(found))
+            if json_out is not None:
+                write_json(json_out, as_document(found))
+    for table in tables_of(found):
+        console.print(table)
+    define(console, as_document(found)["definitions"])
+    if picture is not None:
+        say(f"picture: {draw_quality(found, picture).name}")
 
 
 @app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")

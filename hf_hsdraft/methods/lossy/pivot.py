@@ -17,6 +17,7 @@ from ...core.checks import printable
 from ...hub.card_figures import table
 from ...training.files import write_complete
 from ...verify.registry import VERIFIERS
+from ...verify.verdict import Verifier
 from .relaxed import SHARE, Mismatch, Relaxed, normalised_entropy, option
 
 logger = logging.get_logger(__name__)
@@ -129,7 +130,7 @@ class Pivot(Relaxed):
     def questions(self) -> tuple[str, ...]:
         return () if self.classifier is None else self.classifier.questions
 
-    def learned(self, folder: Path | None) -> Pivot:
+    def learned(self, folder: Path | None) -> Verifier:
         path = None if folder is None else folder / FILE
         if path is None or not path.is_file():
             raise ValueError(
@@ -137,9 +138,7 @@ class Pivot(Relaxed):
                 "none: train one by `hsdraft make verifier`, for a hidden-state, SpecFormer or self-speculation "
                 "drafter in this package's own format, then load the drafter again; or choose another rule"
             )
-        made = Pivot(_loaded(path, path.stat().st_mtime_ns))
-        vars(made).update({option.name: getattr(self, option.name) for option in self.own_options})
-        return made
+        return Pivot(_loaded(path, path.stat().st_mtime_ns)).with_options(vars(self))
 
     def described(self, folder: Path) -> list[str]:
         try:
