@@ -13,7 +13,6 @@ text of other questions, whose answers follow by rule:
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import re
@@ -29,6 +28,12 @@ _AMOUNT = re.compile(r"\$(\d+(?:,\d{3})*(?:\.\d+)?)")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 _JOINED = re.compile(r"[^\s\d.,($\"']\d|\d(?:[A-Za-z/:]|[-\u2013]\w)")  # -12, B12, 3rd, 1/2, 10:30, 2-3
 _WORD = re.compile(r"\b[a-z]{6,12}\b")
+_IN_WORDS = re.compile(
+    r"\b(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|"
+    r"forty|fifty|sixty|seventy|eighty|ninety|hundreds?|thousands?|millions?|billions?|"
+    r"trillions?|dozens?|half|quarter|third|twice|once|double)\b",
+    re.IGNORECASE,
+)
 
 Asked = tuple[str, dict[str, object]]  # a question, and the fields of its answer
 
@@ -49,14 +54,7 @@ def _copying(text: str, others: Sequence[str]) -> Asked | None:
 
 def _is_unclear(text: str) -> bool:
     """Whether a text has numbers that can be read other than by their digits."""
-    return bool(_in_words().search(text) or _JOINED.search(text))
-
-
-@functools.cache
-def _in_words() -> re.Pattern[str]:
-    from hf_hsdraft.methods.lossy.checked_tasks import WORDS
-
-    return re.compile(rf"\b({'|'.join(WORDS['in numbers'])})\b", re.IGNORECASE)
+    return bool(_IN_WORDS.search(text) or _JOINED.search(text))
 
 
 def _amount(text: str, others: Sequence[str]) -> Asked | None:

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from hf_hsdraft import attached
 from hf_hsdraft.cli import main as cli
-from hf_hsdraft.methods.lm_eval.model import Evaluation, compare, run_tasks
+from hf_hsdraft.methods.lm_eval.model import Comparison, Evaluation, run_tasks
 
 DOCUMENTS = 8
 NEW_TOKENS = 20
@@ -106,8 +106,8 @@ def test_texts_and_scores_are_those_of_plain_decoding(folder, chatty, tokenizer,
     assert len(set(texts_of(plain))) > DOCUMENTS // 2
     if options == {"batch_size": 1}:
         assert 0 < plain.scores()[name, "exact_match,first"] < 1
-    found = compare(plain, drafted)
-    assert found.same_scores and found.answers == DOCUMENTS and not found.other_answers
+    found = Comparison(plain, drafted)
+    assert found.same_scores and not found.other_answers and f"same answers: {DOCUMENTS} of {DOCUMENTS}" in str(found)
     assert drafted.drafting.calls == len(drafted.seconds) == len(plain.seconds) and not drafted.drafting.stepped_aside
     assert drafted.drafting.drafted_nodes > 0 and plain.drafting is None and attached(chatty) is None
 
@@ -139,8 +139,9 @@ def test_a_comparison_names_what_differs(folder, chatty, tokenizer):
     first, second = (run(folder, chatty, tokenizer, None, "free", limit=count) for count in (2, 2))
     first.results["samples"]["free"][1]["resps"] = [["another text"]]
     first.results["results"]["free"]["exact_match,first"] = 7.0
-    found = compare(first, second)
-    assert found.other_answers == [("free", 1)] and not found.same_scores and found.answers == 2
+    found = Comparison(first, second)
+    assert found.other_answers == [("free", 1)] and not found.same_scores
+    assert "same answers: 1 of 2; not those of free 1" in str(found)
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,6 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter, harmless
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
-from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
-from hf_hsdraft.methods.cascade.supposing import supposes
 from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 NEW = 16
@@ -186,14 +183,6 @@ def test_a_text_longer_than_the_models_positions_goes_on_without_drafts(target):
     as_plain(target, cascade, padded(2), max_new_tokens=NEW)
 
 
-def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
-    ngrams, other = NgramCache(3), NgramCache(3)
-    for cache in (ngrams, other):
-        cache.extend([1, 2, 3, 4, 1, 2])
-    assert ngrams.followed_by([3]).draft(2, 2, 1).tokens == (3, 4, 1)
-    assert ngrams.draft(4, 4).tokens == other.draft(4, 4).tokens and ngrams.last == 2
-
-
 def three_levels(target, kind: str, verification: str) -> CascadeDrafter:
     """N-grams or a model, a model of other opinions that knows fewer tokens, and the target."""
     other = make_target(seed=9, vocab_size=5, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
@@ -348,6 +337,8 @@ def test_levels_that_do_not_go_together_are_told(target):
     other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
     with pytest.raises(ValueError, match="level 0 of this cascade, an HSDrafter, does not fit level 1: "):
         target.generate(**padded(1), **GREEDY, assistant_model=CascadeDrafter([other, middle], [3, 5]).eval())
+    with pytest.raises(ValueError, match="level 0 is an HSDrafter, which cannot take back what it was told"):
+        CascadeDrafter([make_drafter(target, sliding_window=128), middle], [3, 5])
     trained = CascadeDrafter([CachebackDrafter(), middle], [3, 5])
     trained.train()
     with pytest.raises(
@@ -358,11 +349,3 @@ def test_levels_that_do_not_go_together_are_told(target):
     trained.generation_config.tree_builder = "p_best"
     with pytest.raises(ValueError, match="its levels pass chains up"):
         trained.check_options()
-
-
-def test_sessions_know_what_their_time_depends_on(target):
-    one, other = cascade_of(target, "model"), cascade_of(target, "n-grams")
-    kinds = [each.session(Call(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
-    assert kinds[0] == kinds[1] != kinds[2] and hash(kinds[0]) == hash(kinds[1])
-    assert isinstance(one.session(Call(target, 1, DraftOptions.of(one))), CascadeSession)
-    assert supposes(make_drafter(target)) and not supposes(make_drafter(target, sliding_window=128))

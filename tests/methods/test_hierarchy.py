@@ -160,6 +160,11 @@ def test_notes_become_acceptances_lengths_and_seconds(target):
     assert all(note.seconds > 0 for note in noted.drafts)
 
 
+def test_texts_too_short_to_draft_in_are_told(target):
+    with pytest.raises(ValueError, match="texts end at once: expected prompts with answers of three tokens or more"):
+        planning.plain_texts(target, inputs_of(1), 2)
+
+
 def test_measured_drafts_learn_nothing(target, tmp_path):
     """What is drafted from past texts would be timed as the drafter's, and would change later drafts."""
     drafter = make_drafter(target)
@@ -169,12 +174,15 @@ def test_measured_drafts_learn_nothing(target, tmp_path):
     assert not list(tmp_path.iterdir()) and drafter.generation_config.history == str(tmp_path)
 
 
-def measured(monkeypatch, target, drafters, count: int, new_tokens: int) -> tuple[Levels, str]:
+def quick_middle(monkeypatch, is_middle) -> None:
     """Lets a forward of the middle model take a third of a step of the target: how quick tiny models are is chance."""
-    curves = {id(drafters["middle"].model): Curve(((1, 0.01),)), id(target): Curve(((1, 0.03),))}
     decoded = planning.plain_texts
-    monkeypatch.setattr(planning, "forward_curve", lambda model, ids: curves[id(model)])
+    monkeypatch.setattr(planning, "forward_curve", lambda model, ids: Curve(((1, 0.01 if is_middle(model) else 0.03),)))
     monkeypatch.setattr(planning, "plain_texts", lambda *given: (0.03, decoded(*given)[1]))
+
+
+def measured(monkeypatch, target, drafters, count: int, new_tokens: int) -> tuple[Levels, str]:
+    quick_middle(monkeypatch, lambda model: model is drafters["middle"].model)
     levels, lines = planning.measured_levels(target, drafters, inputs_of(count), new_tokens)
     return levels, "\n".join(lines)
 
@@ -213,18 +221,13 @@ def test_a_drafter_of_a_middle_model_is_planned_below_it(target, other, monkeypa
     }  # fmt: skip
     cascade = planning.cascade_of(decoding(levels, ("states", "middle"), (3, 5)), drafters)
     assert sum(as_plain(target, cascade, inputs_of(1)[0], max_new_tokens=16).statistics.drafted_nodes) > 0
+    monkeypatch.setattr(planning, "forward_curve", lambda *given: Curve(((1, 0.03),)))
+    levels, lines = planning.measured_levels(target, drafters, inputs_of(1), 16)
+    assert best_cascade(levels) is None and not levels.acceptances
+    assert "left out: n-grams for middle: a forward of middle takes as long as a plain step of the target" in lines
     lonely = {name: drafters[name] for name in ("n-grams", "states")}
     with pytest.raises(DraftingRefused, match=r"states fits no model here. target: the target has"):
         planning.measured_levels(target, lonely, inputs_of(1), 16)
-
-
-def test_pairs_in_which_a_middle_model_saves_nothing_are_left_out():
-    why_not = dict.fromkeys([("words", "slow"), ("words", "quick"), ("slow", "target"), ("near", "quick")], "")
-    forwards = {"slow": Curve(((1, 2.0),)), "quick": Curve(((1, 0.5),)), "near": Curve(((1, 0.6),))}
-    planning.leave_out_slow(why_not, forwards, 1.0)
-    assert [pair for pair, reason in why_not.items() if not reason] == [("words", "quick"), ("slow", "target")]
-    assert why_not["words", "slow"] == "a forward of slow takes as long as a plain step of the target"
-    assert why_not["near", "quick"] == "a forward of near takes as long as one of quick"
 
 
 @pytest.fixture
@@ -238,7 +241,8 @@ def arguments(target, tokenizer, tmp_path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_command_prints_its_arithmetic(arguments, tmp_path):
+def test_the_command_prints_its_arithmetic(arguments, tmp_path, monkeypatch):
+    quick_middle(monkeypatch, lambda model: model.config.num_hidden_layers == 4)
     result = CliRunner().invoke(cli.app, [*arguments, "--measure"])
     assert result.exit_code == 0, result.output
     for words in ("forward of middle, ms by tokens", "speed-up: ", "recommended: ", "expected and measured"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy import quality as quality_module
 from hf_hsdraft.methods.lossy.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
-from hf_hsdraft.methods.lossy.kept_answers import AnswerLog, answers_run, digest, model_digest
+from hf_hsdraft.methods.lossy.kept_answers import digest, kept_answers, model_digest
 from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier
 from hf_hsdraft.methods.lossy.quality import (
     EXACT,
@@ -245,23 +244,27 @@ def test_numbers_that_can_be_read_otherwise_are_not_asked_for(text):
 def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
     """See `test_labels_are_kept_as_they_come` for what else may be in such a file."""
     items = [Item("words", f"w{index} w{index + 3}", "w1", "contains") for index in range(3)]
-    systems, path, settings = systems_of(make_drafter(target), []), tmp_path / "answers.jsonl", Settings(6, 0.0)
-    run = {"seed": 1, "questions": digest(items)}
+    systems, path = systems_of(make_drafter(target), []), tmp_path / "answers.jsonl"
 
-    def measured(log: AnswerLog, asked: list[Item]) -> dict[str, list[Answer]]:
-        known = log.of_mode("greedy")
-        return measure_quality(target, tokenizer, systems, asked, settings, known, partial(log.add, "greedy"))
+    def measured(count: int) -> dict[str, list[Answer]]:
+        """Of the first questions, with the log of all."""
+        log = kept_answers(path, {"seed": 1}, items, systems, target)
+        return measure_quality(
+            target,
+            tokenizer,
+            systems,
+            items[:count],
+            Settings(6, 0.0),
+            lambda place, ask: log.of(("greedy", place), ask),
+        )
 
-    first = measured(AnswerLog(path, run), items[:2])
+    first = measured(2)
     path.write_text(path.read_text() + '{"mode": "greedy", "place": 2, "answ')  # killed while it wrote
-    again = AnswerLog(path, run)
-    assert set(again.of_mode("greedy")) == {0, 1}
-    answers = measured(again, items)
+    answers = measured(3)
     assert all(own[:2] == first[name] for name, own in answers.items())  # the seconds too: nothing was asked again
-    whole = AnswerLog(path, run).of_mode("greedy")
-    assert {name: [whole[place][name] for place in range(3)] for name in answers} == answers
+    assert measured(3) == answers and len(path.read_text().splitlines()) == 4
     with pytest.raises(ValueError, match="questions is"):
-        AnswerLog(path, {**run, "questions": digest(items[:2])})
+        kept_answers(path, {"seed": 1}, items[:2], systems, target)
 
 
 def test_answers_of_other_weights_are_not_taken(tmp_path):
@@ -269,7 +272,7 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     items = [Item("words", "w1 w4", "w1", "contains")]
 
     def kept_for(model, drafter) -> None:
-        AnswerLog(tmp_path / "answers.jsonl", answers_run({"seed": 1}, items, systems_of(drafter, []), model))
+        kept_answers(tmp_path / "answers.jsonl", {"seed": 1}, items, systems_of(drafter, []), model)
 
     target = make_target()
     folder, same = tmp_path / "drafter", make_drafter(target)

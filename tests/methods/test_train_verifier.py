@@ -16,7 +16,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.hub.drafter_files import CARD, WEIGHTS
 from hf_hsdraft.methods.lossy import pivot_training as pivots
 from hf_hsdraft.methods.lossy.checked_tasks import Item
-from hf_hsdraft.methods.lossy.kept_answers import Labels, labels_run
+from hf_hsdraft.methods.lossy.kept_answers import kept_labels, key_of
 from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier, tap_of
 from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, held_out, label, utility
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
@@ -98,34 +98,38 @@ def test_questions_stay_together_and_each_kind_is_on_both_sides():
 
 
 def test_labels_are_kept_as_they_come(target, tmp_path):
-    path, run = tmp_path / "labels.jsonl", labels_run(target, Plan())
+    path, asked = tmp_path / "labels.jsonl", []
     places = [place_of("a"), place_of("a", drafted=2), place_of("b")]
-    labels = Labels(path, run)
-    for place, kind in zip(places[:2], (1, 0), strict=True):
-        labels.add(place, kind)
+
+    def labelled(count: int, plan: Plan = PLAN, model=target) -> list[int]:
+        kept = kept_labels(path, model, plan)
+        return [kept.of(key_of(place), lambda place=place: asked.append(place) or place.drafted % 2)
+                for place in places[:count]]  # fmt: skip
+
+    assert labelled(2) == [1, 0] and asked == places[:2]
     whole = path.read_text()
     path.write_text(whole + '{"mismatch": ["x", [7')  # killed while it wrote
-    again = Labels(path, run)
-    assert [again.of(place) for place in places] == [1, 0, None] and path.read_text() == whole
-    again.add(places[2], 1)
-    assert Labels(path, run).of(places[2]) == 1
+    assert labelled(2) == [1, 0] and asked == places[:2] and path.read_text() == whole
+    assert labelled(3) == labelled(3) == [1, 0, 1] and asked == places
     before = path.read_text()
-    for other, told in (
-        (labels_run(target, Plan(temperature=0.5)), "temperature is 0.7 there and 0.5 here"),
-        (labels_run(make_target(seed=5), Plan()), "target's digest is"),
+    for plan, model, told in (
+        (Plan(temperature=0.5, roll_outs=3, max_new_tokens=16), target, "temperature is 0.7 there and 0.5 here"),
+        (PLAN, make_target(seed=5), "target's digest is"),
     ):
         with pytest.raises(ValueError, match=told):
-            Labels(path, other)
+            labelled(0, plan, model)
     assert path.read_text() == before
+    head = before.splitlines()[0]
     for other in (b'{"turns": ["a"]}\n', b"a note", b"\n", b"{", b"\xff\n", b'{"labels of": 1}\n',
                   b'{"labels of": {}}\n{"mismatch": [], "pivot": 7}\n', b'{"labels of": {}}\n[]\n'):  # fmt: skip
         path.write_bytes(other)
         with pytest.raises(ValueError, match=r"is no file of labels|holds something else|another run"):
-            Labels(path, run)
+            labelled(0)
         assert path.read_bytes() == other
     for begun in ("", '{"labels of": {"seed'):  # killed while it wrote its first line
         path.write_text(begun)
-        assert Labels(path, run).known == {} and json.loads(path.read_text()) == {"labels of": run}
+        labelled(0)
+        assert path.read_text() == head + "\n"
 
 
 @pytest.fixture

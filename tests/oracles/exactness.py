@@ -111,17 +111,17 @@ def cascaded(table: Table) -> DraftTree:
 
     The level below drafts without looking at it, as n-grams do: always the next higher token.
     """
-    from hf_hsdraft.methods.cascade.cascade_session import Choice, HeldChain
+    from hf_hsdraft.methods.cascade.cascade_session import HeldChain
 
-    held, depth, choice = HeldChain(), 2, Choice(1.0, DRAFTED)
+    held, depth = HeldChain(1.0, DRAFTED), 2
     while len(held.tokens) < depth:
         tokens = [*held.tokens[-1:], *([] if held.tokens else [_ROOT])]
         tokens += [(tokens[0] + each) % DRAFTED for each in range(1, depth - len(held.tokens))]
         places = range(len(tokens))
         draft = DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(places), (0.0,) * len(tokens))
         logits = torch.stack([table.drafts[len(held.tokens) + place][tokens[place]] for place in places])
-        held.add(draft, logits, choice)
-    return held.tree(_ROOT, choice)
+        held.add(draft, logits)
+    return held.tree(_ROOT)
 
 
 # What drafts by draws without a builder of trees: returns the draft of a round.

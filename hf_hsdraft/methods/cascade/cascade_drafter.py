@@ -34,7 +34,7 @@ from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.tree_builders import TREE_BUILDERS
 from .cascade_session import CascadeSession, Step
-from .levels import StateFeed, model_of, reader_of
+from .levels import LMReader, StateFeed, model_of
 from .supposing import supposes, supposing_session
 
 _MOST = 64  # tokens that a level may pass up
@@ -223,7 +223,7 @@ class CascadeDrafter(nn.Module, Drafter):
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))
         for index, level in enumerate(others, 1):
-            reader = reader_of(level, call.rows, pending, taps if index == 1 else ())
+            reader = LMReader(model_of(level), call.rows, pending, taps if index == 1 else ())
             feed = StateFeed(session, reader) if taps and index == 1 else None
             step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
             session = CascadeSession(session, reader, step, call.rows, feed, call.foresight)

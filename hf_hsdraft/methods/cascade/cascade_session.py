@@ -22,21 +22,25 @@ from .levels import LMReader, StateFeed
 from .supposing import SupposingSession
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a middle model chooses its tokens among the first `vocab_size`, V'; greedily if `temperature` is None.
+@dataclass
+class HeldChain:
+    """Tokens that a middle model has chosen but not yet passed up, with the log-probabilities `[V]` of each choice.
 
-    `race` is what is known of the target's draws, where tokens are not sampled here; `begin` is the number of tokens
-    between the target's text and the first one to choose.
+    The model chooses among the first `vocab_size` tokens; greedily if `temperature` is None. `race` is what is known of
+    the target's draws, where tokens are not sampled here; `begin` is the number of tokens between the target's text and
+    the chain. No token can follow a `closed` chain, because the model has no position for it.
     """
 
     temperature: float | None
     vocab_size: int
     race: Race | None = None
     begin: int = 0
+    tokens: list[int] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+    closed: bool = False
 
     def log_probs(self, place: int, logits: torch.Tensor) -> torch.Tensor:
-        """Returns log-probabilities `[V]` of the token at a place of the draft, given the model's logits `[V]`."""
+        """Returns log-probabilities `[V]` of the token at a place of the chain, given the model's logits `[V]`."""
         known = logits[: self.vocab_size].float()
         if self.race is not None:
             known = self.race(self.begin + place, known[None, None])[0, 0]
@@ -44,19 +48,7 @@ class Choice:
             known = (known / (self.temperature or 1.0)).log_softmax(dim=-1)
         return pad(known, (0, len(logits) - len(known)), value=-torch.inf)
 
-
-@dataclass
-class HeldChain:
-    """Tokens that a middle model has chosen but not yet passed up, with the log-probabilities `[V]` of each choice.
-
-    No token can follow a `closed` chain, because the model has no position for it.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)
-    closed: bool = False
-
-    def add(self, draft: DraftTree, logits: torch.Tensor, choice: Choice) -> None:
+    def add(self, draft: DraftTree, logits: torch.Tensor) -> None:
         """Verifies a draft, a chain after the held tokens; adds the accepted tokens and the model's next token.
 
         A sampled draft is verified by rejection, any other by the model's choice. Either way a token is distributed
@@ -67,24 +59,24 @@ class HeldChain:
 
         def scores(node: int, tokens: list[int]) -> torch.Tensor:
             if node not in steps:
-                steps[node] = choice.log_probs(len(self.tokens) + len(tokens) + 1, logits[node])
+                steps[node] = self.log_probs(len(self.tokens) + len(tokens) + 1, logits[node])
             return steps[node][None]
 
-        draws = None if choice.temperature is None else draw_token
+        draws = None if self.temperature is None else draw_token
         rule = VERIFIERS["rejection" if draft.log_probs and draws is not None else "walk"]
         verdict = rule.judge(draft, Nodes(logits, scores, lambda path, tokens: False, draws))
         self.tokens += [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
         self.steps += [steps[node] for node in (0, *verdict.path)]
 
-    def tree(self, root: int, choice: Choice) -> DraftTree:
+    def tree(self, root: int) -> DraftTree:
         """Returns the tokens as a chain after a root, with their distributions if they were sampled."""
         chosen = [float(step[token]) for step, token in zip(self.steps, self.tokens, strict=True)]
         scores, count = (0.0, *itertools.accumulate(min(each, 0.0) for each in chosen)), len(self.tokens)
         tokens, parents, depths = (root, *self.tokens), tuple(range(-1, count)), tuple(range(count + 1))
-        if choice.temperature is None or not count:
+        if self.temperature is None or not count:
             return DraftTree(tokens, parents, depths, scores)
-        ids = torch.arange(choice.vocab_size, device=self.steps[0].device)
-        log_probs = (*(step[: choice.vocab_size] for step in self.steps), None)
+        ids = torch.arange(self.vocab_size, device=self.steps[0].device)
+        log_probs = (*(step[: self.vocab_size] for step in self.steps), None)
         return DraftTree(tokens, parents, depths, scores, log_probs, ids)
 
 
@@ -128,19 +120,15 @@ class CascadeSession(Session):
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         asks = [replace(ask, depth=min(ask.depth, ask.size)) for ask in asks]  # a chain has a node for each depth
-        held = {ask.row: HeldChain() for ask in asks if ask.depth > 0 and self._knows(ask)}
+        held = {ask.row: self._begun(ask) for ask in asks if ask.depth > 0 and self._knows(ask)}
         growing = [ask for ask in asks if ask.row in held]
-        choices = {ask.row: self._choice(ask) for ask in growing}
         while growing := [ask for ask in growing if self._short(ask, held[ask.row])]:
             drafts = self._drafts(growing, held)
             texts = {row: [*self._known(row), *held[row].tokens, *tree.tokens[1:]] for row, tree in drafts.items()}
             logits = self._reader.read(texts, {row: len(tree) for row, tree in drafts.items()}) if drafts else {}
             for row, tree in drafts.items():
-                held[row].add(tree, logits[row], choices[row])
-        return [
-            held[ask.row].tree(ask.root, choices[ask.row]) if ask.row in held else DraftTree.root(ask.root)
-            for ask in asks
-        ]
+                held[row].add(tree, logits[row])
+        return [held[ask.row].tree(ask.root) if ask.row in held else DraftTree.root(ask.root) for ask in asks]
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
@@ -171,12 +159,12 @@ class CascadeSession(Session):
         lost = ask.row in self._lost or not self._are_known(self._supposed.get(ask.row, ()))
         return not lost and bool(known) and known[-1] == ask.root
 
-    def _choice(self, ask: Ask) -> Choice:
+    def _begun(self, ask: Ask) -> HeldChain:
         begin, race, foresight = len(self._supposed.get(ask.row, ())), None, self._foresight
         if foresight is not None:
             ids = torch.arange(self._step.vocab_size, device=foresight.draws[ask.row].device)
             race = foresight.race([ask.row], begin + ask.depth, ids)
-        return Choice(self._step.temperature, self._step.vocab_size, race, begin)
+        return HeldChain(self._step.temperature, self._step.vocab_size, race, begin)
 
     def _short(self, ask: Ask, held: HeldChain) -> bool:
         return not held.closed and len(held.tokens) < min(self._step.tokens, ask.depth)

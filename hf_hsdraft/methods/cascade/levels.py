@@ -13,7 +13,6 @@ from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
 from ...runtime.target_limits import furthest_position, text_config
-from ...runtime.tree_reading import AttentionKind
 from .supposing import SupposingSession
 
 
@@ -21,7 +20,6 @@ class LMReader:
     """Reads texts and the drafts after them with a language model, so that the drafts can be verified.
 
     Args:
-        kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
         most_pending: greatest number of tokens of a text that may be taken back.
         taps: indices of hidden states to return too.
 
@@ -29,9 +27,8 @@ class LMReader:
     hashable key of the time of its forwards.
     """
 
-    def __init__(
-        self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int, taps: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, model: Any, rows: int, most_pending: int, taps: Sequence[int] = ()) -> None:
+        kinds = ability_of(model).kinds  # empty if it reads one text at a time
         config = text_config(model)
         self.vocab_size = min(config.vocab_size, embedded_tokens(model))
         self.kind = kind_of(model)
@@ -81,12 +78,6 @@ class LMReader:
 def model_of(drafter: Drafter) -> Any:
     """Returns the language model that a drafter verifies with, or None."""
     return drafter.model if isinstance(drafter, CausalLMDrafter) else None
-
-
-def reader_of(drafter: Drafter, rows: int, most_pending: int, taps: Sequence[int] = ()) -> LMReader:
-    """Returns an `LMReader` of a drafter's language model; see there for arguments."""
-    model = model_of(drafter)
-    return LMReader(model, rows, ability_of(model).kinds, most_pending, taps)
 
 
 class StateFeed:

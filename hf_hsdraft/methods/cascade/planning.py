@@ -24,7 +24,7 @@ from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...engine.loop import Observer, Round
 from .cascade_drafter import CascadeDrafter
 from .hierarchy import DEEPEST, TARGET, Acceptance, Curve, Drafting, Levels, Plan
-from .levels import model_of, reader_of
+from .levels import LMReader, model_of
 from .supposing import supposes
 
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed
@@ -136,9 +136,8 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
 
     They are read as by a middle model. Raises a ValueError if the model cannot take tokens back.
     """
-    drafter = CausalLMDrafter(model)
-    drafter.check(model)
-    reader = reader_of(drafter, 1, max(_COUNTS))
+    CausalLMDrafter(model).check(model)
+    reader = LMReader(model, 1, max(_COUNTS))
     seconds: dict[int, list[float]] = {count: [] for count in _COUNTS}
     for repeat in range(repeats + 1):
         for count in _COUNTS:
@@ -169,8 +168,8 @@ def plain_texts(target: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> t
 def drafts_in(places: Sequence[Place], drafter: Drafter, model: Any) -> tuple[list[Note], float]:
     """Lets a model continue from places; returns a drafter's drafts, and the mean seconds of a round without draft."""
     notes, seconds, rounds = Notes(model.device), 0.0, 0
-    call = {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0, "eos_token_id": None}
-    call |= {"assistant_model": measured_drafter(drafter), "streamer": notes}
+    call: dict[str, Any] = {"assistant_model": measured_drafter(drafter), "streamer": notes}
+    call |= {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0, "eos_token_id": None}
     for text, length in places[:: max(len(places) // _PLACES, 1)]:
         ids = torch.tensor([text], device=model.device)
         output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **call)
@@ -202,9 +201,10 @@ def measured_levels(
     for name, model in models.items():
         tell(f"forwards of {name}")
         forwards[name] = forward_curve(model, places[-1][0])
-    leave_out_slow(why_not, forwards, plain)
     levels, rests, lines = Levels({}, forwards, {}, plain=plain), list[float](), []
-    for (below, upper), reason in why_not.items():
+    for (below, upper), misfit in why_not.items():
+        slow = f"a forward of {upper} takes as long as a plain step of the target"
+        reason = misfit or ("" if upper in (*levels.middles, TARGET) else slow)
         if reason:
             lines.append(f"left out: {below} for {upper}: {reason.split('. ')[0]}")
         if reason or (upper == TARGET and below not in levels.middles):
@@ -217,17 +217,6 @@ def measured_levels(
         if upper == TARGET:
             rests.append(rest - fmean(forwards[TARGET](note.nodes + 1) for note in notes))
     return replace(levels, rest=max(median(rests or [0.0]), 0.0)), lines
-
-
-def leave_out_slow(why_not: dict[Pair, str], forwards: Mapping[str, Curve], plain: float) -> None:
-    """Says why of pairs in which the middle model would save nothing."""
-    for (below, name), reason in why_not.items():
-        if reason or name == TARGET:
-            continue
-        if forwards[name](1) >= plain:
-            why_not[below, name] = f"a forward of {name} takes as long as a plain step of the target"
-        elif below in forwards and forwards[below](1) >= forwards[name](1):
-            why_not[below, name] = f"a forward of {below} takes as long as one of {name}"
 
 
 def arithmetic(levels: Levels, cascade: Plan | None) -> list[str]:

@@ -62,8 +62,7 @@ def lm_eval(
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable
 
-    from .model import compare as compared
-    from .model import run_tasks
+    from .model import Comparison, run_tasks
 
     if json_out is not None and (json_out.is_dir() or not json_out.parent.is_dir()):
         raise typer.BadParameter(f"{json_out} cannot be written: expected a file in a folder", param_hint="--json")
@@ -80,7 +79,7 @@ def lm_eval(
         runs.append(run_tasks(model, tokenizer, drafts, names, batch_size, **options))
         say(str(runs[-1]))
     if compare:
-        say(str(compared(*runs)))
+        say(str(Comparison(*runs)))
     if json_out is not None:
         results = [run.results_with_drafting() for run in runs]
         document = dict(zip(("plain", "drafted"), results, strict=True)) if compare else results[0]

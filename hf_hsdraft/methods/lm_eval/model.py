@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -126,40 +126,34 @@ def run_tasks(
 class Comparison:
     """A drafted run beside a plain one."""
 
-    answers: int  # number of documents
-    other_answers: Sequence[tuple[str, int]]  # task and number of the documents whose answers differ
-    same_scores: bool
-    seconds: tuple[float, float]  # of all calls of `generate()`, plain and drafted
-    # plain over drafted seconds for each call of `generate()`; empty where `batch_size="auto"` found different sizes
-    call_ratios: Sequence[float] = field(repr=False)
+    plain: Evaluation
+    drafted: Evaluation
+
+    @property
+    def other_answers(self) -> list[tuple[str, int]]:
+        """Task and number of the documents whose answers differ."""
+        first, second = self.plain.answers(), self.drafted.answers()
+        return [key for key in first if first[key] != second.get(key)]
+
+    @property
+    def same_scores(self) -> bool:
+        return self.plain.scores() == self.drafted.scores()
 
     def __str__(self) -> str:
-        said = f"same answers: {self.answers - len(self.other_answers)} of {self.answers}"
-        if self.other_answers:
-            said += f"; not those of {few([f'{task} {number}' for task, number in self.other_answers])}"
+        count, others = len(self.plain.answers()), self.other_answers
+        said = f"same answers: {count - len(others)} of {count}"
+        if others:
+            said += f"; not those of {few([f'{task} {number}' for task, number in others])}"
         said += f"\nsame scores: {'yes' if self.same_scores else 'no'}"
-        plain, drafted = self.seconds
+        seconds = self.plain.seconds, self.drafted.seconds
+        plain, drafted = map(sum, seconds)
         if not (plain and drafted):
             return f"{said}\nnothing was generated"
-        speed_up = f"speed-up {plain / drafted:.2f}"
-        said += f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; {speed_up}"
-        if self.call_ratios:
-            said += f"; of single calls {median(self.call_ratios):.2f}, the median of {len(self.call_ratios)}"
+        said += f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; speed-up {plain / drafted:.2f}"
+        if len(seconds[0]) == len(seconds[1]):  # `batch_size="auto"` may find different sizes
+            ratios = [one / other for one, other in zip(*seconds, strict=True)]
+            said += f"; of single calls {median(ratios):.2f}, the median of {len(ratios)}"
         return said
-
-
-def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
-    first, second = plain.answers(), drafted.answers()
-    ratios: list[float] = []
-    if len(plain.seconds) == len(drafted.seconds):
-        ratios = [one / other for one, other in zip(plain.seconds, drafted.seconds, strict=True)]
-    return Comparison(
-        answers=len(first),
-        other_answers=[key for key in first if first[key] != second.get(key)],
-        same_scores=plain.scores() == drafted.scores(),
-        seconds=(sum(plain.seconds), sum(drafted.seconds)),
-        call_ratios=ratios,
-    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,10 @@ _WORD = re.compile(r"[^\W_]+")  # of any script
 
 @dataclass(frozen=True)
 class Item:
-    """A message to the target with its right answer; `kind` is one of `CHECKERS`, and `"label"` has all labels."""
+    """A message to the target with its right answer.
+
+    `kind` is how answers are checked: `"number"`, `"label"` (which has all labels), `"contains"` or `"all"`.
+    """
 
     task: str
     prompt: str
@@ -36,7 +40,18 @@ class Item:
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
     def is_right(self, text: str) -> bool:
-        return CHECKERS[self.kind](self, text)
+        words = _words(text)
+        if self.kind == "number":
+            found = numbers_of(text)
+            return bool(found) and abs(found[-1] - numbers_of(self.answer)[-1]) < 1e-6
+        if self.kind == "label":
+            places = {label: words.find(_words(label)) for label in self.labels}
+            named = {label: place for label, place in places.items() if place >= 0}
+            return min(named, key=named.__getitem__, default=None) == self.answer
+        if self.kind == "contains":
+            return _words(self.answer) in words
+        parts = self.answer.split(", ")  # all of them
+        return all(any(_words(part + end) in words for end in ("", "s", "es")) for part in parts)
 
 
 def _words(text: str) -> str:
@@ -48,34 +63,6 @@ def numbers_of(text: str) -> list[float]:
     """Returns the numbers that a text names, in order; commas may separate thousands."""
     return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
 
-
-def _number(item: Item, text: str) -> bool:
-    found = numbers_of(text)
-    return bool(found) and abs(found[-1] - numbers_of(item.answer)[-1]) < 1e-6
-
-
-def _label(item: Item, text: str) -> bool:
-    words = _words(text)
-    places = {label: words.find(_words(label)) for label in item.labels}
-    named = {label: place for label, place in places.items() if place >= 0}
-    return bool(named) and min(named, key=named.__getitem__) == item.answer
-
-
-def _contains(item: Item, text: str) -> bool:
-    return _words(item.answer) in _words(text)
-
-
-def _all(item: Item, text: str) -> bool:
-    words = _words(text)
-    return all(any(_words(part + end) in words for end in ("", "s", "es")) for part in item.answer.split(", "))
-
-
-CHECKERS: dict[str, Callable[[Item, str], bool]] = {
-    "number": _number,
-    "label": _label,
-    "contains": _contains,
-    "all": _all,
-}
 
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("task_words.json").read_text(encoding="utf-8"))
 
@@ -228,12 +215,10 @@ def items_of(
     """
     found = [item for task in tasks for item in make_items(task, count, seed, without)]
     for path in files:
-        taken: dict[str, int] = {}
+        taken: Counter[str] = Counter()
         for item in read_items(path):
-            if item.digest in without:
-                continue
-            taken[item.task] = taken.get(item.task, 0) + 1
-            if taken[item.task] <= count:
+            if item.digest not in without and taken[item.task] < count:
+                taken[item.task] += 1
                 found.append(item)
     if not found:
         new = " that no rule was trained with" if without else ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,10 +29,7 @@ from ...cli._shared import (
 from ...core.progress import errors
 
 if TYPE_CHECKING:
-    from .checked_tasks import Item
-    from .kept_answers import Labels
-    from .pivot_training import Place, Plan
-    from .quality import Answer, Quality
+    from .quality import Answer
 
 app = typer.Typer()
 TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
@@ -109,10 +107,15 @@ def quality(
     picture: Annotated[Path | None, typer.Option(help="PNG file for the curve of accuracy against speed.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
+    from ...bench.calls import Settings
     from ...bench.machine import processor
+    from ...bench.plan import reporter
+    from ...bench.report import define
     from ...core.checks import public_name
+    from ...training.files import write_json
     from .checked_tasks import items_of
-    from .quality import Quality, rules_of, trained_with
+    from .kept_answers import kept_answers
+    from .quality import GREEDY, SAMPLED, Quality, measure_quality, rules_of, systems_of, trained_with
     from .quality_figures import as_document, draw_quality, tables_of
 
     try:
@@ -126,61 +129,39 @@ def quality(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     drafter = drafter_of(target, drafter)
-    pair = load_pair(target, drafter, dtype, device)
-    asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(pair[2], wanted))
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    asked = items_of(names_in(tasks), questions or [], items, seed, trained_with(loaded, wanted))
     settings = {
-        "target": public_name(getattr(pair[0], "name_or_path", "")),
+        "target": public_name(getattr(model, "name_or_path", "")),
         "dtype": dtype.value,
         "device": device,
-        "processor": processor(pair[0].device),
+        "processor": processor(model.device),
         "questions": len(asked),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
-    named = public_name(drafter)
-    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
-    with going_on_from(answers):
-        _answer(found, pair, asked, greedy, answers, json_out)
+    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=public_name(drafter))
+    systems = systems_of(loaded, wanted, speed)
+    log = kept_answers(answers, {**settings, "timed": speed}, asked, systems, model)
+    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: temperature} if temperature else {})}
+    with going_on_from(answers), reporter(errors).stage("answers", "questions", len(asked) * len(modes)) as stage:
+        for mode, heat in modes.items():
+
+            def kept(place: int, ask: Callable[[], dict[str, Answer]], mode: str = mode) -> dict[str, Answer]:
+                own = log.of((mode, place), ask)
+                stage.advance(stage.done + 1)
+                return own
+
+            how = Settings(max_new_tokens, heat, seed)
+            found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, kept)
+            if json_out is not None:
+                write_json(json_out, as_document(found))
     for table in tables_of(found):
         console.print(table)
-    for name, text in as_document(found)["definitions"].items():
-        console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
+    define(console, as_document(found)["definitions"])
     if picture is not None:
         say(f"picture: {draw_quality(found, picture).name}")
-
-
-def _answer(
-    found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
-) -> None:
-    """Adds to `found` the answers of all systems, greedy if wanted and at the settings' temperature if there is one.
-
-    `pair` is target, tokenizer and drafter, `answers` the file of kept answers, `out` that of the figures so far.
-    """
-    from ...bench.calls import Settings
-    from ...bench.plan import reporter
-    from ...training.files import write_json
-    from .kept_answers import AnswerLog, answers_run
-    from .quality import GREEDY, SAMPLED, measure_quality, systems_of
-    from .quality_figures import as_document
-
-    model, tokenizer, drafter = pair
-    systems = systems_of(drafter, list(found.rules.values()), found.timed)
-    run = {} if answers is None else answers_run({**found.settings, "timed": found.timed}, asked, systems, model)
-    log = AnswerLog(answers, run)
-    heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
-    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
-    with reporter(errors).stage("answers", "questions", len(asked) * len(modes)) as stage:
-        for mode, temperature in modes.items():
-
-            def tell(place: int, each: dict[str, Answer], mode: str = mode) -> None:
-                log.add(mode, place, each)
-                stage.advance(stage.done + 1)
-
-            how, known = Settings(new, temperature, seed), log.of_mode(mode)
-            found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
-            if out is not None:
-                write_json(out, as_document(found))
 
 
 @app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
@@ -210,9 +191,10 @@ def train_verifier(
 
     It is saved beside the drafter's weights. Train on the tasks that you will use it for: it does not generalise.
     """
+    from ...bench.plan import reporter
+    from . import pivot_training
     from .checked_tasks import items_of
-    from .kept_answers import Labels, labels_run
-    from .pivot_training import Plan, fit, save_beside
+    from .kept_answers import kept_labels, key_of
 
     try:
         asked = items_of(names_in(tasks), questions or [], items, seed)
@@ -220,40 +202,21 @@ def train_verifier(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-    plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
-    folder = plan.folder_for(loaded, out)
-    kept = Labels(labels, {} if labels is None else labels_run(model, plan))
+    plan = pivot_training.Plan(places, roll_outs, temperature, max_new_tokens, seed)
+    folder, report = plan.folder_for(loaded, out), reporter(errors)
+    kept, found, known = kept_labels(labels, model, plan), list[pivot_training.Place](), list[int]()
     with going_on_from(labels):
-        found = _labelled((model, tokenizer, loaded), asked, plan, kept)
-    classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
-    save_beside(loaded, classifier, folder, model)
+        with report.stage("decoding", "questions", len(asked)) as stage:
+            for item in asked:
+                found += pivot_training.collect(model, tokenizer, loaded, item, plan)
+                stage.advance(stage.done + 1)
+        with report.stage("rolling out", "places", len(found)) as stage:
+            for place in found:
+                label = functools.partial(pivot_training.label, model, tokenizer, place, plan)
+                known.append(kept.of(key_of(place), label))
+                stage.advance(stage.done + 1)
+    classifier, figures = pivot_training.fit(found, known, plan)
+    pivot_training.save_beside(loaded, classifier, folder, model)
     for name, value in classifier.recipe.items():
         say(f"{name}: {value}")
     say(f"saved in {folder}; held-out figures: {figures}")
-
-
-def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
-    """Returns a sample of mismatches of the answers, each with its label: 1 for a pivot. Adds new labels to `kept`.
-
-    `pair` is target, tokenizer and drafter.
-    """
-    from ...bench.plan import reporter
-    from . import pivot_training
-
-    model, tokenizer, drafter = pair
-    report = reporter(errors)
-    places: list[Place] = []
-    found: list[tuple[Place, int]] = []
-    with report.stage("decoding", "questions", len(asked)) as stage:
-        for item in asked:
-            places += pivot_training.collect(model, tokenizer, drafter, item, plan)
-            stage.advance(stage.done + 1)
-    with report.stage("rolling out", "places", len(places)) as stage:
-        for place in places:
-            label = kept.of(place)
-            if label is None:
-                label = pivot_training.label(model, tokenizer, place, plan)
-                kept.add(place, label)
-            found.append((place, label))
-            stage.advance(stage.done + 1)
-    return found

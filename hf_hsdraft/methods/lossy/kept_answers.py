@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,111 +18,108 @@ from .checked_tasks import Item
 from .pivot_training import Place, Plan
 from .quality import Answer
 
+Result = TypeVar("Result")
 
-class KeptRows:
+
+class KeptResults(Generic[Result]):
     """Results by their keys in a JSONL file: first what they depend on, then a result a line.
 
     The file is created if missing; a `path` of None keeps nothing. An incomplete last line, as a killed run leaves it,
     is dropped. A file that holds something else, or results of another `run`, is left as it is: a ValueError.
+
+    Args:
+        what: what messages call the results, plural.
+        head: name of the first line's one entry.
+        fields: names of a line's entries: those of the key, then that of the result.
+        read: makes a result from its JSON, which is that of its dataclass; may raise a ValueError or TypeError.
     """
 
-    what: str  # what messages call the results, plural
-    key: str  # of the first line's one entry
-
-    def __init__(self, path: Path | None, run: Mapping[str, Any]) -> None:
-        self._path, self.known = path, dict[Any, Any]()
+    def __init__(
+        self,
+        path: Path | None,
+        run: Mapping[str, Any],
+        what: str,
+        head: str,
+        fields: Sequence[str],
+        read: Callable[[Any], Result],
+    ) -> None:
+        self._path, self._fields, self._known = path, fields, dict[str, Result]()
         if path is None:
             return
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        if text and not text.startswith(f'{{"{self.key}"'):
-            raise ValueError(f"{path} holds something else than {self.what}: name another file, which is then made")
-        lines = text[: text.rfind("\n") + 1].splitlines() or [json.dumps({self.key: run})]
+        if text and not text.startswith(f'{{"{head}"'):
+            raise ValueError(f"{path} holds something else than {what}: name another file, which is then made")
+        lines = text[: text.rfind("\n") + 1].splitlines() or [json.dumps({head: run})]
         try:
-            head, *rows = map(json.loads, lines)
-            found, self.known = dict(head[self.key]), dict(map(self._parsed, rows))
+            first, *rows = map(json.loads, lines)
+            found = dict(first[head])
+            for row in rows:
+                *key, result = (row[field] for field in fields)
+                self._known[json.dumps(key)] = read(result)
         except (ValueError, KeyError, TypeError) as error:
-            told = f"{path} is no file of {self.what} ({error}): name another file, which is then made"
+            told = f"{path} is no file of {what} ({error}): name another file, which is then made"
             raise ValueError(told) from None
         for name, value in run.items():
             if found.get(name) != value:
                 raise ValueError(
-                    f"{path} holds {self.what} of another run: {name} is {found.get(name)!r:.200} there and "
+                    f"{path} holds {what} of another run: {name} is {found.get(name)!r:.200} there and "
                     f"{value!r:.200} here; run as before to go on, or name another file"
                 )
         if not text.endswith("\n"):
             path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
-    def _parsed(self, line: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns key and result of a line; may raise a ValueError, KeyError or TypeError."""
-        raise NotImplementedError
-
-    def _enter(self, key: Any, result: Any, line: Mapping[str, Any]) -> None:
-        """Enters a result and its line, unless it is known."""
-        if self._path is not None and key not in self.known:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        self.known.setdefault(key, result)
-
-
-class AnswerLog(KeptRows):
-    """The answers of all systems, by way of decoding and place of the question; see `answers_run`."""
-
-    what, key = "answers", "run"
-
-    def of_mode(self, mode: str) -> dict[int, dict[str, Answer]]:
-        return {place: answers for (known, place), answers in self.known.items() if known == mode}
-
-    def add(self, mode: str, place: int, answers: dict[str, Answer]) -> None:
-        row = {"mode": mode, "place": place, "answers": {name: asdict(answer) for name, answer in answers.items()}}
-        self._enter((mode, place), answers, row)
-
-    def _parsed(self, line: dict[str, Any]) -> tuple[Any, Any]:
-        return (line["mode"], line["place"]), {name: Answer(**answer) for name, answer in line["answers"].items()}
+    def of(self, key: Sequence[Any], make: Callable[[], Result]) -> Result:
+        """Returns the result of a key. An unknown one is made and kept at once."""
+        name = json.dumps(list(key))
+        if name not in self._known:
+            self._known[name] = made = make()
+            if self._path is not None:
+                row = dict(zip(self._fields, (*key, made), strict=True))
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, default=asdict) + "\n")
+        return self._known[name]
 
 
-class Labels(KeptRows):
-    """Labels of mismatches; see `labels_run`.
-
-    Runs with other questions or another drafter may share the file: only labels of equal mismatches are used.
-    """
-
-    what, key = "labels", "labels of"
-
-    def of(self, place: Place) -> int | None:
-        return self.known.get(json.dumps(_key(place)))
-
-    def add(self, place: Place, label: int) -> None:
-        self._enter(json.dumps(_key(place)), label, {"mismatch": _key(place), "pivot": label})
-
-    def _parsed(self, line: dict[str, Any]) -> tuple[Any, Any]:
-        if line["pivot"] not in (0, 1):
-            raise ValueError("a label is neither 0 nor 1")
-        return json.dumps(line["mismatch"]), line["pivot"]
-
-
-def _key(place: Place) -> list[Any]:
-    """The key of a mismatch: digest of the question, tokens before, the target's token and the drafted one."""
-    return [digest([place.item]), list(place.before), place.own, place.drafted]
-
-
-def answers_run(
-    settings: dict[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any
-) -> dict[str, Any]:
-    """Returns what answers depend on."""
+def kept_answers(
+    path: Path | None, settings: Mapping[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any
+) -> KeptResults[dict[str, Answer]]:
+    """Returns the answers of all systems, by way of decoding and place of the question, with what they depend on."""
     drafters = {id(system.drafter): system.drafter for system in systems if system.drafter is not None}
-    return {
+    run = {} if path is None else {
         **settings,
         "questions": digest(items),
         "systems": [system.name for system in systems],
         "target's digest": model_digest(target),
         "drafter's digest": [model_digest(drafter) for drafter in drafters.values()],
-    }
+    }  # fmt: skip
+
+    def read(answers: dict[str, Any]) -> dict[str, Answer]:
+        return {name: Answer(**answer) for name, answer in answers.items()}
+
+    return KeptResults(path, run, "answers", "run", ("mode", "place", "answers"), read)
 
 
-def labels_run(target: Any, plan: Plan) -> dict[str, Any]:
-    """Returns what labels depend on besides their mismatch."""
+def kept_labels(path: Path | None, target: Any, plan: Plan) -> KeptResults[int]:
+    """Returns labels of mismatches, by `key_of`, with what else they depend on.
+
+    Runs with other questions or another drafter may share the file: only labels of equal mismatches are used.
+    """
     fields = ("roll_outs", "temperature", "max_new_tokens", "seed")
-    return {"target's digest": model_digest(target), **{name: getattr(plan, name) for name in fields}}
+    run = {} if path is None else {
+        "target's digest": model_digest(target), **{name: getattr(plan, name) for name in fields}
+    }  # fmt: skip
+
+    def read(label: Any) -> int:
+        if label not in (0, 1):
+            raise ValueError("a label is neither 0 nor 1")
+        return int(label)
+
+    return KeptResults(path, run, "labels", "labels of", ("mismatch", "pivot"), read)
+
+
+def key_of(place: Place) -> list[list[Any]]:
+    """The key of a mismatch: digest of the question, tokens before, the target's token and the drafted one."""
+    return [[digest([place.item]), list(place.before), place.own, place.drafted]]
 
 
 def digest(items: Sequence[Item]) -> str:

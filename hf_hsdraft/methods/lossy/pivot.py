@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
-from ...core.checks import is_number, printable
-from ...core.options import Option
+from ...core.checks import printable
 from ...hub.model_card import table
 from ...training.files import write_complete
 from ...verify.registry import VERIFIERS
-from .relaxed import Mismatch, Relaxed, normalised_entropy
+from ...verify.verdict import Verifier
+from .relaxed import SHARE, Mismatch, Relaxed, normalised_entropy, option
 
 logger = logging.get_logger(__name__)
 
@@ -118,13 +118,7 @@ class Pivot(Relaxed):
 
     file = FILE
     own_options = (
-        Option(
-            "pivot_threshold",
-            0.5,
-            lambda value: is_number(value) and 0 <= value <= 1,
-            "a number from 0 to 1",
-            "Lossy rule `pivot`: probability of a pivot from which on a drafted token is refused.",
-        ),
+        option("pivot_threshold", 0.5, SHARE, "probability of a pivot from which on a drafted token is refused."),
     )
     pivot_threshold: float
 
@@ -136,7 +130,7 @@ class Pivot(Relaxed):
     def questions(self) -> tuple[str, ...]:
         return () if self.classifier is None else self.classifier.questions
 
-    def learned(self, folder: Path | None) -> Pivot:
+    def learned(self, folder: Path | None) -> Verifier:
         path = None if folder is None else folder / FILE
         if path is None or not path.is_file():
             raise ValueError(
@@ -144,9 +138,7 @@ class Pivot(Relaxed):
                 "none: train one by `hsdraft make verifier`, for a hidden-state, SpecFormer or self-speculation "
                 "drafter in this package's own format, then load the drafter again; or choose another rule"
             )
-        made = Pivot(_loaded(path, path.stat().st_mtime_ns))
-        vars(made).update({option.name: getattr(self, option.name) for option in self.own_options})
-        return made
+        return Pivot(_loaded(path, path.stat().st_mtime_ns)).with_options(vars(self))
 
     def described(self, folder: Path) -> list[str]:
         try:

@@ -26,7 +26,7 @@ from ...training.files import check_place
 from ...verify.verdict import Nodes, Verdict
 from .checked_tasks import Item
 from .pivot import FILE, PivotClassifier, tap_of
-from .relaxed import Mismatch, Relaxed, normalised_entropy
+from .relaxed import Mismatch, Relaxed, normalised_entropy, path_tokens
 
 WORSE = 0.9  # a pivot's answers are right less often than this share of the others
 _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
@@ -83,7 +83,7 @@ class _Noting(Relaxed):
         self._answer: list[int] = []
 
     def accepts(self, mismatch: Mismatch) -> bool:
-        self.noted.append(((*self._answer, *mismatch.tokens), mismatch))
+        self.noted.append(((*self._answer, *path_tokens(mismatch.tree, mismatch.node)), mismatch))
         return False
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
@@ -104,7 +104,7 @@ def collect(target: Any, tokenizer: Any, drafter: Any, item: Item, plan: Plan) -
     found = []
     for before, mismatch in chosen:
         assert mismatch.taps is not None
-        own, drafted = mismatch.own(mismatch.node, mismatch.tokens), mismatch.tree.tokens[mismatch.best]
+        own, drafted = mismatch.own(mismatch.node), mismatch.tree.tokens[mismatch.best]
         figures = normalised_entropy(mismatch.probabilities), mismatch.probability
         state = mismatch.taps[mismatch.best].float().cpu()
         found.append(Place(item, inputs["input_ids"], before, own, drafted, state, figures))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ...bench.calls import Settings, time_call
+from ...bench.calls import Run, Settings, time_call
 from ...bench.run import WARM_UP_TOKENS, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
@@ -108,69 +109,55 @@ def measure_quality(
     systems: Sequence[System],
     items: Sequence[Item],
     settings: Settings,
-    known: Mapping[int, dict[str, Answer]] | None = None,
-    tell: Callable[[int, dict[str, Answer]], None] = lambda place, answers: None,
+    kept: Callable[[int, Callable[[], dict[str, Answer]]], dict[str, Answer]] = lambda place, ask: ask(),
 ) -> dict[str, list[Answer]]:
     """Lets all systems answer all questions, in changing order in one process; returns the answers of each, in order.
 
     Args:
         systems: plain decoding first.
         settings: how all systems decode; the seed grows by 1 per question.
-        known: answers of an earlier run, by place of the question; these are not asked again.
-        tell: called with the place of each question and its answers.
+        kept: takes the place of each question and what asks it; returns the answers, asked or known.
     """
-    known = known or {}
-    answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
-    inputs = encode_prompts(target, tokenizer, [item.prompt for item in items])
-    for system in systems if len(known) < len(items) else ():  # warm-up
-        time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
-    for place, item in enumerate(items):
-        found = known.get(place)
-        if found is None:
-            seeded = replace(settings, seed=settings.seed + place)
-            found = _answers_to(item, inputs[place], target, tokenizer, systems, seeded, place)
-        for name, own in answers.items():
-            own.append(found[name])
-        tell(place, found)
-    return answers
+    inputs, ends = encode_prompts(target, tokenizer, [item.prompt for item in items]), end_tokens(target)
+
+    @functools.cache
+    def warm_up() -> None:
+        for system in systems:
+            time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
+
+    def ask(place: int) -> dict[str, Answer]:
+        warm_up()
+        calls: dict[str, tuple[list[int], Run]] = {}
+        for system in turn_order(systems, place):
+            [tokens], run = time_call(target, inputs[place], system, replace(settings, seed=settings.seed + place))
+            calls[system.name] = tokens, run
+        score = functools.cache(lambda text: log_probability(target, inputs[place]["input_ids"], text))
+        plain, answers = calls[systems[0].name][0], {}
+        for system in systems:
+            tokens, run = calls[system.name]
+            text = tokenizer.decode([token for token in tokens if token not in ends])
+            right, same = items[place].is_right(text), tokens == plain
+            answers[system.name] = _answer(items[place].task, right, same, tokens, run, score(tuple(tokens)))
+        return answers
+
+    found = [kept(place, functools.partial(ask, place)) for place in range(len(items))]
+    return {system.name: [answers[system.name] for answers in found] for system in systems}
 
 
-def _answers_to(
-    item: Item,
-    inputs: dict[str, torch.Tensor],
-    target: Any,
-    tokenizer: Any,
-    systems: Sequence[System],
-    settings: Settings,
-    place: int,
-) -> dict[str, Answer]:
-    """The answers of all systems to a question; its place decides the order of the systems."""
-    texts, runs = {}, {}
-    for system in turn_order(systems, place):
-        rows, runs[system.name] = time_call(target, inputs, system, settings)
-        texts[system.name] = rows[0]
-    scores: dict[tuple[int, ...], float] = {}
-    answers = {}
-    for system in systems:
-        tokens, run = texts[system.name], runs[system.name]
-        key = tuple(tokens)
-        if key not in scores:
-            scores[key] = log_probability(target, inputs["input_ids"], tokens)
-        ngrams = [key[start : start + _NGRAM] for start in range(len(key) - _NGRAM + 1)]
-        text = tokenizer.decode([token for token in tokens if token not in end_tokens(target)])
-        answers[system.name] = Answer(
-            task=item.task,
-            right=item.is_right(text),
-            tokens=len(tokens),
-            forwards=run.forwards,
-            seconds=run.seconds,
-            relaxed=0 if run.statistics is None else run.statistics.relaxed_tokens,
-            log_probability=scores[key],
-            repeated=len(ngrams) - len(set(ngrams)),
-            ngrams=len(ngrams),
-            same=tokens == texts[systems[0].name],
-        )
-    return answers
+def _answer(task: str, right: bool, same: bool, tokens: Sequence[int], run: Run, log_probability: float) -> Answer:
+    ngrams = [tuple(tokens[start : start + _NGRAM]) for start in range(len(tokens) - _NGRAM + 1)]
+    return Answer(
+        task=task,
+        right=right,
+        tokens=len(tokens),
+        forwards=run.forwards,
+        seconds=run.seconds,
+        relaxed=0 if run.statistics is None else run.statistics.relaxed_tokens,
+        log_probability=log_probability,
+        repeated=len(ngrams) - len(set(ngrams)),
+        ngrams=len(ngrams),
+        same=same,
+    )
 
 
 @torch.inference_mode()

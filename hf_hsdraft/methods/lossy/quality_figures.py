@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -166,23 +166,23 @@ def _label(name: str, rules: Mapping[str, Rule]) -> str:
 
 def tables_of(quality: Quality) -> list[Table]:
     """Returns two tables of figures and one of the accuracies by task, for each way of decoding."""
+
+    def table(title: str, columns: Iterable[str], cells: Mapping[str, Iterable[str]]) -> Table:
+        made = Table(*(Column(escape(name), overflow="fold") for name in (title, *columns)))
+        for name, row in cells.items():
+            made.add_row(escape(_label(name, quality.rules)), *row)
+        return made
+
     tables = []
     for mode, answers in quality.answers.items():
         rows, shown = rows_of(answers, quality.rules), shown_figures(quality)
         for names in (_PRICE, [name for name in shown if name not in _PRICE]):
-            table = Table(Column(mode, overflow="fold"), *(Column(name, overflow="fold") for name in names))
-            for name, row in rows.items():
-                table.add_row(escape(_label(name, quality.rules)), *(str(row[each]) for each in names))
-            tables.append(table)
-        telling = told_by(answers[PLAIN])
-        by_task = Table(Column(f"{mode}: accuracy by task", overflow="fold"), *map(escape, accuracies(answers[PLAIN])))
-        for name, own in answers.items():
-            cells = [f"{value:.3f}" for value in accuracies(own).values()]
-            by_task.add_row(escape(_label(name, quality.rules)), *cells)
-        silent = [task for task in accuracies(answers[PLAIN]) if task not in telling]
-        if silent:
-            by_task.caption = f"say nothing, as plain decoding answers too few right: {', '.join(silent)}"
-        tables.append(by_task)
+            tables.append(table(mode, names, {name: [str(row[each]) for each in names] for name, row in rows.items()}))
+        tasks, telling = accuracies(answers[PLAIN]), told_by(answers[PLAIN])
+        shares = {name: [f"{value:.3f}" for value in accuracies(own).values()] for name, own in answers.items()}
+        tables.append(table(f"{mode}: accuracy by task", tasks, shares))
+        if silent := [task for task in tasks if task not in telling]:
+            tables[-1].caption = f"say nothing, as plain decoding answers too few right: {', '.join(silent)}"
     return tables
 
 
@@ -194,35 +194,33 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     """
     from ...training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 
-    across = "speed_up" if quality.timed else "tau"
-    panels = [(mode, what) for mode in quality.answers for what in ("kept", "log_probability")]
-    figure = new_figure(5.0 * min(len(panels), 2), 4.0 * ((len(panels) + 1) // 2))
-    grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False)
-    for axes, (mode, what) in zip(grid.flat, panels, strict=True):
-        rows = rows_of(quality.answers[mode], quality.rules)
-        lines: dict[str, list[Rule]] = {}
-        for rule in quality.rules.values():
-            others = {name: value for name, value in rule.options.items() if name != rule.threshold}
-            lines.setdefault(Rule(rule.name, others).text, []).append(rule)
-        for index, (text, rules) in enumerate(lines.items()):
-            points = [(rows[rule.text][across].value, rule) for rule in sorted(rules, key=lambda rule: rule.value)]
-            xs, ys = [x for x, _ in points], [rows[rule.text][what].value for _, rule in points]
-            colour = COLOURS[index % len(COLOURS)]
-            for x, y, (_, rule) in zip(xs, ys, points, strict=True) if len(points) > 1 else ():
-                axes.annotate(
-                    f"{rule.value:g}", (x, y), (4, 4), textcoords="offset points", fontsize="x-small", color=colour
-                )
-            axes.plot(xs, ys, color=colour, marker="o", markersize=4, label=text)
-            published = [place for place, (_, rule) in enumerate(points) if rule.is_published]
-            axes.plot([xs[p] for p in published], [ys[p] for p in published], "o", markersize=10,
-                      markerfacecolor="none", color=colour)  # fmt: skip
-        exact = rows[EXACT]
-        axes.plot([exact[across].value], [exact[what].value], "s", markersize=14, color=GREY,
-                  markerfacecolor="none", label=EXACT)  # fmt: skip
-        axes.plot([], [], "o", markersize=10, markerfacecolor="none", color=GREY, label="as published")
-        axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")
-        label = "accuracy over plain decoding's" if what == "kept" else "log-probability, nats a token"
-        style(axes, f"{mode}: {label}", "tokens/s over plain generate()" if quality.timed else "tau", label)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
+    lines: dict[str, list[Rule]] = {}
+    for rule in sorted(quality.rules.values(), key=lambda rule: rule.value):
+        others = {name: value for name, value in rule.options.items() if name != rule.threshold}
+        lines.setdefault(Rule(rule.name, others).text, []).append(rule)
+    across, axis = ("speed_up", "tokens/s over plain generate()") if quality.timed else ("tau", "tau")
+    labels = {"kept": "accuracy over plain decoding's", "log_probability": "log-probability, nats a token"}
+    figure = new_figure(5.0 * len(labels), 4.0 * len(quality.answers))
+    grid: Any = figure.subplots(len(quality.answers), len(labels), squeeze=False)
+    ring = {"markerfacecolor": "none"}
+    for (mode, answers), line in zip(quality.answers.items(), grid, strict=True):
+        rows = rows_of(answers, quality.rules)
+        for axes, (what, label) in zip(line, labels.items(), strict=True):
+            places = {name: (row[across].value, row[what].value) for name, row in rows.items()}
+            for index, (text, rules) in enumerate(lines.items()):
+                colour = COLOURS[index % len(COLOURS)]
+                axes.plot(*zip(*(places[rule.text] for rule in rules), strict=True), color=colour, marker="o",
+                          markersize=4, label=text)  # fmt: skip
+                for rule in rules:
+                    if len(rules) > 1:
+                        axes.annotate(f"{rule.value:g}", places[rule.text], (4, 4), textcoords="offset points",
+                                      fontsize="x-small", color=colour)  # fmt: skip
+                    if rule.is_published:
+                        axes.plot(*places[rule.text], "o", markersize=10, color=colour, **ring)
+            axes.plot(*places[EXACT], "s", markersize=14, color=GREY, label=EXACT, **ring)
+            axes.plot([], [], "o", markersize=10, color=GREY, label="as published", **ring)
+            axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")
+            style(axes, f"{mode}: {label}", axis, label)
+    handles, names = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
     return save_figure(figure, path)

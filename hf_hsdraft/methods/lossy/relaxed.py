@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.checks import is_integer, is_number
+from ...core.checks import Limit, integer, is_integer, is_number
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...verify.registry import VERIFIERS
-from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, own_choice, walk
+from ...verify.verdict import Nodes, Verdict, Verifier, own_choice, walk
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,9 @@ class Mismatch:
     tree: DraftTree
     children: list[dict[int, int]]  # of each node, see `DraftTree.children`
     node: int
-    tokens: list[int]  # drafted tokens of the node's path, without the root's
     probabilities: torch.Tensor  # `[V]`, float32, the target's distribution after the node, after all processors
     best: int  # the child that the drafter expects the target to choose, of those that the target can choose
-    own: ChooseToken  # returns the target's choice at a node, the same one each time
+    own: Callable[[int], int]  # returns the target's choice at a node, the same one each time
     taps: torch.Tensor | None  # see `Nodes`
 
     @property
@@ -56,10 +56,11 @@ class Relaxed(Verifier):
         raise NotImplementedError
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        children, own, relaxed = tree.children(), remembered(own_choice(nodes)), []
+        children, choice, relaxed = tree.children(), own_choice(nodes), []
+        own = functools.cache(lambda node: choice(node, path_tokens(tree, node)))  # draws once
 
         def choose(node: int, tokens: list[int]) -> int:
-            token = own(node, tokens)
+            token = own(node)
             if token in children[node] or not children[node]:
                 return token
             probabilities = nodes.scores(node, tokens)[0].softmax(dim=-1)
@@ -68,7 +69,7 @@ class Relaxed(Verifier):
             if not allowed:
                 return token
             best = max(allowed, key=lambda child: tree.scores[child])
-            if not self.accepts(Mismatch(tree, children, node, tokens, probabilities, best, own, nodes.taps)):
+            if not self.accepts(Mismatch(tree, children, node, probabilities, best, own, nodes.taps)):
                 return token
             relaxed.append(best)
             return tree.tokens[best]
@@ -76,15 +77,9 @@ class Relaxed(Verifier):
         return replace(walk(tree, choose, nodes.ends), relaxed=tuple(relaxed))
 
 
-def remembered(choose: ChooseToken) -> Callable[[int, list[int]], int]:
-    known: dict[int, int] = {}
-
-    def ask(node: int, tokens: list[int]) -> int:
-        if node not in known:
-            known[node] = choose(node, tokens)
-        return known[node]
-
-    return ask
+def path_tokens(tree: DraftTree, node: int) -> list[int]:
+    """Returns the drafted tokens of a node's path, without the root's."""
+    return [tree.tokens[each] for each in tree.path(node)]
 
 
 def normalised_entropy(probabilities: torch.Tensor, most: int = 0) -> float:
@@ -99,7 +94,19 @@ def normalised_entropy(probabilities: torch.Tensor, most: int = 0) -> float:
     return min(max(float(entropy), 0.0), 1.0)
 
 
-LONGEST_WINDOW = 64
+SHARE = Limit(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_PROBABILITY = Limit(lambda value: is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
+_ABOVE_0 = Limit(lambda value: is_number(value) and 0 < value < math.inf, "a number above 0")
+_MOST_PROBABLE = Limit(
+    lambda value: is_integer(value) and (value == 0 or 2 <= value <= 1024),
+    "0 (the whole vocabulary) or an integer from 2 to 1024",
+)
+_WINDOW = integer(64, least=0)
+
+
+def option(name: str, default: float, limit: Limit, doc: str) -> Option:
+    """Declares an option of a lossy rule."""
+    return Option(name, default, limit.valid, limit.wanted, f"Lossy rule `{name.partition('_')[0]}`: {doc}")
 
 
 class FLy(Relaxed):
@@ -122,26 +129,17 @@ class FLy(Relaxed):
 
     looks_ahead = True
     own_options = (
-        Option(
-            "fly_entropy",
-            0.3,
-            lambda value: is_number(value) and 0 <= value <= 1,
-            "a number from 0 to 1",
-            "Lossy rule `fly`: normalised entropy above which a mismatch may be forgiven; 1 forgives none.",
+        option(
+            "fly_entropy", 0.3, SHARE, "normalised entropy above which a mismatch may be forgiven; 1 forgives none."
         ),
-        Option(
-            "fly_window",
-            6,
-            lambda value: is_integer(value) and 0 <= value <= LONGEST_WINDOW,
-            f"an integer from 0 to {LONGEST_WINDOW}",
-            "Lossy rule `fly`: number of drafted tokens after a mismatch that the target has to agree with.",
+        option(
+            "fly_window", 6, _WINDOW, "number of drafted tokens after a mismatch that the target has to agree with."
         ),
-        Option(
+        option(
             "fly_most_probable",
             0,
-            lambda value: is_integer(value) and (value == 0 or 2 <= value <= 1024),
-            "0 (the whole vocabulary) or an integer from 2 to 1024",
-            "Lossy rule `fly`: number of the most probable tokens whose entropy counts; the authors' code takes 3.",
+            _MOST_PROBABLE,
+            "number of the most probable tokens whose entropy counts; the authors' code takes 3.",
         ),
     )
     fly_entropy: float
@@ -151,13 +149,12 @@ class FLy(Relaxed):
     def accepts(self, mismatch: Mismatch) -> bool:
         if normalised_entropy(mismatch.probabilities, self.fly_most_probable) <= self.fly_entropy:
             return False
-        tree, node = mismatch.tree, mismatch.best
-        tokens = [*mismatch.tokens, tree.tokens[node]]
+        node = mismatch.best
         for _ in range(self.fly_window):
-            token = mismatch.own(node, tokens) if mismatch.children[node] else -1
-            if token not in mismatch.children[node]:
+            children = mismatch.children[node]
+            if not children or mismatch.own(node) not in children:
                 return False
-            node, tokens = mismatch.children[node][token], [*tokens, token]
+            node = children[mismatch.own(node)]
         return True
 
 
@@ -177,20 +174,8 @@ class Typical(Relaxed):
     """
 
     own_options = (
-        Option(
-            "typical_threshold",
-            0.09,
-            lambda value: is_number(value) and 0 < value <= 1,
-            "a number above 0, at most 1",
-            "Lossy rule `typical`: epsilon, a probability that is always enough.",
-        ),
-        Option(
-            "typical_delta",
-            0.3,
-            lambda value: is_number(value) and 0 < value < math.inf,
-            "a number above 0",
-            "Lossy rule `typical`: delta, how much of exp(-entropy) is enough.",
-        ),
+        option("typical_threshold", 0.09, _PROBABILITY, "epsilon, a probability that is always enough."),
+        option("typical_delta", 0.3, _ABOVE_0, "delta, how much of exp(-entropy) is enough."),
     )
     typical_threshold: float
     typical_delta: float

@@ -62,10 +62,8 @@ def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter
         name: sum(share / total * state[name].float().cpu() for share, state in zip(shares, states, strict=True))
         for name in states[0]
     }
-    result = HSDrafter(copy.deepcopy(first.config)).to(torch.float32)
+    result = copy.deepcopy(first).float().cpu()
     result.load_state_dict(averaged)
-    result.generation_config = copy.deepcopy(first.generation_config)
-    result.loaded_from = first.loaded_from  # where files of methods are
     return result.eval()
 
 
