@@ -145,6 +145,7 @@ class CoTraining(TrainerCallback):
         with torch.no_grad():
             weights = self.drafter.borrow(embedding, head)
             rows = borrow(embedding, head, weights.vocab_ids, device, torch.float32).head
+        assert rows is not None
         names = () if device.type == "cpu" else ("chunk_logits", "scored_logits")
         chunks: Any = dict.fromkeys(names, CHUNK_LOGITS["cuda"])
         return weights, ChainLoss(weights, rows, self._objective, self._depth_weights, **chunks)
