@@ -62,7 +62,7 @@ def problem_of(
             wrong, few = ([row[:count] for row in truth.wrong] for count in (width - 1, _FEW))
             below, spare = depth - LEAST_DEPTH, width - 2 - len(few[0])
             drafts = _Draft.of([row[:-1] for row in truth.tokens], wrong), _Draft.of(rest, few, below, spare - below)
-        paths, others = [], []
+        paths, others = list[torch.Tensor](), list[torch.Tensor]()
         with _apart(runtime) as reader:
             reader.trees = tree is not None
             for draft, begin in zip(drafts, (0, kept + 1), strict=True):
