@@ -68,9 +68,7 @@ def speculative_decoding(
     options = DraftOptions.of(drafter, generation_config)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
-    untriable, own_modules = look_at(target, len(input_ids) * columns)
-    if untriable and refused is not refuse:  # the caller can decode plainly
-        raise refusal(target, f"{untriable}.")
+    untriable, own_modules = _looked_at(target, len(input_ids) * columns, refused)
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
@@ -92,18 +90,31 @@ def speculative_decoding(
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
-        untriable = untriable or watch.why_not()
-        if untriable and refused is not refuse:
-            refused(refusal(target, f"{untriable}."))
-        limits = DraftLimits(call, output.taps.shape[1], refused, untriable)
+        limits = DraftLimits(call, output.taps.shape[1], refused, untriable or _changing(watch, target, refused))
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
-        watch.end(statistics.target_forwards)
-    _finish(keeper, texts, runtime, None if synced_gpus else session)
+    _finish(keeper, texts, runtime, watch, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
-def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, session: Session | None) -> None:
+def _looked_at(target: Any, columns: int, refused: Callable[[DraftingRefused], None]) -> tuple[str, dict[str, Any]]:
+    """As `look_at`; raises the refusal where the caller can decode plainly."""
+    untriable, own_modules = look_at(target, columns)
+    if untriable and refused is not refuse:
+        raise refusal(target, f"{untriable}.")
+    return untriable, own_modules
+
+
+def _changing(watch: Watch, target: Any, refused: Callable[[DraftingRefused], None]) -> str:
+    """Why the user's modules allow no drafts in this call, after the prompts' forward."""
+    why = watch.why_not()
+    if why and refused is not refuse:
+        refused(refusal(target, f"{why}."))
+    return why
+
+
+def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: Watch, session: Session | None) -> None:
+    watch.end(keeper.statistics.target_forwards)
     texts.end_stream()
     if session is not None:
         session.end()
