@@ -16,6 +16,7 @@ other.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -104,22 +105,21 @@ class _Truth:
         logits: `[B, steps, V]`.
         wrong: of each row, other tokens that are likely after the first.
         tolerance: distance of logits that rounding explains.
+        spared: one in so many distances may be larger. In half precision a near tie of an expert router may change a
+            position; long chains of unlikely text are noisy in full precision too.
     """
 
     ids: torch.Tensor
     tokens: list[list[int]]
     logits: torch.Tensor
     wrong: list[list[int]]
-    dtype: torch.dtype
     tolerance: float
+    spared: int
 
     def explains(self, distances: torch.Tensor) -> bool:
-        """Whether rounding explains distances of logits; in half precision three in four of them.
-
-        There a near tie of an expert router may change a position.
-        """
-        ignored = 0 if is_full(self.dtype) else len(distances) // 4
-        return float(distances.kthvalue(len(distances) - ignored).values) <= self.tolerance
+        """Whether rounding explains distances of logits."""
+        count = len(distances) - len(distances) // self.spared
+        return float(distances.kthvalue(count).values) <= self.tolerance
 
 
 def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: int, ragged: bool) -> _Truth | None:
@@ -150,7 +150,8 @@ def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: i
                 noise = max(noise, min(float(distances_of(columns[:, at], logits[-1]).max()) for at in (0, -1)))
                 tolerance = measured_tolerance(dtype, noise)
     tokens = ids[:, length - 1 :].tolist()
-    return _Truth(ids, tokens, torch.stack(logits, dim=1), [row[LEAST_DEPTH:] for row in likely], dtype, tolerance)
+    spared = 4 if not is_full(dtype) else 8 if steps > STEPS else sys.maxsize
+    return _Truth(ids, tokens, torch.stack(logits, dim=1), [row[LEAST_DEPTH:] for row in likely], tolerance, spared)
 
 
 def _likely(logits: torch.Tensor, root: int, count: int) -> list[int]:
