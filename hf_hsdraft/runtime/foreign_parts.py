@@ -54,7 +54,7 @@ def look_at(target: nn.Module, columns: int) -> tuple[str, dict[str, nn.Module]]
     Returns why no trial can show that drafts are read rightly, empty if one can; and the user's modules that map states
     alone, by name.
     """
-    kinds, configs, limited = dict[type, list[Any]](), dict[int, Any](), dict[Any, bool]()
+    kinds, configs, limited = dict[type[nn.Module], list[Any]](), dict[int, Any](), dict[Any, bool]()
     mapping, name = dict[str, nn.Module](), type(target).__name__
     try:
         for name, part in target.named_modules():
@@ -104,7 +104,7 @@ def _told_of_hook(hook: Any) -> str:
     return f"the forward hook {name} may depend on the number of forwards, or of tokens in each; {_HINT}"
 
 
-def _code_of_user(kind: type) -> Iterator[Any]:
+def _code_of_user(kind: type[nn.Module]) -> Iterator[Any]:
     """The functions of a module's classes that are the user's. Of whole models only those that each forward runs."""
     for base in () if is_harmless(kind.forward) else kind.__mro__:
         for name, value in () if base in (nn.Module, object) else vars(base).items():

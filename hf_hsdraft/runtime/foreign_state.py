@@ -137,9 +137,9 @@ def _items(value: Any, is_part: bool) -> Iterator[tuple[str, Any]]:
         if isinstance(value, nn.Module) and (is_part or _is_of_user(type(value).__module__)):
             hidden = _OF_MODULES - _WEIGHTS
         yield from ((key, each) for key, each in list(getattr(value, "__dict__", {}).items()) if key not in hidden)
-        slots = (pair for base in type(value).__mro__ for pair in vars(base).items())
-        slots = (name for name, each in slots if isinstance(each, types.MemberDescriptorType) and hasattr(value, name))
-        yield from ((name, getattr(value, name)) for name in slots)
+        members = (member for base in type(value).__mro__ for member in vars(base).items())
+        slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+        yield from ((name, getattr(value, name)) for name in slots if hasattr(value, name))
 
 
 def _is_of_user(space: str) -> bool:
