@@ -101,7 +101,7 @@ def find_out(
         return Finding(False, False, f"its cache ({layer.__name__}) is not known to keep padding and drafts apart")
     at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
     named = known_until(target, at, doubling=False) - at
-    depth = min(max(size.depth, size.chain), reach, runtime.deepest, max(named, LEAST_DEPTH))
+    depth = min(max(size.depth, size.chain, LEAST_DEPTH), reach, runtime.deepest, max(named, LEAST_DEPTH))
     width = 1 << (size.tokens + depth - 1).bit_length()  # a power of two, so that most calls share trials
     width = min(width, min(runtime.slots.left, slots_read_alike(target, runtime.length)) - KEPT)
     if not chains:
