@@ -7,8 +7,8 @@ import weakref
 from typing import Any, TypeVar
 
 LIBRARIES = frozenset((
-    "transformers", "torch", "peft", "accelerate", "bitsandbytes", "liger_kernel", "torchao", "hqq", "optimum",
-    "gptqmodel", "awq", "compressed_tensors", "flash_attn", "causal_conv1d", "mamba_ssm", "fla", "einops",
+    "transformers", "torch", "peft", "accelerate", "trl", "deepspeed", "bitsandbytes", "liger_kernel", "torchao", "hqq",
+    "optimum", "gptqmodel", "awq", "compressed_tensors", "flash_attn", "causal_conv1d", "mamba_ssm", "fla", "einops",
     "safetensors", "tokenizers", "huggingface_hub", "numpy", __name__.partition(".")[0],
 ))  # fmt: skip
 # What modelling modules import of Python itself. Not all of it: `unittest` makes functions that do anything.
