@@ -635,6 +635,7 @@ def misread_when_odd(monkeypatch, target) -> None:
     """A planted fault: several tokens at once are read without their positions while the text is called odd."""
     forward = type(target.model).forward
 
+    @harmless
     def reading(self, *args, position_ids=None, **kwargs):
         cached = given_cache(kwargs) is not None and given_cache(kwargs).get_seq_length() > 0
         if cached and self.config.is_odd and position_ids is not None and position_ids.shape[-1] > 1:
@@ -712,7 +713,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
 
     def resting(self):
         rest(self)
-        assert not any(row.pending for row in getattr(self.session, "_rows", ()))
+        assert not any(getattr(self.session, "_pending", ()))
         del reads[:], told[:]
 
     def noting(self, news):
