@@ -119,12 +119,13 @@ def _validate_mode(
     if isinstance(assistant, type):
         raise ValueError(f"assistant_model={told_of_class(assistant)}")
     drafter = _drafter_of(assistant)
+    if drafter is not None:  # its modes and encoders are not those that transformers' own check knows
+        kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
     if drafter is not None and mode == GenerationMode.ASSISTED_GENERATION:
         check_drafter(drafter, target)
         check_inputs(target)  # before the prompt is streamed
         # Several sequences, stateful caches and other encoders are checked by the runtime, not by mode.
         mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
-        kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
     return original(target, mode, generation_config, kwargs)
 
 

@@ -42,6 +42,7 @@ _PLACES = re.compile(r"posit|rotary|rope|alibi", re.IGNORECASE)
 _PLACED = re.compile(
     r"posit|cache|past|mask|rotary|rope|alibi|freq|seq|(^|_)(pos|cos|sin|len|length|start|step|offset)(_|$)"
 )
+_OF_DYNAMO = ("__compiled_fn_", "__resume_at_")  # names of what torch.compile adds to a module's globals
 _MAPS = nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm  # a state, whatever more its forward would take
 _NOT_RUN = ("__init__", "__new__", "__repr__", "__setstate__", "extra_repr", "reset_parameters")  # by forwards
 _ROUTINES = frozenset({types.FunctionType, types.MethodType, functools.partial})
@@ -161,6 +162,8 @@ def _functions(target: nn.Module, kinds: Iterable[type], configs: Iterable[Any])
         own = vars(holder)
         for name, value in list(own.items()):
             if not callable(value) or isinstance(value, type) or getattr(value, "__globals__", None) is own:
+                continue
+            if name.startswith(_OF_DYNAMO):
                 continue
             if is_foreign(value):
                 yield f"{space}.{name} was replaced, and may follow from the text's length; {_HINT}"

@@ -248,6 +248,8 @@ def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path):
     assert copy_of_blocks(layer.mlp.down_proj.weight) is None, "not in the file"
     layer.mlp.gate_proj.weight[2, 3] += 1
     assert copy_of_blocks(layer.mlp.gate_proj.weight) is None, "changed since"
+    (cut := tmp_path / "tiny.gguf").write_bytes(cut.read_bytes()[:-2048])
+    assert copy_of_blocks(layer.mlp.up_proj.weight) is None, "another file by now"
     with PackedWeights(linears_to_pack(target, True)).in_use():
         found = target(IDS).logits
     torch.testing.assert_close(found, target(IDS).logits, atol=0.1, rtol=0.1)

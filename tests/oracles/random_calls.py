@@ -325,7 +325,7 @@ def _tensors(cache: Any, mask: torch.Tensor | None) -> list[tuple[bool, torch.Te
             if isinstance(value, torch.Tensor) and value.dim() >= 3:
                 static = name in ("keys", "values") and type(layer).__name__.startswith("Static")
                 copied = (value[:, :, :length] if static else value).clone()
-                if static and mask is not None and mask.dim() == 2 and mask.shape[1] <= length:
+                if static and mask is not None and mask.dim() == 2 and mask.shape[1] <= min(length, copied.shape[2]):
                     hidden = mask.repeat_interleave(len(copied) // len(mask), dim=0) == 0
                     copied[:, :, : mask.shape[1]].masked_fill_(hidden[:, None, :, None], 0)
                 kept.append((windowed, copied))

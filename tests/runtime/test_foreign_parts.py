@@ -378,6 +378,14 @@ def test_beside_replaced_functions_nothing_is_drafted(monkeypatch, name, how):
     assert attachment.statistics.calls == 1
 
 
+def test_what_torch_compile_leaves_in_a_module_does_not_end_drafting(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "__compiled_fn_1_0", lambda *args: args, raising=False)
+    target = make_target()
+    with attach(target, CachebackDrafter()) as attachment:
+        target.generate(**prompt(), **GREEDY)
+    assert attachment.statistics.calls == 1
+
+
 class Odd:
     def __getattr__(self, name):
         raise RuntimeError(name)

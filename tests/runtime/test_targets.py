@@ -138,6 +138,12 @@ def test_encoder_decoders(model_type, fields, layers, rows):
         assert [state.shape for state in ours] == [state.shape for state in theirs]
 
 
+def test_an_encoder_decoder_with_beams_decodes_without_the_drafter():
+    target = model_of("t5", AutoModelForSeq2SeqLM, **T5, num_layers=2, decoder_start_token_id=0)
+    call = {"input_ids": torch.arange(2, 8)[None], "num_beams": 2, "max_new_tokens": 8}
+    assert target.generate(**call, assistant_model="ngrams").equal(target.generate(**call))
+
+
 def test_static_caches_of_encoder_decoders_are_refused():
     target = model_of("t5", AutoModelForSeq2SeqLM, **T5, num_layers=2, decoder_start_token_id=0)
     prompt = torch.randint(5, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
