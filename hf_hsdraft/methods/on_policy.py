@@ -66,7 +66,7 @@ def drafted_labels(
     if not len(chosen) or steps < 2:
         return labels
     starts = chains.starts[chosen]
-    drawn = draft(drafter, weights, pack, starts, steps - 1, lambda x: x.softmax(dim=-1).multinomial(1)[:, 0])
+    drawn = draft(drafter, weights, pack, starts, steps - 1, lambda x: torch.multinomial(x.softmax(dim=-1), 1)[:, 0])
     drawn = weights.vocab_ids[drawn]
     tokens, valid = labels.tokens.clone(), labels.valid.clone()
     tokens[chosen, 1:] = drawn
