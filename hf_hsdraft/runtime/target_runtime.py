@@ -23,7 +23,7 @@ from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
 from .static_cache import slots_of_prompts
 from .target_forwards import TargetCall, TargetOutput, dropped, target_output
-from .target_limits import GRADIENTS, check_cache, decoder_layers, text_config
+from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
 from .target_parts import LastState, final_norm
 from .tree_reading import (
     AttentionKind,
@@ -92,6 +92,9 @@ class TargetRuntime(TargetCall):
             read = self._output()
             if read.logits.requires_grad:  # by something that `why_gradients` does not see, such as a hook
                 raise DraftingRefused(GRADIENTS)
+            states = self._outputs[self.names.states] if self.records and self.names.states in self._recorded else ()
+            if any(each.dim() != 3 for each in states):
+                raise refusal(self.target, "hidden states that the call returns are not one vector for each position.")
         expected = slots_of_prompts(self.target, input_ids, generation_config, self.kwargs, self.cached_before)
         self.drops = not self.slots.hold(expected)
         self.slots.keep_past()  # not earlier: a sliding layer would keep the whole prompt
