@@ -12,7 +12,15 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from ..core.checks import public_name
 from ..core.refusals import DraftingRefused
 from ..drafters.base.protocol import Drafter
-from ..runtime.target_limits import GRADIENTS, check_inputs, furthest_position, gradients_flow, text_config
+from ..runtime.target_limits import (
+    GRADIENTS,
+    check_cache,
+    check_inputs,
+    furthest_position,
+    gradients_flow,
+    text_config,
+    without_cache,
+)
 from ..verify.verdict import Verifier
 from .row_processors import check_processors, is_row_wise
 
@@ -25,6 +33,8 @@ def check_call(
     check_inputs(target)
     if not kwargs.get("use_cache"):
         raise DraftingRefused("use_cache=False is not possible with a drafter: verification needs the target's cache")
+    if target in without_cache:
+        check_cache(target, None)
     if gradients_flow(target, kwargs):
         raise DraftingRefused(GRADIENTS)
     window = furthest_position(target)

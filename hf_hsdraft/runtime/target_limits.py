@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,9 @@ class Limit:
     ever: bool
     reason: str
 
+
+# Targets that have returned no cache. Some keep states in their modules, so later calls are refused before the prompt.
+without_cache: weakref.WeakSet[Any] = weakref.WeakSet()
 
 GRADIENTS = (
     "gradients are on and reach the target's outputs, and drafting writes into the cache that a backward pass reads; "
@@ -101,6 +105,8 @@ def refusal(target: Any, reason: str) -> DraftingRefused:
 
 def check_cache(target: Any, cache: Any) -> None:
     """Raises a DraftingRefused with the reason if no draft can be verified with this cache."""
+    if cache is None:
+        without_cache.add(target)
     if reason := why_refused(target, cache):
         raise refusal(target, f"{reason}.")
 
