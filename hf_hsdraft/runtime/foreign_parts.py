@@ -1,7 +1,7 @@
 """What no trial of a target can see: the user's code that may follow the text, its length, or the number of forwards.
 
 A trial reads a few tokens at one place of the text. Layers that map hidden states can be tried so, unless they keep
-state (`foreign_state`). Inputs derived from the whole text, parts that are told where a token stands, hooks that count
+state (`foreign_state`). Inputs derived from the whole text, parts that are given positions, hooks that count
 forwards, and adapters or experts that depend on how many tokens a forward reads cannot.
 """
 
@@ -71,8 +71,8 @@ def look_at(target: nn.Module, columns: int) -> tuple[str, dict[str, nn.Module]]
                 code = [*code, *(each for each in own.values() if type(each) in _ROUTINES and is_foreign(each))]
             if code:
                 if _is_placed(name, part):
-                    told = f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
-                    return f"{told}; mark its forward with hf_hsdraft.harmless() if it does not", {}
+                    reason = f"{name} ({kind.__name__}) is not transformers' own, and may change at some position"
+                    return f"{reason}; mark its forward with hf_hsdraft.harmless() if it does not", {}
                 mapping[name] = part
             config = own.get("config")
             configs[id(config)] = config
@@ -95,10 +95,10 @@ def _hooks(part: nn.Module) -> Iterator[str]:
         if isinstance(hook, functools.partial) and hook.keywords.get("alora_offsets") is not None:
             yield "its adapter applies to the last tokens of a forward (activated LoRA), however many it reads"
         elif hook is not None and is_foreign(hook):
-            yield _told_of_hook(hook)
+            yield _reason_of_hook(hook)
 
 
-def _told_of_hook(hook: Any) -> str:
+def _reason_of_hook(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     name = getattr(hook, "__qualname__", type(hook).__name__)
@@ -147,7 +147,7 @@ def _functions(target: nn.Module, kinds: Iterable[type], configs: Iterable[Any])
     """Why functions and methods outside of the parts' classes do not allow a trial."""
     of_all = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
     yield from (
-        _told_of_hook(hook) for hook in itertools.chain(*(each.values() for each in of_all)) if is_foreign(hook)
+        _reason_of_hook(hook) for hook in itertools.chain(*(each.values() for each in of_all)) if is_foreign(hook)
     )
     for name in _OF_TEXT:
         if is_foreign(vars(target).get(name) or getattr(type(target), name, None)):
