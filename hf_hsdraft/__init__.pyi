@@ -1,6 +1,8 @@
 """What type checkers read in the place of `__init__.py`, which loads these names when they are asked for."""
 
 from ._version import __version__ as __version__
+from .batching.generate_many import generate_many as generate_many
+from .batching.scheduler import FinishedText as FinishedText
 from .core.draft_tree import DraftTree as DraftTree
 from .drafters.base.auto_drafter import AutoDrafter as AutoDrafter
 from .drafters.base.registry import register_drafter as register_drafter

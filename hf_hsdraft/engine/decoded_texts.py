@@ -144,11 +144,11 @@ class DecodedTexts:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         return self.ids.all()
 
-    def foresee(self, vocab_size: int) -> None:
-        """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own."""
+    def foresee(self, vocab_size: int, generator: torch.Generator | None = None) -> None:
+        """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own; see `Draws`."""
         if not self._config.do_sample or not self.verifier.own_draws:
             return
-        self._draws = Draws.of_rows(len(self.rows), self.ids.device, vocab_size)
+        self._draws = Draws.of_rows(len(self.rows), self.ids.device, vocab_size, generator)
         if self._draws is not None:
             warpers = [one for one in self._process if type(one) in _WARPERS]
             self.foresight = Foresight(self._draws, warpers, vocab_size)

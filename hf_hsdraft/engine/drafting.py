@@ -29,13 +29,14 @@ class Drafting:
     """All sessions of a call, and their pace.
 
     Attributes:
+        session: the drafter's, `drafter.session(call)` by default.
         pace: unlimited until `set_pace`.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(self, drafter: Drafter, call: Call) -> None:
+    def __init__(self, drafter: Drafter, call: Call, session: Session | None = None) -> None:
         self._call, self._drafter = call, drafter
-        self.session = session = drafter.session(call)
+        self.session = session = session or drafter.session(call)
         self._listeners = [each.on_expansion for each in call.observers if each.on_expansion is not None]
         if self._listeners:
             session.on_expansion = self._tell

@@ -64,24 +64,29 @@ class Target(Protocol):
 def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) -> None:
     """Runs rounds until all texts have ended. Observers are called in order."""
     while target.goes_on():
-        target.prepare(drafting)
+        decode_round(target, drafting, observers)
+
+
+def decode_round(target: Target, drafting: Drafting, observers: Sequence[Observer]) -> None:
+    """Runs one round."""
+    target.prepare(drafting)
+    for each in observers:
+        each.began()
+    asks, forwards = target.asks(), target.forwards
+    trees = drafting.draft(asks)
+    for each in observers:
+        each.drafted()
+    with target.undone_on_error():
+        read = target.verify(trees)
+        verdicts = target.accept(read)
         for each in observers:
-            each.began()
-        asks, forwards = target.asks(), target.forwards
-        trees = drafting.draft(asks)
-        for each in observers:
-            each.drafted()
-        with target.undone_on_error():
-            read = target.verify(trees)
-            verdicts = target.accept(read)
-            for each in observers:
-                each.verified()
-            target.commit(read, verdicts)
-        news, followed = target.news(read, verdicts), drafting.session.followed
-        drafting.observe(news)
-        done = Round(asks, trees, news, target.forwards - forwards, drafting.depth, followed)
-        for each in observers:
-            each.ended(done)
+            each.verified()
+        target.commit(read, verdicts)
+    news, followed = target.news(read, verdicts), drafting.session.followed
+    drafting.observe(news)
+    done = Round(asks, trees, news, target.forwards - forwards, drafting.depth, followed)
+    for each in observers:
+        each.ended(done)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ def _assisted_decoding(original: Any, target: Any, /, input_ids: Any, *args: Any
         kwargs["logits_processor"] = _with_suppressed_begin(processors, tokens, input_ids)
     if gradients_flow(target, kwargs):
         return _plainly(target, drafter, input_ids, *args, **kwargs)
+    if drafter.decoding is not None:
+        return drafter.decoding(target, input_ids, *args, **kwargs)
     with no_hooks_left(target):
         return speculative_decoding(target, drafter, input_ids, *args, **kwargs)
 

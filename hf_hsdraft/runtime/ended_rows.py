@@ -1,5 +1,7 @@
 """Ended rows of a batch leave the cache: forwards read only the others, and at the end the ended rows are put back.
 
+In a batch that goes on, other texts take their places.
+
 Plain decoding reads padding for them until the last row has ended. With trees that is expensive, as every row is as
 wide as the widest. A cache that outlives the call gets the padding at the end, in a few forwards.
 """
@@ -11,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..core.draft_tree import DraftTree
@@ -79,6 +82,37 @@ class EndedRows:
         for row, part in zip(self._held, held, strict=True):
             joined[row, :, : min(part.shape[1], length)] = part[:, :length]
         return joined
+
+
+def take_in(call: TargetCall, ended: EndedRows, other: TargetCall, place: int | None = None) -> None:
+    """Lets the only text of another call join a batch, at the `place` of a row that leaves, or as the last row.
+
+    Rows of both have no padding, so their positions are those of their slots.
+    """
+    for layer, added in zip(call.slots.layers, other.slots.layers, strict=True):
+        layer.keys, layer.values = (
+            _with_row(layer.keys, added.keys, place),
+            _with_row(layer.values, added.values, place),
+        )
+    kept, new = list(call.rows.kept), other.slots.length
+    if place is None:
+        kept.append(new)
+        ended.staying.append(len(ended.staying))
+    else:
+        kept[place] = new
+    call.rows = TextRows.of_slots(kept, device_of(call.target))
+    call.slots.drop(call.slots.length - max(kept))
+
+
+def _with_row(states: torch.Tensor, new: torch.Tensor, place: int | None) -> torch.Tensor:
+    """Puts `new` `[1, heads, n, size]` to a place of `[B, heads, slots, size]`, or behind the last."""
+    spare = new.shape[2] - states.shape[2]
+    if spare > 0:
+        states = F.pad(states, (0, 0, 0, spare))
+    if place is None:
+        return torch.cat([states, F.pad(new, (0, 0, 0, max(-spare, 0)))])
+    states[place, :, : new.shape[2]] = new[0]
+    return states
 
 
 def read_missing(call: TargetCall, ids: Sequence[Sequence[int]], end: int, kinds: Sequence[AttentionKind]) -> None:

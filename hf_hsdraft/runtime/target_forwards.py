@@ -177,6 +177,11 @@ class TextRows:
     last_positions: torch.Tensor | None
     gapless: TextRows | None = None
 
+    @classmethod
+    def of_slots(cls, kept: list[int], device: torch.device) -> TextRows:
+        """Rows without padding whose tokens are in the slots of their positions."""
+        return cls(kept, 0, None, torch.full((len(kept),), -1, device=device))
+
     @property
     def next_positions(self) -> list[int] | None:
         """Position id of each row's first token after the prompt; the maximum over several axes."""

@@ -49,6 +49,7 @@ class TargetRuntime(TargetCall):
         kinds: kinds of attention that need separate masks, once trees are prepared.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
+        ended: where rows may leave the batch, what tracks them; `None` elsewhere.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
         ahead: verifies trees instead by `verify(trees, columns)`, unless that returns `None`; set by methods that read
             nodes before. `None` for most calls.
@@ -71,7 +72,7 @@ class TargetRuntime(TargetCall):
         self._outputs: Any = None  # of the last forward
         self.batch: TreeBatch | None = None
         self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
-        self._ended: EndedRows | None = None  # where rows may leave the batch
+        self.ended: EndedRows | None = None
         self._keeps_slots = True
         if (cache := given_cache(self.kwargs)) is not None:
             check_cache(target, cache)
@@ -144,7 +145,7 @@ class TargetRuntime(TargetCall):
             self._columns = max(self._columns, self.fixed)
         # `input_ids` and the model's inputs still have rows that have left.
         with self._last_state_kept():
-            if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
+            if self.trees and (self._columns > 1 or len(trees) > 1 or self.ended is not None):
                 self._outputs, self._again = self._read_trees(trees), 0
             else:
                 self._outputs, self._again = read_chains(self, trees, input_ids, self._columns, padding), self.unread
@@ -200,8 +201,8 @@ class TargetRuntime(TargetCall):
             return
         close_gaps(self)
         self.leaves_gaps = False
-        if self._ended is not None:
-            self.rows = self._ended.put_back(self.cache, self.rows)
+        if self.ended is not None:
+            self.rows = self.ended.put_back(self.cache, self.rows)
         slots = (self.rows.prompt_slots + count for count in new_tokens)
         self.rows = replace(self.rows, kept=[min(pair) for pair in zip(self.rows.kept, slots, strict=True)])
 
@@ -249,8 +250,8 @@ class TargetRuntime(TargetCall):
     def let_rows_leave(self, keep: bool) -> bool:
         """Prepares for `keep_rows`, with `keep` if the cache outlives the call; returns whether that is possible."""
         if self.trees and self.rows_can_be_apart:
-            self._ended = EndedRows(len(self.rows.kept), keep)
-        return self._ended is not None
+            self.ended = EndedRows(len(self.rows.kept), keep)
+        return self.ended is not None
 
     def leave_gaps(self, keep: bool) -> None:
         """Lets rounds without drafts leave gaps between tokens, where slots need no order; closed with `keep`.
@@ -270,10 +271,10 @@ class TargetRuntime(TargetCall):
 
     def keep_rows(self, places: Sequence[int]) -> None:
         """Restricts forwards to rows by their places in the current batch, after the others' last tokens were read."""
-        assert self._ended is not None
+        assert self.ended is not None
         if self._keeps_slots:
             close_gaps(self)
-        self.rows = self._ended.take_out(self.cache, places, self.rows)
+        self.rows = self.ended.take_out(self.cache, places, self.rows)
         self.slots.drop(self.length - max(self.rows.kept))
 
     @property

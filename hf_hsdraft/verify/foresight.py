@@ -72,17 +72,19 @@ class Draws:
         self._right: bool | None = None  # whether the first foreseen draw gave the foreseen token; `None` before it
 
     @classmethod
-    def of_rows(cls, rows: int, device: torch.device, vocab_size: int) -> list[Draws] | None:
+    def of_rows(
+        cls, rows: int, device: torch.device, vocab_size: int, generator: torch.Generator | None = None
+    ) -> list[Draws] | None:
         """Returns the draws of each row; `None` where `torch.multinomial` draws in an unknown way.
 
-        A single text draws from the device's generator, as plain decoding does. Each row of a batch has its own
-        generator, seeded from the device's. With a shared one, a row's numbers would depend on how many tokens other
-        rows accept, and so on what was foreseen.
+        A single text draws from the device's generator, as plain decoding does, or from `generator`. Each row of a
+        batch has its own, seeded from the device's. With a shared one, a row's numbers would depend on how many tokens
+        other rows accept, and so on what was foreseen.
         """
         if not _draws_are_races(device, vocab_size):
             return None
         if rows == 1:
-            return [cls(_default_generator(device), vocab_size)]
+            return [cls(_default_generator(device) if generator is None else generator, vocab_size)]
         seeds = torch.randint(2**63 - 1, (rows,), device=device).tolist()
         return [cls(torch.Generator(device).manual_seed(seed), vocab_size) for seed in seeds]
 

@@ -23,6 +23,7 @@ FLOORS = (
     "engine",
     "remote",
     "generate",
+    "batching",
     "",  # the root: the public names
     "vllm_plugin",
     "training",

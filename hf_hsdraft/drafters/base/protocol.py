@@ -85,6 +85,12 @@ class Accepted:
         last = embed(self.following[-1:])
         return torch.cat([self.embeds.to(last.device, last.dtype), last])
 
+    def of_row(self, row: int) -> Accepted:
+        """Returns the same news of another row."""
+        other = copy.copy(self)
+        vars(other)["row"] = row
+        return other
+
     @classmethod
     def of_tokens(cls, row: int, tokens: Sequence[int]) -> Accepted:
         """Returns news without hidden states, for sessions that only read tokens."""
@@ -137,6 +143,8 @@ class Session:
     free = False
     listens = False  # whether it observes all rounds of a call in which nothing can be drafted
     takes_ngrams = True  # whether n-grams may be put in front, as `ngram_length` asks
+    # Whether a row that `keep` has left out may begin another text: its next news are those of a prompt
+    takes_new_texts = False
     # Hashable; what the time of a draft depends on besides the session's class, target, options and depth
     kind: tuple[Any, ...] = ()
     # Called with rows and the expansion of their trees; see `engine.loop.Observer.on_expansion`
@@ -183,6 +191,8 @@ class Drafter:
     saved_as: Sequence[str] = ()
     why_not_exported: str = "no other program is known to read it"  # why there are no others
     generation_config: GenerationConfig  # the drafting options
+    # Decodes a call in place of the engine; takes the target, and what `generate()` hands to a decoding method
+    decoding: Callable[..., Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

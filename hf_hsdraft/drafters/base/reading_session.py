@@ -252,6 +252,7 @@ class ReadingSession(TreeSession):
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
+        self.takes_new_texts = self._refiner is None
 
     def columns(self, news: Accepted) -> Columns:
         """Returns the inputs to queue, on the drafter's device."""

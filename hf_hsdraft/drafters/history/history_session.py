@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
@@ -46,12 +47,12 @@ class GrowingTexts:
 class HistorySession(Session):
     """Drafts for each row by the texts of a history, and by the other rows of the call."""
 
-    free = True
+    free = takes_new_texts = True
     takes_ngrams = False
 
     def __init__(self, call: Call, history: History) -> None:
         self._history, self._options, self._foresight = history, call.options, call.foresight
-        self._tails: dict[int, list[int]] = {row: [] for row in range(call.rows)}
+        self._tails: dict[int, list[int]] = defaultdict(list)
         self._drafts: dict[int, HistoryDraft] = {}  # the last one of each row
         several = call.rows > 1 and call.texts is not None
         self._growing = GrowingTexts([call.texts.room(row) for row in range(call.rows)]) if several else None
@@ -90,5 +91,6 @@ class HistorySession(Session):
         return tail[odd[-1] + 1 :] if odd else tail
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._tails = {row: self._tails[row] for row in rows}
+        for row in self._tails.keys() - set(rows):
+            del self._tails[row]
         self._drafts = {}

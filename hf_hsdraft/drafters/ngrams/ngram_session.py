@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
@@ -14,13 +15,12 @@ from .ngram_cache import FollowerTable, NgramCache
 class NgramSession(Session):
     """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`."""
 
-    free = True
+    free = takes_new_texts = True
     takes_ngrams = False
 
     def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
-        vocab_size = embedded_tokens(call.target)
-        length = call.options.ngram_length
-        self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
+        sizes = call.options.ngram_length, frozen, embedded_tokens(call.target)
+        self._caches: dict[int, NgramCache] = defaultdict(lambda: NgramCache(*sizes))
         self._options, self._foresight = call.options, call.foresight
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -60,4 +60,5 @@ class NgramSession(Session):
             self._caches[each.row].extend([*each.earlier, *each.tokens])
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._caches = {row: self._caches[row] for row in rows}
+        for row in self._caches.keys() - set(rows):
+            del self._caches[row]

@@ -1,0 +1,112 @@
+"""A request of a running batch, as `generate()` prepares it: its prompt, processors, criteria and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.cache_name import given_cache
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
+from ..engine.call_checks import check_call, check_verifier
+from ..engine.decoding import speculative_decoding
+from ..runtime.foreign_parts import look_at
+from ..runtime.target_limits import why_in_step
+from ..verify.foresight import Draws
+from ..verify.verdict import Verifier
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call of `generate()` up to its decoding method.
+
+    Attributes:
+        input_ids: `[B, length]`, int64; one row where the request can join a batch.
+        call: further arguments of the decoding method.
+    """
+
+    target: Any
+    drafter: Drafter
+    input_ids: torch.Tensor
+    call: Mapping[str, Any]
+
+    @property
+    def config(self) -> Any:
+        return self.call["generation_config"]
+
+    @property
+    def model_kwargs(self) -> dict[str, Any]:
+        """What is passed from forward to forward."""
+        own = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "tokenizer")
+        return {name: value for name, value in self.call.items() if name not in own}
+
+    def alone(self) -> Any:
+        """Decodes it as a call of its own; returns and raises what `generate()` does."""
+        return speculative_decoding(self.target, self.drafter, self.input_ids, **self.call)
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work."""
+        processors = self.call["logits_processor"]
+        synced = bool(self.call.get("synced_gpus"))
+        check_call(self.target, self.drafter, self.input_ids, processors, synced, self.model_kwargs)
+        verifier = self.drafter.verifier(options)
+        check_verifier(verifier, self.target, processors)
+        return verifier
+
+    def why_alone(self, verifier: Verifier, columns: int) -> str:
+        """Why it cannot share forwards with other texts; empty if it can, as far as that is known beforehand.
+
+        Args:
+            columns: number of tokens that a forward over the whole batch may read.
+        """
+        config, kwargs, length = self.config, self.model_kwargs, self.input_ids.shape[1]
+        positions = kwargs.get("position_ids")
+        plain = positions is None or torch.equal(positions.cpu(), torch.arange(length)[None])
+        draws = config.do_sample and not verifier.own_draws
+        untriable, own_modules = look_at(self.target, columns)
+        foreseen = Draws.of_rows(1, self.input_ids.device, 2) is not None
+        reasons = {
+            "it has several texts": len(self.input_ids) > 1,
+            "the target is an encoder-decoder": self.target.config.is_encoder_decoder,
+            "its forwards are synced with those of other processes": self.call.get("synced_gpus"),
+            "its prompt is padded": kwargs.get("attention_mask") is not None,
+            "its prompt has positions of its own": not plain,
+            "its prompt is given as embeddings": kwargs.get("inputs_embeds") is not None,
+            "it has a cache of its own": (cache := given_cache(kwargs)) is not None and cache.get_seq_length() > 0,
+            "it returns hidden states or attentions": config.return_dict_in_generate
+            and (config.output_hidden_states or config.output_attentions),
+            "its rule of verification draws more than the target does": draws,
+            "tokens are drawn on a device whose draws cannot be foreseen": config.do_sample and not foreseen,
+            "its drafter decides by the call": self.drafter.decoding is not None,
+            untriable or "the target has modules of the user's own": untriable or own_modules,
+        }
+        found = next((reason for reason, holds in reasons.items() if holds), "")
+        return found or why_in_step(self.target, config.max_length, range(config.max_length + columns))
+
+
+class _Collecting(WrappedDrafter):
+    """Takes a call of `generate()` at its decoding method, and returns it as prepared."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.num_draft_steps = drafter.num_draft_steps
+        self.generation_config, self._drafter = drafter.generation_config, drafter
+        self.config, self.device = getattr(drafter, "config", None), getattr(drafter, "device", None)
+
+    def session(self, call: Any) -> Session:
+        raise NotImplementedError
+
+    def decoding(self, target: Any, input_ids: torch.Tensor, **call: Any) -> Prepared:
+        return Prepared(target, self._drafter, input_ids, call)
+
+
+def prepare(target: Any, drafter: Drafter, arguments: Mapping[str, Any]) -> Any:
+    """Prepares a call of `generate()` with these `arguments`; what it returns where it decodes in another way.
+
+    That is a `Prepared`, or the output of a call that takes no drafter, for example one with beams. Raises what
+    `generate()` raises.
+    """
+    generate: Callable[..., Any] = target.generate
+    return generate(**{**arguments, "assistant_model": _Collecting(drafter)})

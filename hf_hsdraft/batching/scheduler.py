@@ -1,0 +1,315 @@
+"""Continuous batching with drafts: texts wait, are read, and are decoded together until each has ended.
+
+Between rounds, texts that have ended leave, and prompts are read in parts, so no text waits for longer than one part.
+First come, first served. A request that cannot share forwards (see `Prepared.why_alone`) is decoded as a call of its
+own when it is its turn; the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.tensors import device_of, embedded_tokens
+from ..drafters.base.adapters import adapted
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Call, Drafter
+from ..engine.call_output import DraftStatistics
+from ..engine.drafting import Drafting, history_for
+from ..engine.loop import decode_round
+from ..pace.pacing import slower_packed
+from ..runtime.module_hooks import no_hooks_left
+from ..runtime.target_runtime import TargetRuntime
+from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
+from .limits import BatchLimits
+from .prepared import Prepared, prepare
+from .text import Reading, Text
+
+_MOST_SEED = 2**63 - 1
+_ROOM = 10**6  # number of tokens that a batch without an end may emit
+
+
+@dataclass(frozen=True)
+class FinishedText:
+    """A request that is done.
+
+    Attributes:
+        index: number of the request, in the order of `submit`.
+        output: what `generate()` would return, without a cache; what there is of a cancelled text; None after an error.
+        error: what `generate()` would raise.
+        statistics: of a text that was decoded beside others; None for a call of its own.
+        cancelled: whether it ended by `cancel`.
+    """
+
+    index: int
+    output: Any
+    error: Exception | None = None
+    statistics: DraftStatistics | None = None
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class _Request:
+    index: int
+    arguments: Mapping[str, Any]
+    seed: int
+
+
+@dataclass
+class _Running:
+    """The batch, and what drafts for it."""
+
+    batch: Batch
+    runtime: TargetRuntime
+    drafting: Drafting
+    keeper: BatchKeeper
+
+
+@dataclass
+class ContinuousBatching:
+    """Decodes requests together, each by its own arguments of `generate()`, with the text that it has alone.
+
+    Not for several threads at once; `submit` and `cancel` may be called from any.
+
+    Args:
+        target: the model.
+        drafter: its drafter.
+        max_batch_size: number of texts decoded together.
+        chunk_size: number of tokens of prompts read between two rounds.
+        max_cache_tokens: number of tokens that the cache may hold, rows times the longest text; None for no limit. A
+            request waits until it fits, and one that can never fit has a ValueError as its `error`.
+
+    Attributes:
+        statistics: sums over all rounds; lists are empty.
+        alone: number of requests decoded as calls of their own, by reason.
+    """
+
+    target: Any
+    drafter: Drafter
+    max_batch_size: int = 8
+    chunk_size: int = 512
+    max_cache_tokens: int | None = None
+    statistics: DraftStatistics = field(default_factory=DraftStatistics)
+    alone: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "chunk_size"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of 1 or more")
+        self._options = DraftOptions.of(self.drafter)
+        self._drafter = adapted(self.drafter, self._options.adapter_name)
+        self._history = history_for(self.drafter, self.target, self._options)
+        self._waiting, self._cancelled = deque[_Request](), set[int]()
+        self._reading: tuple[_Request, Reading, Any] | None = None
+        self._held: tuple[_Request, Prepared] | None = None  # the first that waits, until it fits
+        self._texts: dict[int, Text] = {}  # being decoded, by number of request
+        self._running: _Running | None = None
+        self._limits = BatchLimits(self._options, self._places)
+        self._submitted, self._gone = 0, list[FinishedText]()
+
+    @property
+    def _places(self) -> int:
+        return max(self.max_batch_size, 2)  # what reads a single text works otherwise
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits, is read or is decoded."""
+        return bool(self._waiting or self._held or self._reading or self._texts or self._gone)
+
+    @property
+    def free(self) -> int:
+        """Number of further requests that could be decoded at once."""
+        begun = (self._reading is not None) + (self._held is not None)
+        return self.max_batch_size - len(self._texts) - len(self._waiting) - begun
+
+    @property
+    def running(self) -> int:
+        """Number of texts that are being decoded."""
+        return len(self._texts)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens that the cache holds, rows times the longest text."""
+        runtime = None if self._running is None else self._running.runtime
+        return 0 if runtime is None else len(runtime.rows.kept) * runtime.length
+
+    def submit(self, arguments: Mapping[str, Any], seed: int | None = None) -> int:
+        """Adds a request; returns its number.
+
+        Args:
+            arguments: of `generate()`, with `input_ids` `[1, length]`; without an assistant.
+            seed: of its random numbers: the text is that of `torch.manual_seed(seed)` and a call of `generate()`. Drawn
+                from torch's generator by default.
+        """
+        index, self._submitted = self._submitted, self._submitted + 1
+        seed = int(torch.randint(_MOST_SEED, (1,))) if seed is None else seed
+        self._waiting.append(_Request(index, dict(arguments), seed))
+        return index
+
+    def cancel(self, index: int) -> None:
+        """Ends a request before the next round; `step` then returns what there is of its text."""
+        self._cancelled.add(index)
+
+    @torch.no_grad()
+    def step(self) -> list[FinishedText]:
+        """Reads a part of the waiting prompts and decodes one round; returns the requests that are done."""
+        with no_hooks_left(self.target):
+            self._drop_cancelled()
+            joining, budget = list[Text](), self.chunk_size
+            while budget > 0 and (self._reading or self._take_next()):
+                budget -= self._read(budget, joining)
+            self._change(joining)
+            running = self._running
+            if running is not None and running.batch.goes_on():
+                decode_round(running.batch, running.drafting, [running.keeper])
+        self._collect()
+        if not self._texts:
+            self._change([])  # frees the cache
+        done, self._gone = self._gone, []
+        return done
+
+    def _take_next(self) -> bool:
+        """Takes the first waiting request, if there is a place; returns whether there was one."""
+        if self._held is None and self._waiting and len(self._texts) < self.max_batch_size:
+            request = self._waiting.popleft()
+            try:
+                prepared = prepare(self.target, self.drafter, request.arguments)
+                if isinstance(prepared, Prepared):
+                    self._held = request, prepared
+                else:  # beams and the like
+                    self._count_alone("it decodes by another method than sampling or greedy search")
+                    self._end(request, prepared)
+                    return True
+            except Exception as error:
+                self._end(request, error=error)
+                return True
+        if self._held is None or len(self._texts) >= self.max_batch_size or not self._fits(self._held[1]):
+            return False
+        (request, prepared), self._held = self._held, None
+        try:
+            self._begin(request, prepared)
+        except Exception as error:
+            self._end(request, error=error)
+        return True
+
+    def _fits(self, prepared: Prepared) -> bool:
+        """Whether the cache holds a further text, beside those that are being decoded."""
+        lengths = [each.prepared.config.max_length for each in self._texts.values()]
+        longest = max([prepared.config.max_length, *lengths])
+        alone = not self._texts  # one that can never fit is refused by `_begin`
+        return alone or self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
+
+    def _begin(self, request: _Request, prepared: Prepared) -> None:
+        length, most = prepared.config.max_length, self.max_cache_tokens
+        if most is not None and length > most:
+            raise ValueError(f"a text of up to {length} tokens does not fit: expected at most max_cache_tokens={most}")
+        options = DraftOptions.of(self.drafter, prepared.config)
+        verifier = prepared.verifier(options)
+        columns = self._places * (options.tree_size + 1)
+        why = prepared.why_alone(verifier, columns)
+        if not why and options != self._options:
+            why = "its drafting options are not those of the batch"
+        if why:
+            self._decode_alone(request, prepared, why)
+            return
+        taps = sorted({*self._drafter.taps_of(self.target), *verifier.taps})
+        self._reading = request, Reading(prepared, taps), verifier
+
+    def _decode_alone(self, request: _Request, prepared: Prepared, why: str) -> None:
+        self._count_alone(why)
+        devices = [prepared.input_ids.device] if prepared.input_ids.is_cuda else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(request.seed)
+            try:
+                self._end(request, prepared.alone())
+            except Exception as error:
+                self._end(request, error=error)
+
+    def _count_alone(self, why: str) -> None:
+        self.alone[why] = self.alone.get(why, 0) + 1
+
+    def _read(self, most: int, joining: list[Text]) -> int:
+        """Reads on in the prompt that is being read; returns the number of tokens."""
+        if self._reading is None:
+            return 0
+        request, reading, verifier = self._reading
+        before = reading.read
+        try:
+            reading.go_on(most)
+            if not reading.left:
+                self._reading = None
+                text = Text(reading, verifier, request.seed)
+                why = "" if text.ended else self._limits.why_alone(text)
+                if why:
+                    self._decode_alone(request, reading.prepared, why)
+                else:
+                    self._texts[request.index] = text
+                    if not text.ended:
+                        joining.append(text)
+        except Exception as error:
+            self._reading = None
+            self._end(request, error=error)
+        return max(reading.read - before, 1)
+
+    def _change(self, joining: list[Text]) -> None:
+        """Lets texts join and leave the batch."""
+        if self._running is None:
+            if not joining:
+                return
+            self._running = self._start(joining.pop(0))
+        running = self._running
+        running.batch.change(running.drafting, joining)
+        if not running.batch.rows:
+            running.drafting.session.end()
+            self._running = None
+
+    def _start(self, text: Text) -> _Running:
+        """Begins a batch with its first text."""
+        target, device = self.target, device_of(self.target)
+        self._limits = BatchLimits(self._options, self._places)
+        texts = BatchTexts(text.decoded.verifier, self._places, device, embedded_tokens(target))
+        call = Call(target, self._places, self._options, texts, text.runtime, history=self._history)
+        batch = Batch(call, self._limits, self._drafter.taps_of(target), text)
+        session = self._drafter.session(call)
+        drafting = Drafting(
+            self._drafter, call, session if session.takes_new_texts else TextSessions(self._drafter, call)
+        )
+        batch.begin(drafting)
+        acceleration, options = text.runtime.acceleration, self._options
+        slower = lambda: slower_packed(target, batch.kind(drafting.session))  # noqa: E731
+        acceleration.begin(options.packed_weights, _ROOM, slower, options.compiled_layers)
+        batch.set_pace(drafting)  # which depends on the acceleration
+        keeper = BatchKeeper(batch, self.statistics, device)
+        keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
+        return _Running(batch, text.runtime, drafting, keeper)
+
+    def _drop_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, set()
+        for request in [each for each in self._waiting if each.index in cancelled]:
+            self._waiting.remove(request)
+            self._gone.append(FinishedText(request.index, None, cancelled=True))
+        if self._held is not None and self._held[0].index in cancelled:
+            self._gone.append(FinishedText(self._held[0].index, None, cancelled=True))
+            self._held = None
+        if self._reading is not None and self._reading[0].index in cancelled:
+            self._gone.append(FinishedText(self._reading[0].index, None, cancelled=True))
+            self._reading = None
+        for index in cancelled & self._texts.keys():
+            self._texts[index].cancelled = True
+
+    def _collect(self) -> None:
+        """Takes texts that have ended out; they leave the batch before the next round."""
+        for index, text in [(index, text) for index, text in self._texts.items() if text.ended]:
+            del self._texts[index]
+            output = text.finish()
+            if self._history is not None and text.error is None:
+                self._history.remember([text.prompt_and_answer])
+            output = None if text.error is not None else output
+            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled))
+
+    def _end(self, request: _Request, output: Any = None, error: Exception | None = None) -> None:
+        self._gone.append(FinishedText(request.index, output, error))

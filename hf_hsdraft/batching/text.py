@@ -1,0 +1,143 @@
+"""One text of a running batch: it grows by the rules of its own request, whatever the others do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..core.cache_name import CACHE
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
+from ..drafters.base.protocol import Accepted
+from ..engine.call_output import DraftStatistics, as_output, named_target
+from ..engine.decoded_texts import DecodedTexts
+from ..runtime.target_forwards import TargetOutput, picked_taps
+from ..runtime.target_runtime import TargetRuntime
+from ..verify.verdict import Verdict, Verifier
+from .prepared import Prepared
+
+
+@dataclass
+class Reading:
+    """A prompt that is read in parts, so that the other texts do not wait for all of it.
+
+    Attributes:
+        read: number of tokens read so far.
+        taps: of each part, the hidden states `[1, n, taps * D]` that drafter and rule read.
+    """
+
+    prepared: Prepared
+    taps_wanted: list[int]
+    read: int = 0
+    taps: list[torch.Tensor] = field(default_factory=list)
+    runtime: TargetRuntime | None = None
+    output: TargetOutput | None = None
+
+    @property
+    def left(self) -> int:
+        return self.prepared.input_ids.shape[1] - self.read
+
+    def go_on(self, most: int) -> None:
+        """Reads up to `most` further tokens; all that is left at once if the call asks for parts of its own size."""
+        prepared, begin = self.prepared, self.read
+        end = begin + min(self.left, most)
+        kwargs, config = prepared.model_kwargs, copy.copy(prepared.config)
+        if config.prefill_chunk_size is not None:
+            end = begin + self.left
+        if (positions := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = positions[..., :end]
+        config._mask_length = end
+        if self.runtime is not None:
+            kwargs[CACHE] = self.runtime.cache
+        self.runtime = TargetRuntime(prepared.target, self.taps_wanted, kwargs)
+        with self.runtime.released_on_error():
+            self.output = self.runtime.prefill(prepared.input_ids[:, :end], config)
+        self.taps.append(self.output.taps)
+        self.read = end
+
+
+class Text:
+    """A text whose prompt has been read.
+
+    Attributes:
+        decoded: what it has got so far; row 0 is the text.
+        root: position of its last token.
+        error: what its processors, criteria or streamer have raised; then it is not decoded further.
+        cancelled: whether it is not wanted any more.
+    """
+
+    def __init__(self, reading: Reading, verifier: Verifier, seed: int) -> None:
+        prepared, runtime, output = reading.prepared, reading.runtime, reading.output
+        assert runtime is not None and output is not None
+        self.prepared, self.runtime, self.cancelled = prepared, runtime, False
+        self.error: Exception | None = None
+        call, ids = prepared.call, prepared.input_ids
+        rules = call["logits_processor"], call["stopping_criteria"]
+        self.decoded = DecodedTexts(ids, prepared.config, *rules, call.get("streamer"), verifier)
+        target = prepared.target
+        self.statistics = DraftStatistics(drafter=type(prepared.drafter).__name__, target=named_target(target))
+        self.statistics.target_forwards = self.statistics.row_forwards = 1
+        self.root, self.emitted = runtime.length, list[int]()
+        self._taps = torch.cat(reading.taps, dim=1)[0]
+        self.decoded.foresee(output.logits.shape[-1], torch.Generator(ids.device).manual_seed(seed))
+        rule_taps = picked_taps(output.taps[0, -1:], runtime.tap_layers, verifier.taps)
+        tree = DraftTree.root(-1)
+        self.emit(tree, self.judge(tree, output.logits[0, -1:], rule_taps))
+        self.stream()
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or self.error is not None or not self.decoded.active
+
+    def judge(self, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor, choices: Any = None) -> Verdict:
+        """As `DecodedTexts.judge`; an error ends this text alone."""
+        verdict = self._tried(lambda: self.decoded.judge(0, tree, logits, taps, choices))
+        return Verdict([], max(tree.tokens[0], 0), True, 0) if verdict is None else verdict
+
+    def emit(self, tree: DraftTree, verdict: Verdict) -> None:
+        if self.error is None:
+            self._tried(lambda: self.decoded.emit(0, tree, verdict))
+        self.emitted = [verdict.next_token] if self.error is not None else self.decoded.rows[0].emitted
+
+    def stream(self) -> None:
+        if self.error is None:
+            self._tried(self.decoded.stream)
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        found = self._tried(lambda: self.decoded.prune(0, tree))
+        return DraftTree.root(tree.tokens[0]) if found is None else found
+
+    def _tried(self, step: Callable[[], Any]) -> Any:
+        """Returns what a step returns; notes its error."""
+        try:
+            return step()
+        except Exception as error:
+            self.error = error
+            return None
+
+    def news_of_prompt(self, row: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> Accepted:
+        """The prompt's hidden states with the tokens that follow, for the drafter; `pick` selects its own."""
+        ids, taps = self.decoded.ids.of(0)[0], pick(self._taps)
+        self._taps = self._taps[:0]
+        places, known = torch.arange(self.root - len(taps), self.root), ids[:-1][-TUNING.most_known :].tolist()
+        return Accepted(row, [self.decoded.last_token(0)], taps, places, ids[-len(taps) :], known)
+
+    @property
+    def prompt_and_answer(self) -> tuple[list[int], list[int]]:
+        ids, begin = self.decoded.ids.of(0)[0].tolist(), self.decoded.prompt_length
+        return ids[:begin], ids[begin : begin + self.decoded.new_tokens(0)]
+
+    def finish(self) -> Any:
+        """Ends the stream; returns what `generate()` would, without a cache: `[1, length]` token ids or an output."""
+        self._tried(self.decoded.end_stream)
+        texts, config, statistics = self.decoded, self.prepared.config, self.statistics
+        statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
+        if not config.return_dict_in_generate:
+            return texts.sequences()
+        runtime: Any = SimpleNamespace(target=self.prepared.target, cache=None)
+        return as_output(texts, runtime, statistics, config, self.prepared.model_kwargs)

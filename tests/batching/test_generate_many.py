@@ -1,0 +1,304 @@
+"""Texts that join and leave a running batch are what `generate()` gives each of them alone."""
+
+import random
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target, model_of
+from oracles.scripted import random_tree
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hsdraft import CachebackDrafter, CausalLMDrafter, attach, detach, generate_many
+from hf_hsdraft.batching.scheduler import ContinuousBatching
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session, WrappedDrafter
+
+
+class KnowingDrafter(WrappedDrafter):
+    """Drafts along the texts of known prompts, down to random depths among wrong branches."""
+
+    def __init__(self, drafter: Any, texts: dict[tuple[int, ...], list[int]], takes_new_texts: bool) -> None:
+        super().__init__(drafter)
+        self.texts, self.takes_new_texts = texts, takes_new_texts
+
+    def session(self, call: Call) -> Session:
+        return KnowingSession(self.texts, self.takes_new_texts)
+
+
+class KnowingSession(Session):
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], takes_new_texts: bool) -> None:
+        self.texts, self.takes_new_texts = texts, takes_new_texts
+        self._left: dict[int, list[int]] = {}
+        self._rng = random.Random(0)
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            if each.row not in self._left:
+                assert len(each.taps) == len(each.positions) == len(each.earlier)
+                self._left[each.row] = list(self.texts[tuple(each.earlier)])
+            del self._left[each.row][: len(each.tokens)]
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = (random_tree(ask.root, self._left[ask.row], ask.depth, VOCAB, self._rng) for ask in asks)
+        return [tree.first(ask.size) for tree, ask in zip(trees, asks, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._left = {row: self._left[row] for row in rows}
+
+
+def requests_of(count: int, seed: int) -> list[dict[str, Any]]:
+    """Requests with prompts and options of all kinds; every prompt differs."""
+    rng, found = random.Random(seed), []
+    for index in range(count):
+        length = rng.choice([1, 2, 7, 20, 45])
+        ids = torch.randint(6, VOCAB, (1, length), generator=torch.Generator().manual_seed(100 * seed + index))
+        options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": rng.choice([1, 2, 9, 30, 60])}
+        if rng.random() < 0.4:
+            options |= {"do_sample": True, "temperature": rng.choice([0.6, 1.0]), "top_k": rng.choice([0, 20])}
+            options["seed"] = rng.randrange(10**6)
+        if rng.random() < 0.3:
+            options["repetition_penalty"] = 1.3
+        if rng.random() < 0.2:
+            options |= {"return_dict_in_generate": True, "output_scores": True}
+        found.append(options)
+    return found
+
+
+def alone(target: Any, options: dict[str, Any]) -> Any:
+    given = dict(options)
+    torch.manual_seed(given.pop("seed", 0))
+    return target.generate(**given)
+
+
+def new_tokens(output: Any, options: dict[str, Any]) -> list[int]:
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    return sequences[0, options["input_ids"].shape[1] :].tolist()
+
+
+def knowing(target: Any, requests: Sequence[dict[str, Any]], takes_new_texts: bool = True) -> KnowingDrafter:
+    texts = {tuple(each["input_ids"][0].tolist()): new_tokens(alone(target, each), each) for each in requests}
+    return KnowingDrafter(make_drafter(target), texts, takes_new_texts)
+
+
+def decoded_at_random(batching: ContinuousBatching, requests: Sequence[dict[str, Any]], seed: int) -> dict[int, Any]:
+    """Submits requests at random times, and decodes all."""
+    rng, waiting, found = random.Random(seed), list(requests), {}
+    while waiting or batching.busy:
+        while waiting and (rng.random() < 0.5 or not batching.busy):
+            arguments = dict(waiting.pop(0))
+            batching.submit(arguments, arguments.pop("seed", None))
+        for done in batching.step():
+            if done.error is not None:
+                traceback.print_exception(done.error)
+            found[done.index] = done
+    return found
+
+
+def check_schedule(target: Any, seed: int, takes_new_texts: bool) -> None:
+    requests = requests_of(12, seed)
+    drafter = knowing(target, requests, takes_new_texts)
+    rng = random.Random(seed)
+    batching = ContinuousBatching(target, drafter, rng.choice([1, 2, 3, 5]), rng.choice([4, 16, 512]))
+    found = decoded_at_random(batching, requests, seed)
+    assert sorted(found) == list(range(12))
+    for index, options in enumerate(requests):
+        output, plain = found[index].output, alone(target, options)
+        assert new_tokens(output, options) == new_tokens(plain, options), f"request {index} of schedule {seed}"
+        if "output_scores" in options:
+            assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(output.scores, plain.scores, strict=True))
+    assert not batching.alone
+    assert batching.statistics.new_tokens > 1.2 * batching.statistics.row_forwards  # drafts are accepted
+
+
+@pytest.mark.parametrize("takes_new_texts", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_text_is_what_it_is_alone(seed: int, takes_new_texts: bool, chatty: Any) -> None:
+    check_schedule(chatty, seed, takes_new_texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_every_text_of_many_schedules_is_what_it_is_alone(seed: int, chatty: Any) -> None:
+    check_schedule(chatty, seed + 100, takes_new_texts=seed % 4 > 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["hidden_state", "n-grams", "language_model"])
+def test_real_drafters_draft_for_texts_that_join(kind: str, attention: str) -> None:
+    target = make_target(attention, eos_token_id=4)
+    drafter: Any = {
+        "hidden_state": lambda: make_drafter(target),
+        "n-grams": CachebackDrafter,
+        "language_model": lambda: CausalLMDrafter(make_target(seed=3)),
+    }[kind]()
+    requests = requests_of(9, 7)
+    for done in generate_many(target, iter(requests), drafter, max_batch_size=3, chunk_size=8):
+        assert done.error is None, done.error
+        options = requests[done.index]
+        assert new_tokens(done.output, options) == new_tokens(alone(target, options), options)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "gemma2"])
+def test_other_architectures(model_type: str) -> None:
+    fields = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    more = own if model_type == "gpt2" else {**fields, "head_dim": 8, "initializer_range": 0.3, "sliding_window": 8}
+    target = model_of(model_type, **more)
+    requests = requests_of(6, 11)
+    drafter = knowing(target, requests)
+    batching = ContinuousBatching(target, drafter, 3)
+    found = decoded_at_random(batching, requests, 1)
+    for index, options in enumerate(requests):
+        assert found[index].error is None
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+    assert bool(batching.alone) == (model_type == "gemma2")  # its windows cannot have rows of their own
+
+
+class Fails(LogitsProcessor):
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("of this text alone")
+        return scores
+
+
+class Listens(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens, self.ended = list[int](), False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_an_error_of_a_text_is_its_own(target: Any) -> None:
+    requests = requests_of(5, 3)
+    for each in requests:
+        each["max_new_tokens"] = 30
+    drafter = knowing(target, requests)
+    requests[2]["logits_processor"] = [Fails(at=6)]
+    requests[3]["input_ids"] = torch.zeros(1, 0, dtype=torch.int64)
+    found = {done.index: done for done in generate_many(target, requests, drafter, max_batch_size=3)}
+    assert str(found[2].error) == "of this text alone" and found[2].output is None
+    assert found[3].error is not None
+    for index in (0, 1, 4):
+        assert (
+            new_tokens(found[index].output, requests[index])
+            == drafter.texts[tuple(requests[index]["input_ids"][0].tolist())]
+        )
+
+
+def test_each_text_has_its_own_streamer_and_criteria(target: Any) -> None:
+    class Stops(StoppingCriteria):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+    requests, streamers = requests_of(6, 5), [Listens() for _ in range(6)]
+    for index, each in enumerate(requests):
+        each |= {"stopping_criteria": [Stops(each["input_ids"].shape[1] + 3 + index)], "max_new_tokens": 40}
+    drafter = knowing(target, requests)
+    given = [{**each, "streamer": streamer} for each, streamer in zip(requests, streamers, strict=True)]
+    for done in generate_many(target, given, drafter, max_batch_size=4):
+        sequences = done.output if isinstance(done.output, torch.Tensor) else done.output.sequences
+        assert streamers[done.index].tokens == sequences[0].tolist() and streamers[done.index].ended
+        assert len(new_tokens(done.output, requests[done.index])) == 3 + done.index
+
+
+def test_what_cannot_share_forwards_is_decoded_alone(target: Any) -> None:
+    ids = torch.randint(6, VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
+    padded = {"input_ids": torch.cat([ids[:, :2] * 0, ids], dim=1), "attention_mask": torch.tensor([[0] * 2 + [1] * 9])}
+    requests = [
+        {"input_ids": ids, "num_beams": 2},
+        {"input_ids": ids, "num_return_sequences": 2, "do_sample": True, "seed": 3},
+        padded,
+        {"input_ids": ids, "output_hidden_states": True, "return_dict_in_generate": True},
+        {"input_ids": ids},
+    ]
+    batching = ContinuousBatching(target, make_drafter(target))
+    for each in requests:
+        arguments = {**each, "max_new_tokens": 8}
+        batching.submit(arguments, arguments.pop("seed", 0))
+    found = {}
+    while batching.busy:
+        found.update({done.index: done for done in batching.step()})
+    assert sum(batching.alone.values()) == 4
+    for index in (0, 2, 3, 4):
+        options = {**requests[index], "max_new_tokens": 8}
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+    assert found[1].output.shape == (2, 17)
+
+
+def test_cancelled_requests_leave(target: Any) -> None:
+    requests = requests_of(5, 9)
+    for each in requests:
+        each |= {"max_new_tokens": 40, "do_sample": False}
+        each.pop("seed", None)
+    batching = ContinuousBatching(target, knowing(target, requests), 2)
+    for each in requests:
+        batching.submit(each)
+    batching.step()
+    batching.cancel(0)
+    batching.cancel(4)
+    found = {}
+    while batching.busy:
+        found.update({done.index: done for done in batching.step()})
+    assert found[0].cancelled and found[4].cancelled and found[4].output is None
+    begun = new_tokens(found[0].output, requests[0])
+    assert 0 < len(begun) < 40 and begun == new_tokens(alone(target, requests[0]), requests[0])[: len(begun)]
+    for index in (1, 2, 3):
+        assert new_tokens(found[index].output, requests[index]) == new_tokens(
+            alone(target, requests[index]), requests[index]
+        )
+
+
+def test_a_request_waits_until_it_fits_in_the_cache(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 10), 7 + index), "max_new_tokens": 10} for index in range(4)]
+    requests.append({"input_ids": torch.full((1, 60), 9), "max_new_tokens": 10})
+    batching = ContinuousBatching(target, CachebackDrafter(), max_batch_size=4, max_cache_tokens=40)
+    for each in requests:
+        batching.submit(each)
+    found, most = {}, 0
+    while batching.busy:
+        found.update({done.index: done for done in batching.step()})
+        most = max(most, batching.running)
+    assert most == 2
+    assert isinstance(found[4].error, ValueError) and "max_cache_tokens=40" in str(found[4].error)
+    assert all(found[index].error is None for index in range(4))
+
+
+def test_an_attached_drafter_is_used(target: Any, drafter: Any) -> None:
+    with pytest.raises(ValueError, match="needs a drafter"):
+        generate_many(target, [[7, 8, 9]])
+    attach(target, drafter)
+    try:
+        [done] = generate_many(target, [[7, 8, 9]], max_new_tokens=12)
+    finally:
+        detach(target)
+    options = {"input_ids": torch.tensor([[7, 8, 9]]), "max_new_tokens": 12}
+    assert new_tokens(done.output, options) == new_tokens(alone(target, options), options)
+    assert done.statistics is not None and done.statistics.new_tokens == 12
+
+
+def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
+    requests = ({"input_ids": torch.randint(6, VOCAB, (1, 3 + index % 5)), "max_new_tokens": 3} for index in range(60))
+    batching = ContinuousBatching(target, CachebackDrafter(), max_batch_size=4)
+    slots = []
+    for each in requests:
+        batching.submit(each)
+        batching.step()
+        slots.append(batching.cache_tokens)
+    while batching.busy:
+        batching.step()
+    assert max(slots) <= 4 * 24 and batching.cache_tokens == 0
