@@ -89,8 +89,11 @@ def _compared(case: Case, index: int, plain_run: Run, drafted_run: Run) -> tuple
         drafted = drafted_run.call(step, drafting=False, by_row=step.by_row)
     drawn = case.options.get("tree_builder") in DRAWN
     differs, by_row = difference(plain, drafted, not drawn or refused != ""), step.by_row
-    if differs and step.by_row and not refused and not drafted.drafted and step.cache == "default":
-        plain, by_row = plain_run.call(step, drafting=False), False  # stepped aside before the rows drew by themselves
+    stepped_aside = step.by_row and not refused and not drafted.drafted  # before the rows drew by themselves
+    if differs and stepped_aside and step.cache != "default":
+        return "refused", "it stepped aside, and its cache is spent: rows drew from one generator", counted
+    if differs and stepped_aside:
+        plain, by_row = plain_run.call(step, drafting=False), False
         differs = difference(plain, drafted)
     if not differs:
         return ("refused", refused, counted) if refused else ("same", "", counted)
@@ -117,8 +120,9 @@ def difference(plain: Played, drafted: Played, drawn_alike: bool = True) -> str:
     if drawn_alike and len(plain.texts) == 1 and not torch.equal(plain.random_state, drafted.random_state):
         return "state of the random numbers"
     live = torch.tensor(plain.new)[:, :, None] != 0  # what an ended row returns is documented as zeros
+    real = plain.inputs.get("attention_mask") if "static" in str(plain.cache_implementation) else None
     for name in ("scores", "logits", "hidden_states", "attentions", "decoder_hidden_states", "decoder_attentions"):
-        if where := _differing(getattr(plain.output, name, None), getattr(drafted.output, name, None), live):
+        if where := _differing(getattr(plain.output, name, None), getattr(drafted.output, name, None), live, real):
             return f"{name}: {where}"
     if len(plain.kept) != len(drafted.kept):
         return f"cache: {len(drafted.kept)} tensors, not {len(plain.kept)}"
@@ -130,7 +134,8 @@ def difference(plain: Played, drafted: Played, drawn_alike: bool = True) -> str:
     return ""
 
 
-def _differing(plain: Any, drafted: Any, live: Any) -> str:
+def _differing(plain: Any, drafted: Any, live: Any, real: Any) -> str:
+    """Where outputs differ. With the mask `real` the cache is static: drafts make it longer, and padding sees all."""
     from torch.utils._pytree import tree_leaves
 
     if plain is None or drafted is None:
@@ -146,9 +151,24 @@ def _differing(plain: Any, drafted: Any, live: Any) -> str:
         for one, other in zip(layers, others, strict=True):
             if one is None or other is None or one.shape[0] != len(rows):
                 continue
+            if real is not None:
+                one, other = _of_static_cache(one, other, real)
             if where := _apart(one[rows], other[rows] if other.shape[0] == len(rows) else other):
                 return f"step {step}: {where}"
     return ""
+
+
+def _of_static_cache(one: Any, other: Any, real: Any) -> tuple[Any, Any]:
+    """What two outputs of static caches of different lengths have in common; 0 at padding."""
+    if one.dim() == 4 and one.shape[:3] == other.shape[:3]:  # attentions
+        slots = min(one.shape[3], other.shape[3])
+        one, other = one[..., :slots], other[..., :slots]
+    queries = one.shape[-2]
+    if queries != real.shape[1] or one.shape[0] % len(real):
+        return one, other
+    hidden = (real == 0).repeat_interleave(one.shape[0] // len(real), dim=0)
+    hidden = hidden[:, None, :, None] if one.dim() == 4 else hidden[:, :, None]
+    return one.masked_fill(hidden, 0), other.masked_fill(hidden, 0)
 
 
 def _apart(one: Any, other: Any) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..drafters.base.protocol import Drafter
-from ..generate.attachment import attached
+from ..generate.attachment import Attachment, attached
 from .scheduler import ContinuousBatching, FinishedText
 
 _SEED = "seed"
@@ -45,19 +46,18 @@ def generate_many(
     Raises:
         ValueError: no drafter was given and none is attached, or a size is invalid.
     """
-    if assistant_model is None:
-        attachment = attached(model)
-        if attachment is None:
-            raise ValueError("generate_many needs a drafter: give assistant_model, or attach one to the model")
-        assistant_model = attachment.drafter
-    batching = ContinuousBatching(model, assistant_model, max_batch_size, chunk_size, max_cache_tokens)
-    return _decoded(batching, iter(requests), kwargs)
+    attachment = attached(model) if assistant_model is None else None
+    drafter = assistant_model if attachment is None else attachment.drafter
+    if drafter is None:
+        raise ValueError("generate_many needs a drafter: give assistant_model, or attach one to the model")
+    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens)
+    return _decoded(batching, iter(requests), kwargs, attachment)
 
 
 def _decoded(
-    batching: ContinuousBatching, requests: Iterator[Any], common: Mapping[str, Any]
+    batching: ContinuousBatching, requests: Iterator[Any], common: Mapping[str, Any], attachment: Attachment | None
 ) -> Iterator[FinishedText]:
-    more = True
+    more, begun = True, time.perf_counter()
     while more or batching.busy:
         while more and batching.free > 0:
             request = next(requests, None)
@@ -65,7 +65,12 @@ def _decoded(
             if request is not None:
                 arguments = {**common, **_arguments_of(request, batching.target)}
                 batching.submit(arguments, arguments.pop(_SEED, None))
-        yield from batching.step()
+        for done in batching.step():
+            if attachment is not None and done.statistics is not None:
+                now = time.perf_counter()
+                attachment.count(done.statistics, now - begun)
+                begun = now
+            yield done
 
 
 def _arguments_of(request: Any, model: Any) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ..core.cache_name import given_cache
+from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
 from ..engine.call_checks import check_call, check_verifier
+from ..engine.call_output import DraftStatistics
 from ..engine.decoding import speculative_decoding
 from ..runtime.foreign_parts import look_at
 from ..runtime.target_limits import why_in_step
@@ -44,8 +46,15 @@ class Prepared:
         return {name: value for name, value in self.call.items() if name not in own}
 
     def alone(self) -> Any:
-        """Decodes it as a call of its own; returns and raises what `generate()` does."""
-        return speculative_decoding(self.target, self.drafter, self.input_ids, **self.call)
+        """Decodes it as a call of its own, without drafts where they are refused; returns what `generate()` does."""
+        statistics = DraftStatistics()
+        try:
+            return speculative_decoding(self.target, self.drafter, self.input_ids, statistics=statistics, **self.call)
+        except DraftingRefused:
+            if statistics.target_forwards:  # the text has begun
+                raise
+            plain = {name: value for name, value in self.call.items() if name != "tokenizer"}
+            return self.target._sample(self.input_ids, **plain)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work."""
@@ -63,7 +72,7 @@ class Prepared:
             columns: number of tokens that a forward over the whole batch may read.
         """
         config, kwargs, length = self.config, self.model_kwargs, self.input_ids.shape[1]
-        positions = kwargs.get("position_ids")
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         plain = positions is None or torch.equal(positions.cpu(), torch.arange(length)[None])
         draws = config.do_sample and not verifier.own_draws
         untriable, own_modules = look_at(self.target, columns)
@@ -72,7 +81,7 @@ class Prepared:
             "it has several texts": len(self.input_ids) > 1,
             "the target is an encoder-decoder": self.target.config.is_encoder_decoder,
             "its forwards are synced with those of other processes": self.call.get("synced_gpus"),
-            "its prompt is padded": kwargs.get("attention_mask") is not None,
+            "its prompt is padded": mask is not None and not bool(mask.all()),
             "its prompt has positions of its own": not plain,
             "its prompt is given as embeddings": kwargs.get("inputs_embeds") is not None,
             "it has a cache of its own": (cache := given_cache(kwargs)) is not None and cache.get_seq_length() > 0,

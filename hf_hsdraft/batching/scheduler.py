@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, embedded_tokens
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
@@ -100,16 +101,18 @@ class ContinuousBatching:
         for name in ("max_batch_size", "chunk_size"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of 1 or more")
-        self._options = DraftOptions.of(self.drafter)
-        self._drafter = adapted(self.drafter, self._options.adapter_name)
-        self._history = history_for(self.drafter, self.target, self._options)
+        self._take_options(DraftOptions.of(self.drafter))
         self._waiting, self._cancelled = deque[_Request](), set[int]()
         self._reading: tuple[_Request, Reading, Any] | None = None
         self._held: tuple[_Request, Prepared] | None = None  # the first that waits, until it fits
         self._texts: dict[int, Text] = {}  # being decoded, by number of request
         self._running: _Running | None = None
-        self._limits = BatchLimits(self._options, self._places)
         self._submitted, self._gone = 0, list[FinishedText]()
+
+    def _take_options(self, options: DraftOptions) -> None:
+        self._options, self._limits = options, BatchLimits(options, self._places)
+        self._drafter = adapted(self.drafter, options.adapter_name)
+        self._history = history_for(self.drafter, self.target, options)
 
     @property
     def _places(self) -> int:
@@ -197,22 +200,29 @@ class ContinuousBatching:
         return True
 
     def _fits(self, prepared: Prepared) -> bool:
-        """Whether the cache holds a further text, beside those that are being decoded."""
+        """Whether a text fits in beside those that are being decoded: in the cache, and with its drafting options."""
         lengths = [each.prepared.config.max_length for each in self._texts.values()]
         longest = max([prepared.config.max_length, *lengths])
-        alone = not self._texts  # one that can never fit is refused by `_begin`
-        return alone or self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
+        if not self._texts:  # one that can never fit is refused by `_begin`
+            return True
+        if DraftOptions.of(self.drafter, prepared.config) != self._options:
+            return False
+        return self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
 
     def _begin(self, request: _Request, prepared: Prepared) -> None:
         length, most = prepared.config.max_length, self.max_cache_tokens
         if most is not None and length > most:
             raise ValueError(f"a text of up to {length} tokens does not fit: expected at most max_cache_tokens={most}")
         options = DraftOptions.of(self.drafter, prepared.config)
-        verifier = prepared.verifier(options)
+        if options != self._options:
+            self._take_options(options)
+        try:
+            verifier = prepared.verifier(options)
+        except DraftingRefused as refusal:
+            self._decode_alone(request, prepared, str(refusal))
+            return
         columns = self._places * (options.tree_size + 1)
         why = prepared.why_alone(verifier, columns)
-        if not why and options != self._options:
-            why = "its drafting options are not those of the batch"
         if why:
             self._decode_alone(request, prepared, why)
             return

@@ -49,8 +49,9 @@ class Reading:
         kwargs, config = prepared.model_kwargs, copy.copy(prepared.config)
         if config.prefill_chunk_size is not None:
             end = begin + self.left
-        if (positions := kwargs.get("position_ids")) is not None:
-            kwargs["position_ids"] = positions[..., :end]
+        for name in ("attention_mask", "position_ids"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :end]
         config._mask_length = end
         if self.runtime is not None:
             kwargs[CACHE] = self.runtime.cache
@@ -134,7 +135,8 @@ class Text:
 
     def finish(self) -> Any:
         """Ends the stream; returns what `generate()` would, without a cache: `[1, length]` token ids or an output."""
-        self._tried(self.decoded.end_stream)
+        if self.error is None:
+            self._tried(self.decoded.end_stream)
         texts, config, statistics = self.decoded, self.prepared.config, self.statistics
         statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
         if not config.return_dict_in_generate:

@@ -74,6 +74,7 @@ def serve(
     max_stops: Annotated[int, typer.Option(min=1, help="Maximum number of stop strings of a request.")] = 4,
     max_beams: Annotated[int, typer.Option(min=1, help="Maximum number of beams of a request.")] = 8,
     max_requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests at a time.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests decoded together.")] = 8,
     engine: Annotated[
         Engine, typer.Option(help="Engine that decodes; vllm starts vLLM's server.")
     ] = Engine.transformers,
@@ -125,7 +126,15 @@ def serve(
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     application = build_app(
-        model, tokenizer, name, attachment, limits, hosts=hosts, api_key=api_key, client_templates=client_templates
+        model,
+        tokenizer,
+        name,
+        attachment,
+        limits,
+        hosts=hosts,
+        api_key=api_key,
+        client_templates=client_templates,
+        max_batch_size=batch,
     )
     server = Server(application, "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns at each request
@@ -136,7 +145,7 @@ def serve(
 
 
 _NOT_FOR_VLLM = ("allowed_host", "api_key", "client_templates", "max_body_mebibytes", "max_prompt", "prompt_seconds",
-                 "max_stops", "max_beams", "max_requests")  # fmt: skip
+                 "max_stops", "max_beams", "max_requests", "batch")  # fmt: skip
 
 
 def _become_vllm(context: typer.Context) -> NoReturn:

@@ -43,8 +43,8 @@ logger = logging.get_logger(__name__)
 
 _CUSTOM = "custom_generate is given"
 _BATCHING = (
-    "continuous batching (generate_batch, init_continuous_batching, `transformers serve --continuous-batching`) "
-    "decodes by itself and never drafts"
+    "transformers' own continuous batching (init_continuous_batching, `transformers serve --continuous-batching`) "
+    "decodes by itself and never drafts: use generate_batch, hf_hsdraft.generate_many or `hsdraft serve`"
 )
 
 
@@ -205,7 +205,7 @@ class Attachment:
         if refusals:
             self.step_aside(refusals[0].of_attached())
         else:
-            self._count(statistics, time.perf_counter() - began)
+            self.count(statistics, time.perf_counter() - began)
         return output
 
     def _check(self, target: Any, generation_config: Any, **_: Any) -> None:
@@ -224,7 +224,8 @@ class Attachment:
         if self._owned:
             follow(self.drafter, target)
 
-    def _count(self, done: DraftStatistics, seconds: float) -> None:
+    def count(self, done: DraftStatistics, seconds: float) -> None:
+        """Adds a drafted call that took so many seconds to the statistics."""
         done.total_seconds = done.total_seconds or seconds  # untimed without `return_dict_in_generate`
         with self._lock:
             self._statistics.add(done, seconds)
@@ -258,8 +259,8 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
     """Lets all calls of `model.generate()` draft from now on; their text stays the same.
 
     Calls with beams, another assistant, prompt lookup or `custom_generate`, and calls for which drafting is refused,
-    for instance because of their cache, are decoded as if nothing were attached. So is continuous batching. The reason
-    is logged once and counted in `Attachment.statistics`.
+    for instance because of their cache, are decoded as if nothing were attached. The reason is logged once and counted
+    in `Attachment.statistics`. `generate_batch` drafts; other ways into transformers' continuous batching do not.
 
     Args:
         model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
@@ -338,8 +339,9 @@ def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mod
         return f"the call decodes by {generation_mode.value.replace('_', ' ')}"
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return ""
-    if generation_mode_kwargs.get("assistant_model") is not None:
-        return "the call has an assistant_model of its own"
+    if (assistant := generation_mode_kwargs.get("assistant_model")) is not None:
+        own = "the call has an assistant_model of its own"
+        return "" if getattr(assistant, "decoding", None) is not None else own  # which counts it itself
     fields = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
     return f"the call sets {next((name for name in fields if getattr(generation_config, name, None)), 'an assistant')}"
 

@@ -1,4 +1,4 @@
-"""Answers requests by transformers' handlers, on transformers' decoding thread, one request at a time.
+"""Answers requests by transformers' handlers, on transformers' decoding thread, together or one at a time.
 
 transformers' handlers make the answers of OpenAI's API. What happens before them is done here:
 
@@ -16,6 +16,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .guards import RequestLimits, error_document
 from .requests import Asked, refused
+from .together import Together
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -116,15 +118,30 @@ class CutTokenizer:
 
 @dataclass
 class Decoder:
-    """The one target of a server and the thread that decodes for it; `name` is what clients call it."""
+    """The one target of a server and the thread that decodes for it; `name` is what clients call it.
+
+    Requests are decoded one after another, unless `together` is given.
+    """
 
     target: Any
     tokenizer: Any
     name: str
     limits: RequestLimits
     thread: GenerateManager = field(default_factory=GenerateManager)
+    together: Together | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0  # requests that have not been answered
+
+    def decode(self, answer: Answer, streamer: Any) -> Future[Any]:
+        """Returns the future output of an answer's call."""
+        if self.together is None:
+            return self.thread.submit(answer.decode, streamer)
+        try:
+            return self.together.submit(answer.call(streamer), answer.seed)
+        except Exception as error:
+            failed = Future[Any]()
+            failed.set_exception(error)
+            return failed
 
     async def idle(self) -> None:
         await self.thread.async_submit(lambda: None)
@@ -185,26 +202,28 @@ class Answer(BaseStreamer):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         streamer = _CutStreamer(self._decoder.tokenizer._tokenizer, loop, queue, response_parser, self._stops)
 
-        def decode() -> None:
+        def ended(done: asyncio.Future[Any]) -> None:
+            leaving.cancel()
             try:
-                self._decode(streamer)
-            except _GenerationCancelled:
-                loop.call_soon_threadsafe(queue.put_nowait, None)
+                self.of_beams(done.result())
+            except (_GenerationCancelled, asyncio.CancelledError):
+                queue.put_nowait(None)
             except Exception as error:
                 self.failed_status, self.failure, _ = told(error)
-                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(self.failure))
+                queue.put_nowait(_StreamError(self.failure))
 
         leaving = self._watch_client()
-        done = self._decoder.thread.async_submit(decode)
-        done.add_done_callback(lambda _: leaving.cancel())
+        done = asyncio.wrap_future(self._decoder.decode(self, streamer))
+        done.add_done_callback(ended)
         self._counted(done)
         return queue, streamer
 
     async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, torch.Tensor]:
         leaving = self._watch_client()
-        done = self._counted(self._decoder.thread.async_submit(self._decode, None))
+        done = self._counted(asyncio.wrap_future(self._decoder.decode(self, None)))
         try:
             sequences = await done
+            self.of_beams(sequences)
         except _GenerationCancelled:
             raise HTTPException(499, "the client has left") from None  # nginx's status for it
         finally:
@@ -241,25 +260,36 @@ class Answer(BaseStreamer):
         if self._decoder.stopped.is_set():
             raise HTTPException(503, "the server was stopped")
 
-    def _decode(self, streamer: Any) -> torch.Tensor:
-        """Calls the target's `generate()`; runs on the decoding thread."""
+    @property
+    def seed(self) -> int | None:
+        return self._asked.seed
+
+    def call(self, streamer: Any) -> dict[str, Any]:
+        """Returns the arguments of the target's `generate()`."""
         self.check()
-        if self._asked.seed is not None:
-            set_torch_seed(self._asked.seed)
         self._streamer = streamer
-        beams = (self.config.num_beams or 1) > 1  # they take no streamer
-        length = self.inputs["input_ids"].shape[-1]
-        output = self._decoder.target.generate(
-            **self.inputs,
-            generation_config=self.config,
-            streamer=None if beams else self,
-            stopping_criteria=[_Ends(self.check, self._watch, length)],
-        )
-        if beams:
-            self.put(self.inputs["input_ids"][0])
-            self.put(output[0, length:])
-            self.end()
+        ends = _Ends(self.check, self._watch, self.inputs["input_ids"].shape[-1])
+        streaming = {} if self._has_beams else {"streamer": self}  # beams take none
+        return {**self.inputs, "generation_config": self.config, "stopping_criteria": [ends], **streaming}
+
+    def decode(self, streamer: Any) -> torch.Tensor:
+        """Calls the target's `generate()`; runs on the decoding thread."""
+        call = self.call(streamer)
+        if self.seed is not None:
+            set_torch_seed(self.seed)
+        output: torch.Tensor = self._decoder.target.generate(**call)
         return output
+
+    @property
+    def _has_beams(self) -> bool:
+        return (self.config.num_beams or 1) > 1
+
+    def of_beams(self, output: torch.Tensor) -> None:
+        """Streams what beams have found, once they are done."""
+        if self._has_beams:
+            self.put(self.inputs["input_ids"][0])
+            self.put(output[0, self.inputs["input_ids"].shape[-1] :])
+            self.end()
 
     def put(self, value: torch.Tensor) -> None:
         self.check()

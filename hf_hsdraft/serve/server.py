@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import uuid
@@ -21,11 +22,13 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 
+from ..batching.scheduler import ContinuousBatching
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
 from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
 from .prompts import Prompts
+from .together import Together
 
 _GRACE_SECONDS = 1  # that running answers have to end in, and then the decoding thread
 
@@ -40,15 +43,19 @@ def build_app(
     hosts: Sequence[str] = LOCAL_HOSTS,
     api_key: str = "",
     client_templates: bool = False,
+    max_batch_size: int = 8,
 ) -> FastAPI:
-    """Builds the application for `Server`: OpenAI's routes, `GET /health` and `GET /drafting`.
+    """Builds the application for `Server`: OpenAI's routes, `GET /health`, `GET /drafting` and `GET /metrics`.
 
-    `name` is what clients call the model; without an `attachment` it decodes plainly. Only requests for one of the
-    `hosts` are answered, and only with the `api_key` if there is one. `client_templates` allows clients to send a chat
-    template.
+    `name` is what clients call the model; without an `attachment` it decodes plainly, one request after another. With
+    one, up to `max_batch_size` requests are decoded together. Only requests for one of the `hosts` are answered, and
+    only with the `api_key` if there is one. `client_templates` allows clients to send a chat template.
     """
     limits = limits or RequestLimits()
     decoder, prompts = answers.Decoder(target, tokenizer, name, limits), Prompts(tokenizer, limits, client_templates)
+    if attachment is not None and max_batch_size > 1:
+        make = functools.partial(ContinuousBatching, target, attachment.drafter, max_batch_size)
+        decoder.together = Together(make, decoder.thread.submit, attachment)
     chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)
     app.state.decoder = decoder

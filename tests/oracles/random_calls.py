@@ -63,6 +63,7 @@ class Played:
     drafted: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     begin: int = 0  # number of tokens that the output has before the new ones
+    cache_implementation: str | None = None
 
     @property
     def texts(self) -> torch.Tensor:
@@ -147,6 +148,7 @@ class Run:
         """Runs the call of the last step, once more with the same inputs."""
         played = Played(begin=self._given.begin, inputs=self._given.inputs)
         arguments = {**played.inputs, **self._arguments(step)}
+        played.cache_implementation = arguments.get("cache_implementation")
         texts = len(next(iter(played.inputs.values()))) * arguments.get("num_return_sequences", 1)
         torch.manual_seed(step.seed)
         with _drawn_by_row() if by_row and texts > 1 else nullcontext():

@@ -1,0 +1,54 @@
+"""transformers' `generate_batch`, which drafts for a model with an attachment."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ..generate.attachment import attached
+from ..generate.wrapping import wrap
+from .generate_many import generate_many
+from .scheduler import FinishedText
+
+_BATCH = 8
+
+
+def allow_batches() -> None:
+    """Makes `generate_batch` of models with an attachment draft. Other models are unchanged."""
+    wrap(generate_batch=_generate_batch)
+
+
+def _generate_batch(
+    original: Any,
+    target: Any,
+    /,
+    inputs: list[list[int]],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    if attached(target) is None:
+        return original(target, inputs, generation_config, continuous_batching_config, **kwargs)  # type: ignore[no-any-return]
+    config = target.generation_config if generation_config is None else generation_config
+    if (config.num_return_sequences or 1) > 1 or kwargs.get("record_timestamps") or kwargs.get("persistent_manager"):
+        return original(target, inputs, generation_config, continuous_batching_config, **kwargs)  # type: ignore[no-any-return]
+    given = {"generation_config": generation_config, "max_new_tokens": kwargs.get("max_new_tokens")}
+    options = {name: value for name, value in given.items() if value is not None}
+    began, found = time.perf_counter(), dict[int, GenerationOutput]()
+    for done in generate_many(target, inputs, max_batch_size=_BATCH, **options):
+        found[done.index] = _output(done, inputs[done.index], began)
+    return {found[index].request_id: found[index] for index in sorted(found)}
+
+
+def _output(done: FinishedText, prompt: list[int], began: float) -> GenerationOutput:
+    """What transformers returns for a request."""
+    output = GenerationOutput(f"req_{done.index}", list(prompt), created_time=began)
+    output.lifespan = (began, time.perf_counter())
+    if done.error is not None:
+        output.status, output.error = RequestStatus.FAILED, str(done.error)
+        return output
+    sequences = getattr(done.output, "sequences", done.output)
+    output.generated_tokens, output.status = sequences[0, len(prompt) :].tolist(), RequestStatus.FINISHED
+    return output
