@@ -1,4 +1,7 @@
-"""transformers' `generate_batch`, which drafts for a model with an attachment."""
+"""transformers' `generate_batch`, which drafts for a model with an attachment.
+
+Calls that ask for several answers to a prompt, time stamps, or a manager that stays are left to transformers.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,19 @@ def _generate_batch(
     continuous_batching_config: Any = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
-    if attached(target) is None:
-        return original(target, inputs, generation_config, continuous_batching_config, **kwargs)  # type: ignore[no-any-return]
     config = target.generation_config if generation_config is None else generation_config
-    if (config.num_return_sequences or 1) > 1 or kwargs.get("record_timestamps") or kwargs.get("persistent_manager"):
-        return original(target, inputs, generation_config, continuous_batching_config, **kwargs)  # type: ignore[no-any-return]
+    own = (config.num_return_sequences or 1) > 1 or kwargs.get("record_timestamps") or kwargs.get("persistent_manager")
+    if own or attached(target) is None:
+        found: dict[str, GenerationOutput] = original(
+            target, inputs, generation_config, continuous_batching_config, **kwargs
+        )
+        return found
     given = {"generation_config": generation_config, "max_new_tokens": kwargs.get("max_new_tokens")}
     options = {name: value for name, value in given.items() if value is not None}
-    began, found = time.perf_counter(), dict[int, GenerationOutput]()
+    began, outputs = time.perf_counter(), dict[int, GenerationOutput]()
     for done in generate_many(target, inputs, max_batch_size=_BATCH, **options):
-        found[done.index] = _output(done, inputs[done.index], began)
-    return {found[index].request_id: found[index] for index in sorted(found)}
+        outputs[done.index] = _output(done, inputs[done.index], began)
+    return {outputs[index].request_id: outputs[index] for index in sorted(outputs)}
 
 
 def _output(done: FinishedText, prompt: list[int], began: float) -> GenerationOutput:

@@ -101,8 +101,9 @@ def serve(
         raise typer.BadParameter(f"{' '.join(context.args)}: only --engine vllm takes further options", param_hint="--")
     from transformers.utils.import_utils import is_serve_available
 
-    if not is_serve_available():
-        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install -e '.[serve]' in a checkout")
+    if not is_serve_available() or find_spec("prometheus_client") is None:
+        needed = "fastapi, uvicorn, openai and prometheus-client"
+        raise ImportError(f"`hsdraft serve` needs {needed}: pip install -e '.[serve]' in a checkout")
     from transformers.utils import logging
 
     from ..generate.attachment import attach

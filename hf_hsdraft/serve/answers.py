@@ -37,8 +37,10 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .guards import RequestLimits, error_document
+from .metrics import AnswerClock, Metrics
 from .requests import Asked, refused
 from .together import Together
 
@@ -129,8 +131,17 @@ class Decoder:
     limits: RequestLimits
     thread: GenerateManager = field(default_factory=GenerateManager)
     together: Together | None = None
+    attachment: Attachment | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0  # requests that have not been answered
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: self.waiting - self.running, lambda: self.running, self.attachment)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are decoded."""
+        return min(self.waiting, 1) if self.together is None else self.together.batching.running
 
     def decode(self, answer: Answer, streamer: Any) -> Future[Any]:
         """Returns the future output of an answer's call."""
@@ -192,6 +203,7 @@ class Answer(BaseStreamer):
         self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops)
         self._streamer: Any = None
         self._new: list[int] = []
+        self._clock = AnswerClock(decoder.metrics)
         self._cancelled = False
         self.failure = ""  # message of the error that ended a stream
         self.failed_status = 500
@@ -235,8 +247,9 @@ class Answer(BaseStreamer):
     def _counted(self, done: asyncio.Future[Any]) -> asyncio.Future[Any]:
         self._decoder.waiting += 1
 
-        def ended(_: Any) -> None:
+        def ended(future: asyncio.Future[Any]) -> None:
             self._decoder.waiting -= 1
+            self._clock.end(future.exception() if not future.cancelled() else None)
 
         done.add_done_callback(ended)
         return done
@@ -293,7 +306,9 @@ class Answer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         self.check()
-        self._new += value.flatten().tolist()  # the prompt too
+        if self._new:  # else it is the prompt
+            self._clock.note(value.numel())
+        self._new += value.flatten().tolist()
         if self._streamer is not None:
             self._streamer.put(value.cpu())
 

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -27,6 +28,7 @@ from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
 from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
+from .metrics import Metrics
 from .prompts import Prompts
 from .together import Together
 
@@ -52,7 +54,8 @@ def build_app(
     only with the `api_key` if there is one. `client_templates` allows clients to send a chat template.
     """
     limits = limits or RequestLimits()
-    decoder, prompts = answers.Decoder(target, tokenizer, name, limits), Prompts(tokenizer, limits, client_templates)
+    decoder = answers.Decoder(target, tokenizer, name, limits, attachment=attachment)
+    prompts = Prompts(tokenizer, limits, client_templates)
     if attachment is not None and max_batch_size > 1:
         make = functools.partial(ContinuousBatching, target, attachment.drafter, max_batch_size)
         decoder.together = Together(make, decoder.thread.submit, attachment)
@@ -83,7 +86,7 @@ def build_app(
         status = {"status": "ready", "cached": True} if known else {"status": "error", "message": "another model"}
         return Response(f"data: {json.dumps({**status, 'model': asked.model})}\n\n", media_type="text/event-stream")
 
-    _add_reports(app, name, attachment)
+    _add_reports(app, name, attachment, decoder.metrics)
     for kind in (StarletteException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts, key=api_key, most=limits.max_body)
@@ -91,7 +94,7 @@ def build_app(
     return app
 
 
-def _add_reports(app: FastAPI, name: str, attachment: Attachment | None) -> None:
+def _add_reports(app: FastAPI, name: str, attachment: Attachment | None, metrics: Metrics) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "hf_hsdraft", "status": {"value": "loaded"}}
@@ -100,6 +103,10 @@ def _add_reports(app: FastAPI, name: str, attachment: Attachment | None) -> None
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        return Response(metrics.exported(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/drafting")
     async def drafting() -> dict[str, Any]:

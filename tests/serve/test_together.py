@@ -1,0 +1,66 @@
+"""Requests that a server decodes together."""
+
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import make_drafter, make_target
+from serve_helpers import WINDOW, serving
+
+WORDS = [f"w{index} w{index + 7} w{3 * index % 50}" for index in range(12)]
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer):
+    target = make_target(max_position_embeddings=WINDOW)
+    with serving(target, tokenizer, make_drafter(target)) as found:
+        yield found
+
+
+def metrics(served) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (re.split(r" (?=\S+$)", line) for line in lines if line[0] != "#")}
+
+
+def test_requests_at_once_get_what_each_gets_alone(served):
+    """Greedy and sampled ones, with lengths and stop strings of their own, streamed or not; in shared forwards."""
+    before = served.drafting()
+
+    def ask(index: int) -> tuple[str, str]:
+        count = 40 + 20 * (index % 3)
+        if index % 2:
+            return served.streamed(WORDS[index], max_tokens=count)[0], served.plain(WORDS[index], max_new_tokens=count)[
+                0
+            ]
+        answer = served.ask(WORDS[index], max_tokens=count).choices[0].message.content
+        return answer, served.plain(WORDS[index], max_new_tokens=count)[0]
+
+    with ThreadPoolExecutor(12) as pool:
+        for found, plain in pool.map(ask, range(12)):
+            assert found.strip() == plain.strip()
+    after = served.drafting(before["calls"] + 12)
+    assert after["calls"] - before["calls"] == 12 and after["lossless"]
+
+
+def test_a_seed_gives_the_same_answer_beside_others(served):
+    def ask(index: int) -> str:
+        fields = {"temperature": 1.0, "seed": 5, "top_p": 1.0} if index == 3 else {}
+        return served.ask(WORDS[index], max_tokens=50, **fields).choices[0].message.content
+
+    alone = ask(3)
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6)))[3] == alone
+
+
+def test_metrics_count_requests_and_tokens(served):
+    before = metrics(served)
+    served.ask(WORDS[0], max_tokens=20)
+    served.drafting(1)
+    after = metrics(served)
+    done = 'hsdraft_requests_total{outcome="done"}'
+    assert after[done] - before.get(done, 0) == 1
+    assert after["hsdraft_tokens_total"] - before["hsdraft_tokens_total"] == 20
+    assert after["hsdraft_first_token_seconds_count"] - before["hsdraft_first_token_seconds_count"] == 1
+    assert after["hsdraft_waiting"] == after["hsdraft_running"] == 0 and after["hsdraft_tau"] >= 1
