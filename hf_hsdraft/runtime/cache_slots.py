@@ -379,15 +379,16 @@ def _as_it_is(layer: Any) -> tuple[dict[str, Any], int | None]:
 def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:
     """Copies slots `source` `[B, m]` of each of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
     for each in states:
-        taken, placed = source.to(each.device), goal.to(each.device)
+        if source.device != each.device:
+            source, goal = source.to(each.device), goal.to(each.device)
         if len(each) == 1:
             if each.device.type == "cpu":  # twice as fast there
-                each.index_copy_(2, placed[0], each.index_select(2, taken[0]))
+                each.index_copy_(2, goal[0], each.index_select(2, source[0]))
             else:
-                each[:, :, placed[0]] = each[:, :, taken[0]]
+                each[:, :, goal[0]] = each[:, :, source[0]]
         else:
             rows = torch.arange(len(each), device=each.device)[:, None]
-            each[rows, :, placed] = each[rows, :, taken]
+            each[rows, :, goal] = each[rows, :, source]
 
 
 def text_cache(cache: Any) -> Any:
