@@ -173,6 +173,7 @@ class Tuning:
     # Room of a cache that grows: so many tokens more, and the length over this number - by hand.
     spare_tokens: int = 128
     spare_part: int = 4
+    layers_together: int = 8  # number of layers whose keys grow together - by hand
     # Number of rows of a masked prompt that a trunk reads at once, and number of entries of a mask from which on it is
     # made in blocks - by hand.
     mask_rows: int = 256

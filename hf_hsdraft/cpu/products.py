@@ -139,7 +139,7 @@ class _Levelled:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._quick:
             return F.rms_norm(x, self._shape, None, self._eps)
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._least.to(x.dtype))
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._least)
 
 
 class Norm:

@@ -202,6 +202,7 @@ def _run_rounds(
     limits.find()
     target = LocalTarget(call, limits, drafter.taps_of(call.target))
     drafting = Drafting(drafter, replace(call, options=limits.options))
+    texts.stream()  # the first tokens, as no refusal can follow
     if limits.options.depth == 0 and call.rows > 1:
         drafting.rest()
     memory = getattr(runtime.cache, _MEMORY, None)
@@ -219,7 +220,6 @@ def _run_rounds(
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))
-    texts.stream()
     decode(target, drafting, [keeper, *call.observers])
     if call.outlives and call.rows == 1:
         drafting.catch_up()

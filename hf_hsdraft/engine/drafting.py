@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Drafting:
             trees = {ask.row: self._continued(self._continuing, trees[ask.row], ask) for ask in wanted}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
-    def _of_drafter(self, asks: Sequence[Wanted], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
+    def _of_drafter(self, asks: Sequence[Wanted], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
         """The paced session's drafts, scored by the pace; roots alone where it does not draft."""
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -92,9 +92,7 @@ class Drafting:
         drafted = self._of_session(self._paced, limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
-        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items()}
-        self.pace.note_gains([scored[row] for row in deciding], self.depth)
-        return scored
+        return self.pace.scored(self._drafted, self.depth, deciding)
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """Drafts of a session, without nodes that would be verified in vain."""

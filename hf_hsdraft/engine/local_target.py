@@ -193,10 +193,12 @@ class LocalTarget:
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]
         self._roots[row] += len(tokens)
-        places = torch.arange(begin, begin + len(tokens))
         taps = read.of(read.output.taps, row)
-        own = self.own_taps(taps[on_device([0, *verdict.path], taps.device)])
-        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
+        nodes, places, following = (  # no copy waits for the device
+            on_device(each, taps.device) for each in ([0, *verdict.path], range(begin, begin + len(tokens)), tokens)
+        )
+        own, relaxed = self.own_taps(taps[nodes]), len(verdict.relaxed)
+        return Accepted(row, tokens, own, places, following, (), verdict.num_drafted, relaxed)
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Picks the drafter's hidden states out of all, `[..., taps * D]`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -34,12 +34,12 @@ class Pace:
         """
         return sys.maxsize
 
-    def scored(self, tree: DraftTree) -> DraftTree:
-        """Returns a drafted tree, scored by how probable it is that its nodes are accepted."""
-        return tree
+    def scored(self, trees: Mapping[int, DraftTree], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
+        """Returns new drafts by text, scored by how probable it is that their nodes are accepted.
 
-    def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
-        """Notes what each depth of a new draft adds, by the deciding texts' trees as `scored` returns them."""
+        Notes what each depth adds, up to the drafted one, by the texts that are `deciding`.
+        """
+        return trees
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
         """Cuts all `trees` to the number of nodes worth verifying, by the `deciding` ones. Called once a round."""
@@ -131,10 +131,12 @@ class CostPace(Pace):
                 best, chosen = worth, depth
         return chosen
 
-    def scored(self, tree: DraftTree) -> DraftTree:
-        return self.habits.calibration.applied(tree)
+    def scored(self, trees: Mapping[int, DraftTree], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
+        scored = {row: self.habits.calibration.applied(tree) for row, tree in trees.items()}
+        self._note_gains([scored[row] for row in deciding], depth)
+        return scored
 
-    def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
+    def _note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
         habits, count, gains = self.habits, len(trees), self._gains(trees, depth)
         habits.drafts += count
         weight = max(1.0 - TUNING.pace_fading**count, count / (habits.drafts + 1))  # the first few drafts count alike

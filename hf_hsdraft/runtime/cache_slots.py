@@ -25,11 +25,43 @@ from ..core.tuning import TUNING
 from .static_cache import StaticSlots
 
 
+class _Buffer:
+    """A tensor `[B, layers, heads, slots, size]` with room for the keys, or the values, of layers of one shape.
+
+    So slots are moved in all layers at once.
+    """
+
+    states: torch.Tensor  # from the first room on
+    whole: torch.Tensor  # all layers' as one, `[B, heads, slots, size]`
+
+    def __init__(self, layers: int) -> None:
+        self._layers, self._form = layers, tuple[Any, ...]()
+
+    def room(self, layer: int, held: torch.Tensor, length: int) -> torch.Tensor:
+        """A layer's part, with at least `length` slots, which begins with `held`."""
+        rows, heads, filled, size = held.shape
+        form = held.dtype, held.device, rows, heads, size
+        if self._form != form or self.states.shape[3] < length:
+            spare = TUNING.spare_tokens + length // TUNING.spare_part
+            self._form, self.states = form, held.new_empty(rows, self._layers, heads, length + spare, size)
+            self.whole = self.states.flatten(1, 2)
+        self.states[:, layer, :, :filled] = held
+        return self.states[:, layer]
+
+    def around(self, states: torch.Tensor) -> torch.Tensor:
+        """The whole, if this buffer holds `states`; else these."""
+        inside = self._form and self.states.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
+        return self.whole if inside else states
+
+
 class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` with room to grow; all other operations are inherited and see the same tensors.
 
     A `DynamicLayer` concatenates at every forward, which copies the whole cache once a round. Here keys and values are
     views of the beginning of a longer buffer. Dropping tokens shortens the view, and the next ones overwrite them.
+
+    Attributes:
+        buffers: of keys and of values, which other layers may share.
     """
 
     keys: torch.Tensor
@@ -38,18 +70,24 @@ class GrowingLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self._rooms: list[torch.Tensor | None] = [None, None]
+        self._place, self.buffers = 0, (_Buffer(1), _Buffer(1))
 
     @classmethod
-    def of(cls, layer: DynamicLayer) -> GrowingLayer:
-        grown = cls()
-        grown.__dict__.update(vars(layer))
-        return grown
+    def of(cls, layers: Sequence[DynamicLayer]) -> list[GrowingLayer]:
+        """Makes layers that share buffers; their keys must be alike, and their values."""
+        buffers, made = (_Buffer(len(layers)), _Buffer(len(layers))), []
+        for place, layer in enumerate(layers):
+            grown = cls()
+            grown.__dict__.update(vars(layer), _place=place, buffers=buffers)
+            made.append(grown)
+        return made
 
     def as_dynamic(self) -> DynamicLayer:
         """Converts to a plain layer, with tensors of exactly the size needed."""
         plain = DynamicLayer()
         plain.__dict__.update(vars(self))
-        del plain.__dict__["_rooms"]
+        for name in ("_rooms", "_place", "buffers"):
+            del plain.__dict__[name]
         if plain.is_initialized:
             plain.keys, plain.values = (
                 states.clone(memory_format=torch.contiguous_format) for states in (self.keys, self.values)
@@ -60,25 +98,18 @@ class GrowingLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends `[B, heads, n, size]`; returns everything, as views."""
-        if not self.is_initialized or self.keys.numel() == 0 or key_states.requires_grad:
+        if not self.is_initialized or self.keys.numel() == 0 or key_states.requires_grad or key_states.dim() != 4:
             return super().update(key_states, value_states, *args, **kwargs)
         self.keys = self._appended(0, self.keys, key_states)
         self.values = self._appended(1, self.values, value_states)
         return self.keys, self.values
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._rooms = [None, None]  # the buffers held the other rows too
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
         room, length = self._rooms[which], held.shape[-2]
         end = length + new.shape[-2]
         if room is None or end > room.shape[-2] or not _begins(room, held):
-            spare = TUNING.spare_tokens + end // TUNING.spare_part
-            room = held.new_empty(*held.shape[:-2], end + spare, held.shape[-1])
-            room[..., :length, :] = held
-            self._rooms[which] = room
+            room = self._rooms[which] = self.buffers[which].room(self._place, held, end)
         room[..., length:end, :] = new
         return room[..., :end, :]
 
@@ -91,8 +122,19 @@ def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
 
 def make_room(cache: Cache) -> None:
     """Lets the plain layers of a cache grow in place, unless it is offloaded, which moves its tensors."""
-    if not cache.offloading:
-        cache.layers[:] = [GrowingLayer.of(each) if type(each) is DynamicLayer else each for each in cache.layers]
+    if cache.offloading:
+        return
+    alike: dict[Any, list[int]] = {}
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            states = (layer.keys, layer.values) if layer.get_seq_length() else ()
+            form = [(each[..., :0, :].shape, each.dtype, each.device) for each in states if each is not None]
+            alike.setdefault(tuple(form) or index, []).append(index)
+    for places in alike.values():
+        for begin in range(0, len(places), TUNING.layers_together):  # fewer take less memory while they grow
+            some = places[begin : begin + TUNING.layers_together]
+            for index, layer in zip(some, GrowingLayer.of([cache.layers[index] for index in some]), strict=True):
+                cache.layers[index] = layer
 
 
 def give_room_back(cache: Cache) -> None:
@@ -221,16 +263,23 @@ class CacheSlots:
         if (prefetching := getattr(self.cache, "prefetch_stream", None)) is not None:
             # No prefetched layer of an offloaded cache may arrive after the cache was changed.
             torch.cuda.current_stream().wait_stream(prefetching)
-        length = self.length
+        length, together = self.length, dict[int, torch.Tensor]()
         for layer in self.layers_with_keys:
             gone = length - layer.keys.shape[-2]  # first slots, that a window's layer has dropped
-            move_slots([layer.keys, layer.values], source - gone, goal - gone)
+            if gone:
+                move_slots([layer.keys, layer.values], source - gone, goal - gone)
+                continue
+            for which, states in enumerate((layer.keys, layer.values)):
+                whole = layer.buffers[which].around(states) if isinstance(layer, GrowingLayer) else states
+                together[whole.data_ptr()] = whole
+        move_slots(list(together.values()), source, goal)
 
     def of_rows(self, places: Sequence[int]) -> CacheSlots:
         few = copy.copy(self)
         few.cache = copy.copy(self.cache)
         few.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         few.cache.batch_select_indices(torch.tensor(places))
+        give_room_back(few.cache)  # buffers are the other rows'
         return few
 
     def mark(self, before_commit: bool = False) -> Mark:
@@ -330,15 +379,16 @@ def _as_it_is(layer: Any) -> tuple[dict[str, Any], int | None]:
 def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:
     """Copies slots `source` `[B, m]` of each of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
     for each in states:
-        taken, placed = source.to(each.device), goal.to(each.device)
+        if source.device != each.device:
+            source, goal = source.to(each.device), goal.to(each.device)
         if len(each) == 1:
             if each.device.type == "cpu":  # twice as fast there
-                each.index_copy_(2, placed[0], each.index_select(2, taken[0]))
+                each.index_copy_(2, goal[0], each.index_select(2, source[0]))
             else:
-                each[:, :, placed[0]] = each[:, :, taken[0]]
+                each[:, :, goal[0]] = each[:, :, source[0]]
         else:
             rows = torch.arange(len(each), device=each.device)[:, None]
-            each[rows, :, placed] = each[rows, :, taken]
+            each[rows, :, goal] = each[rows, :, source]
 
 
 def text_cache(cache: Any) -> Any:

@@ -17,6 +17,7 @@ from transformers import CompileConfig
 
 from hf_hsdraft.engine import loop
 from hf_hsdraft.gpu import fixed_shapes
+from hf_hsdraft.verify import verdict
 
 TREE_SIZE = 24
 
@@ -143,3 +144,13 @@ def test_all_of_a_call_is_few_graphs_without_a_break(prompt):
     assert not counters["graph_break"]
     assert 3 <= len(graphs.shapes) <= 4
     torch._dynamo.reset()
+
+
+def test_an_eager_round_reads_the_draft_and_the_choices(prompt, monkeypatch):
+    target = let_count(make_target(hidden_size=128))
+    forced = ForcedDrafter(make_drafter(target, tree_size=TREE_SIZE), [3])
+    monkeypatch.setattr(verdict, "_reads_are_free", lambda values: False)
+    with counted(monkeypatch) as rounds:
+        statistics = decode(target, prompt, forced, 40).statistics
+    assert statistics.accepted_lengths[2:-1] == [3] * (statistics.rounds - 3)
+    assert max(each["reads"].total() for each in rounds[2:-1]) <= 2

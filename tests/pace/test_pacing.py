@@ -29,10 +29,7 @@ def chain(*probabilities):
 
 def draft(pace, trees, depth):
     """What a round drafts, scored and noted."""
-    trees = [pace.scored(tree) for tree in trees]
-    if depth:
-        pace.note_gains(trees, depth)
-    return trees
+    return list(pace.scored(dict(enumerate(trees)), depth, range(len(trees))).values()) if depth else trees
 
 
 def cut_size(pace, trees):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_hsdraft.runtime.cache_slots import GrowingLayer, make_room
+from hf_hsdraft.runtime.cache_slots import CacheSlots, GrowingLayer, make_room, move_slots
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["read", "drop", "rows", "beams", "reset"]), st.integers(1, 90)), max_size=12
@@ -82,3 +82,23 @@ def test_the_callers_cache_comes_back_plain_and_small(prompt, attention, kv_head
         torch.save([layer.keys for layer in cache.layers], file)
         stored[name] = len(file.getvalue())
     assert stored["drafted"] == stored["plain"]
+
+
+def test_slots_of_all_layers_move_at_once():
+    """Layers of one shape share a buffer; one of another shape, or whose tensors were replaced, moves apart."""
+    cache = DynamicCache()
+    for layer in range(4):
+        cache.update(states(5, 2, layer)[:, : 1 + (layer != 2)], states(5, 2, -layer)[..., :2], layer)
+    make_room(cache)
+    for layer in range(4):
+        cache.update(states(3, 2, layer)[:, : 1 + (layer != 2)], states(3, 2, layer)[..., :2], layer)
+    cache.layers[3].reorder_cache(torch.tensor([1, 0]))
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    source, goal, moved = torch.tensor([[5, 7], [4, 6]]), torch.tensor([[5, 6], [3, 4]]), []
+    CacheSlots(cache).move(source, goal, lambda each, *where: (moved.extend(each), move_slots(each, *where)))
+    assert len(moved) == 6  # keys and values of two layers together, and of two apart
+    for layer, held in zip(cache.layers, before, strict=True):
+        for now, then in zip((layer.keys, layer.values), held, strict=True):
+            for row in range(2):
+                then[row, :, goal[row]] = then[row][:, source[row]]
+            assert torch.equal(now, then)

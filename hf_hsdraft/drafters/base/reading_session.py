@@ -285,7 +285,7 @@ class ReadingSession(TreeSession):
         parts = [part for row in rows for part in self._pending[row]]
         for row in rows:
             self._pending[row] = []
-        return counts, tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        return counts, parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
         """Returns the positions `[B, 1]` of the last accepted tokens, once `read_pending` has read the news."""

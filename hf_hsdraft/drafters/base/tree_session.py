@@ -75,7 +75,7 @@ class TokenBias:
         reach: torch.Tensor | None = None,
     ) -> None:
         self._head, self._embed, self._hidden, self._first = head, embed, hidden, first
-        self._projected, self._since, self.reach = head.project(hidden), since, reach
+        self._projected, self._since, self.reach = head.project(hidden).split(1, dim=1), since, reach
         self.up, self.among = head.up, head.among
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -96,8 +96,7 @@ class TokenBias:
         """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""
         if self._since is None and level <= self._head.free_depths:
             return None
-        slot = self._first + level - 1
-        return self._head.code(self._projected[:, slot : slot + 1], states)
+        return self._head.code(self._projected[self._first + level - 1], states)
 
 
 # Maps a level and the states of its nodes to log-probabilities `[B, n]` or `[B, 1]` that a child drafted is accepted.
@@ -118,7 +117,7 @@ class _Part:
 
     columns: torch.Tensor | None  # `[B, C]`, int64; None for all
     up: Transform | None  # maps codes to biases of these columns
-    logits: torch.Tensor  # `[B, depth, C]`
+    logits: Sequence[torch.Tensor]  # `[B, 1, C]` of each depth
     race: Race | None
     reach: torch.Tensor | None  # `[B, depth, C]`, where the bias applies; None for everywhere
     refined_up: Transform | None  # the refinement's last product for these columns
@@ -185,7 +184,7 @@ class ParallelExpansion(Expansion):
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_known`, without the refinement."""
-        logits = part.logits[:, level - 1 : level]
+        logits = part.logits[level - 1]
         if self.bias is None:
             return logits, None
         states = self.bias.advance(level, tokens, states)
@@ -223,7 +222,7 @@ class ParallelExpansion(Expansion):
     def _all_columns(self) -> _Part:
         up = None if self.bias is None else self.bias.up
         refined_up = None if self.refinement is None else self.refinement.among(None)
-        return _Part(None, up, self.logits, self.race, self._reach, refined_up)
+        return _Part(None, up, self.logits.split(1, dim=1), self.race, self._reach, refined_up)
 
     def _likely_columns(self) -> _Part:
         """The columns that are likely at any depth before the path's tokens are known.
@@ -241,7 +240,8 @@ class ParallelExpansion(Expansion):
         race = None if race is None else race.among(self._columns)
         reach = None if self._reach is None else self._reach.gather(-1, columns)
         refined_up = None if self.refinement is None else self.refinement.among(self._columns)
-        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
+        logits = self.logits.gather(-1, columns).split(1, dim=1)
+        return _Part(self._columns, up, logits, race, reach, refined_up)
 
 
 class Levels:

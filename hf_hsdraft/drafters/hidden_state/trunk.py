@@ -51,8 +51,8 @@ class LayerProducts:
         """Maps `[n, D]` to `[n, D]`; with `rows`, to these rows only, `[R, D]`."""
         rotated = self.heads + self.kv_heads
         states = self.qkv(self.input_norm(x)).view(len(x), rotated + self.kv_heads, -1)
-        turned, values = rotate(states[:, :rotated], rope), states[:, rotated:]
-        queries, keys = turned[:, : self.heads], turned[:, self.heads :]
+        turned, values = states.split([rotated, self.kv_heads], dim=1)
+        queries, keys = rotate(turned, rope).split([self.heads, self.kv_heads], dim=1)
         if rows is not None:
             x, queries = x[rows], queries[rows]
         x = x + self.output(attend(queries, keys.transpose(0, 1), values.transpose(0, 1), rows))
