@@ -169,6 +169,12 @@ class Tuning:
     # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
     packed_slower: float = 1.1
 
+    # --- Processors ---
+    # Part of the processor time that threads wanted, below which a call of so many seconds warns - by hand: one other
+    # busy process on 2 cores leaves two threads 0.67, and idle compilers leave them more than 0.95.
+    least_share: float = 0.85
+    noticed_seconds: float = 1.0
+
     # --- Memory ---
     # Room of a cache that grows: so many tokens more, and the length over this number - by hand.
     spare_tokens: int = 128
@@ -190,6 +196,11 @@ class Tuning:
     # deaf to masks to 0.38 to 1.5.
     of_noise: float = 4.0
     least_eps: float = 4.0
+    # Number of tokens that calls may emit for which a trial pays, and numbers of a target whose trial takes no time
+    # - measured: a trial takes as long as 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves half a round a
+    # token.
+    trial_room: int = 48
+    trial_numbers: int = 2**24
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
@@ -221,7 +232,10 @@ class Tuning:
     compiling_forwards: int = 100
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
-    compiling_seconds: float = 600.0  # seconds after which a compiler is taken for stuck - by hand
+    # Seconds after which a compiler is taken for stuck, and bytes of its data beyond which it ends - by hand: at idle
+    # priority it may take many times the minute that it takes alone.
+    compiling_seconds: float = 3600.0
+    compiling_bytes: int = 2**32
     # Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
     most_kinds_of_layers: int = 4
     # By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.

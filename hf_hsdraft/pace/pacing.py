@@ -279,6 +279,6 @@ def slower_packed(target: Any, kind: KindOfCall) -> bool:
     """Returns whether plain rounds take longer with packed weights, as the layout may not suit a processor."""
     known = _known.get(target, {})
     packed, unpacked = (known.get(replace(kind, packed=each)) for each in (True, False))
-    if packed is None or unpacked is None or not packed.plain or not unpacked.plain:
+    if packed is None or unpacked is None or packed.fastest_plain is None or not unpacked.plain:
         return False
-    return packed.plain > TUNING.packed_slower * unpacked.plain
+    return packed.fastest_plain > TUNING.packed_slower * unpacked.plain
