@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from operator import mul
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from ..cpu.background import end_compilers
 from ..generate.by_name import found_for_targets
 from ..runtime.prompt_inputs import encode_batch
 from ..runtime.target_loading import load_target
@@ -188,7 +190,11 @@ def time_calls(
     if system.options:
         with_options(system.drafter, system.options)
     calls = list[ColdCall]()
-    with tempfile.TemporaryDirectory(prefix="hsdraft-cold-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="hsdraft-cold-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
+        stack.callback(end_compilers)
         os.environ["XDG_CACHE_HOME"] = str(Path(folder).resolve())
         for number, each in enumerate(inputs):
             torch.manual_seed(settings.seed + number)

@@ -166,8 +166,6 @@ class Tuning:
     # Number of tokens of the first class of lengths with separate costs; each later class is twice as long
     # - by hand.
     cost_length: int = 1024
-    # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
-    packed_slower: float = 1.1
 
     # --- Processors ---
     # Part of the processor time that threads wanted, below which a call of so many seconds warns - by hand: one other
@@ -220,6 +218,9 @@ class Tuning:
     # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
     packing_least_room: int = 8
     packed_rows: int = 16  # number of rows that the layout is chosen for - by hand
+    # Number of products by copies, and as many by weights, that are timed before the quicker way is taken - by hand:
+    # two thirds of a forward of 30 layers.
+    raced_products: int = 64
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
     # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.
@@ -230,6 +231,7 @@ class Tuning:
     # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core about a
     # minute, and a forward gets quicker by a third.
     compiling_forwards: int = 100
+    compiling_looks: int = 8  # number of forwards between two looks for a program - by hand: a look takes 0.3 ms
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
     # Seconds after which a compiler is taken for stuck, and bytes of its data beyond which it ends - by hand: at idle

@@ -95,11 +95,6 @@ class MeasuredCosts:
         return Costs(*self.verifying.estimate(), *self.drafting.estimate())
 
     @property
-    def fastest_plain(self) -> float | None:
-        """Seconds of the fastest of the first plain rounds, which nothing has disturbed; `None` until all are timed."""
-        return min(self._plain_seconds) if len(self._plain_seconds) == TUNING.most_plain else None
-
-    @property
     def most_nodes(self) -> int:
         """Greatest number of nodes to verify next. Trees grow in steps, so none costs far more than expected."""
         return max(TUNING.first_nodes, TUNING.node_growth * self.widest)

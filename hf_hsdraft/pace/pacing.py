@@ -13,7 +13,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -273,12 +273,3 @@ def pace_for(
         pace.begin_with(habits[kind.habits_by])
     habits[kind.habits_by] = pace.habits
     return pace
-
-
-def slower_packed(target: Any, kind: KindOfCall) -> bool:
-    """Returns whether plain rounds take longer with packed weights, as the layout may not suit a processor."""
-    known = _known.get(target, {})
-    packed, unpacked = (known.get(replace(kind, packed=each)) for each in (True, False))
-    if packed is None or unpacked is None or packed.fastest_plain is None or not unpacked.plain:
-        return False
-    return packed.fastest_plain > TUNING.packed_slower * unpacked.plain

@@ -1,6 +1,5 @@
 """Compilers in the background: one at a time for all processes, beside which nothing else notices them."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -30,19 +29,8 @@ def empty_cache(monkeypatch, tmp_path):
 @pytest.fixture
 def started():
     """Starts compilers that end with the test."""
-    processes = []
-
-    def start(*args, **kwargs):
-        process = start_compiler(*args, **kwargs)
-        if process is not None:
-            processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    yield start_compiler
+    background.end_compilers()
 
 
 def eventually(holds) -> bool:
@@ -56,7 +44,7 @@ def test_one_runs_at_a_time_of_all_processes_until_all_that_it_started_has_ended
     script = "from hf_hsdraft.cpu.background import start_compiler\nprint(start_compiler(['true']) is None)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True" and started(LONG) is None
-    os.killpg(first.pid, signal.SIGKILL)
+    os.killpg(first.pid, signal.SIGTERM)
     assert eventually(lambda: started(LONG) is not None)
 
 
@@ -121,3 +109,11 @@ def test_a_quota_that_the_callers_threads_use_up_leaves_it_a_small_part(started,
     assert process.wait() == 3 and started(["true"]) is not None, "its turn has ended with it"
     read, seconds = (tmp_path / "ran").read_text().rsplit(" ", 1)
     assert read == "a layer" and (not tight or float(seconds) < 1.5)
+
+
+@pytest.mark.parametrize("tight", [True, False])
+def test_compilers_can_be_ended(started, monkeypatch, tight):
+    monkeypatch.setattr(background, "quota", lambda: 0.5 if tight else None)
+    process = started(LONG)
+    background.end_compilers()
+    assert process.returncode and eventually(lambda: started(["true"]) is not None)

@@ -321,9 +321,13 @@ def test_compilers_keep_what_they_include_in_a_private_folder(monkeypatch, tmp_p
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of-others"))
-    given = []
-    monkeypatch.setattr(background, "_hand_over", lambda *_: None)
-    monkeypatch.setattr(background.subprocess, "Popen", lambda *_, **kwargs: given.append(kwargs["env"]))
+    given, start = [], background.subprocess.Popen
+
+    def nothing(command, env, **kwargs):
+        given.append(env)
+        return start(["true"], **kwargs)
+
+    monkeypatch.setattr(background.subprocess, "Popen", nothing)
     layer_programs._compiler(make_target().model.layers[0], (), tmp_path / "key.pt2", True)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"):
         assert Path(given[0][name]).is_relative_to(tmp_path / "cache") and is_private(given[0][name])
