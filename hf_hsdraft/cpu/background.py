@@ -42,11 +42,12 @@ def start_compiler(
     turn = None if at_once else _next_turn()
     if turn is None and not at_once:
         return None
-    allowed = None if at_once else quota()
-    if allowed is not None and allowed < torch.get_num_threads() + 1:
-        # Idle or not, it would use up what the quota leaves to the threads of this process.
-        paced = Path(__file__).with_name("paced.py")
-        command = [sys.executable, "-I", str(paced), str(TUNING.compiling_seconds), *command]
+    if not at_once:
+        allowed = quota()
+        # Idle or not, it would use up what a tight quota leaves to the threads of this process.
+        often = "always" if allowed is None or allowed >= torch.get_num_threads() + 1 else "seldom"
+        limits = str(TUNING.compiling_bytes), str(TUNING.compiling_seconds)
+        command = [sys.executable, "-I", str(Path(__file__).with_name("yielding.py")), *limits, often, *command]
     try:
         given = request()
         process = subprocess.Popen(
@@ -62,8 +63,6 @@ def start_compiler(
         if turn is not None:
             os.close(turn)
     _started.add(process)
-    if not at_once:
-        _yield_to_others(process.pid)
     try:
         threading.Thread(target=_hand_over, args=(process, given), name="hsdraft-compiler", daemon=True).start()
     except RuntimeError:
@@ -100,23 +99,6 @@ def _next_turn() -> int | None:
         os.close(turn)
         return None
     return turn
-
-
-def _yield_to_others(pid: int) -> None:
-    """Lets a process that leads a session run where nothing else does, and end first where memory runs out.
-
-    Linux shares processors between sessions first (`autogroup`); a nice value counts within one only.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # it has ended, or the system has no such call
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    for name, value in (("autogroup", "19"), ("oom_score_adj", "1000")):
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{pid}/{name}").write_text(value, encoding="ascii")
-    with contextlib.suppress(ImportError, AttributeError, OSError, ValueError):
-        import resource
-
-        resource.prlimit(pid, resource.RLIMIT_DATA, (TUNING.compiling_bytes, TUNING.compiling_bytes))
 
 
 def _hand_over(process: subprocess.Popen[bytes], request: bytes) -> None:

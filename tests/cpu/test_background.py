@@ -77,7 +77,9 @@ def test_a_request_that_fails_leaves_the_turn_to_others(started):
 
 def test_it_yields_to_all_other_processes_and_to_their_memory(started):
     process = started(LONG)
-    assert process is not None and os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+    assert process is not None
+    assert eventually(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:6])
+    assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
     assert Path(f"/proc/{process.pid}/oom_score_adj").read_text(encoding="ascii").strip() == "1000"
     limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
     assert "unlimited" not in next(line for line in limits.splitlines() if line.startswith("Max data size"))
