@@ -217,9 +217,9 @@ class Tuning:
     # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
     packing_least_room: int = 8
     packed_rows: int = 16  # number of rows that the layout is chosen for - by hand
-    # Number of products by copies, and as many by weights, that are timed before the quicker way is taken - by hand:
-    # two thirds of a forward of 30 layers.
-    raced_products: int = 64
+    # Number of products by copies of one size, and as many by weights, that are timed before the quicker way is taken
+    # - by hand: two forwards of 30 layers.
+    raced_products: int = 30
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
     # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.

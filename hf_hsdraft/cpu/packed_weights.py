@@ -139,7 +139,6 @@ class _Race:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def note(self, by_copy: bool, seconds: float) -> None:
-        """Notes how long a product took for each byte of its weight."""
         self._seconds[by_copy].append(seconds)
         self.by_copy = not by_copy
         if min(map(len, self._seconds.values())) >= TUNING.raced_products:
@@ -147,8 +146,8 @@ class _Race:
             self.by_copy, self.decided = medians[True] <= medians[False], True
 
 
-# By dtype, number of joined layers, and rows. Sizes of layers take turns too: a layer has an odd number of products.
-_races: defaultdict[tuple[torch.dtype, int, int], _Race] = defaultdict(_Race)
+# By dtype, size of the weight, number of joined layers, and rows.
+_races: defaultdict[tuple[torch.dtype, int, int, int], _Race] = defaultdict(_Race)
 
 
 class PackedWeight:
@@ -202,11 +201,12 @@ class PackedWeight:
     def _quicker_product(self, x: torch.Tensor, copy: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """By the copy, unless products of so many rows take longer by it on this processor."""
         rows = x.numel() // x.shape[-1]
-        race = _races[x.dtype, len(self._weights), rows if rows <= TUNING.packed_rows else -rows.bit_length()]
+        rows = rows if rows <= TUNING.packed_rows else -rows.bit_length()  # a class of sizes
+        race = _races[x.dtype, self.size, len(self._weights), rows]
         by_copy, begin = race.by_copy, 0.0 if race.decided else time.perf_counter()
         output = packed_product(x, copy, bias) if by_copy else self._own_product(x, bias)
         if not race.decided:
-            race.note(by_copy, (time.perf_counter() - begin) / self.size)
+            race.note(by_copy, time.perf_counter() - begin)
         return output
 
     def _make(self) -> None:
