@@ -69,14 +69,22 @@ def warn_of_quota(threads: int) -> None:
 
 
 class ProcessorTime:
-    """The processor time of this process's threads since it was made. Warns once of what holds them up."""
+    """The processor time of this process's threads since it was made. Warns once of what holds them up.
 
-    def __init__(self) -> None:
-        warn_of_quota(torch.get_num_threads())
+    Args:
+        device: where the target is; on others than CPUs nothing is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._measures = device.type == "cpu"
+        if self._measures:
+            warn_of_quota(torch.get_num_threads())
         self._begin, (self._ran, self._waited) = time.perf_counter(), _times()
 
     def share(self) -> float | None:
         """The part that they got of what they wanted, 0 to 1; `None` where the system does not say it."""
+        if not self._measures:
+            return None
         ran, waited = (now - then for now, then in zip(_times(), (self._ran, self._waited), strict=True))
         if ran <= 0 or waited < 0:
             return None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
-from ..core.processors import ProcessorTime
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
@@ -81,7 +80,6 @@ def speculative_decoding(
     statistics = DraftStatistics() if statistics is None else statistics
     statistics.drafter, statistics.target = type(drafter).__name__, named_target(target)
     keeper = Keeper(statistics, device_of(target), timed=returned)
-    processors = ProcessorTime() if device_of(target).type == "cpu" else None
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         watch = Watch(target, own_modules)
@@ -94,7 +92,6 @@ def speculative_decoding(
         limits = DraftLimits(call, output.taps.shape[1], refused, untriable or _changing(watch, target, refused))
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
     _finish(keeper, texts, runtime, watch, None if synced_gpus else session)
-    statistics.processor_share = None if processors is None else processors.share()
     _remember(history, texts, input_ids, model_kwargs)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 

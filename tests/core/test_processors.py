@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import make_drafter, make_target
 
 from hf_hsdraft.core import processors
@@ -59,10 +60,10 @@ def test_more_threads_than_a_quota_allows_are_told_once(monkeypatch, warnings, t
 
 
 HELD_UP = """
-import hashlib, os, threading, time
+import hashlib, os, threading, time, torch
 from hf_hsdraft.core.processors import ProcessorTime
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-found, end = ProcessorTime(), time.monotonic() + 0.5
+found, end = ProcessorTime(torch.device('cpu')), time.monotonic() + 0.5
 def work():
     while time.monotonic() < end:
         hashlib.sha256(bytes(10**6))
@@ -101,4 +102,4 @@ def test_calls_whose_threads_are_held_up_warn_once_and_say_how_much(tuned, warni
 
 def test_a_system_that_does_not_say_it_gives_no_share(monkeypatch):
     monkeypatch.setattr(processors, "_times", lambda: (0, 0))
-    assert ProcessorTime().share() is None
+    assert ProcessorTime(torch.device("cpu")).share() is None
