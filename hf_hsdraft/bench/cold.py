@@ -163,8 +163,12 @@ class ColdCalls:
 def run_cold(plan: BenchPlan, pair: Pair, tell: Callable[[str], None]) -> list[ColdCalls]:
     """Measures the variants of a plan, for each batch size. The report is written after each process."""
     command = f"{plan.command(str(pair.dtype).removeprefix('torch.'))} --cold"
-    settings = {"command": command, "processor": processor(torch.device(pair.device)), "torch": torch.__version__}
-    settings["threads"] = torch.get_num_threads()
+    settings = {
+        "command": command,
+        "processor": processor(torch.device(pair.device)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     done = list[ColdCalls]()
     for size in plan.points.get(BATCH, (1,)):
         starts = range(0, len(plan.texts) - size + 1, size)

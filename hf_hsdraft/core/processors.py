@@ -34,9 +34,9 @@ def quota(groups: Path = _GROUPS, of_process: Path = _OF_PROCESS) -> float | Non
             roots = [groups / "cpu", groups / "cpu,cpuacct", groups / "cpuacct,cpu"]
         else:
             continue
-        path = PurePosixPath(name.lstrip("/"))
+        path = PurePosixPath(name.lstrip("/"))  # its last parent is "."
         # A container sees its own group at the root, whatever its name; the groups around one limit it too.
-        found += [_quota_of(root / part) for root in roots for part in dict.fromkeys((path, *path.parents, "."))]
+        found += [_quota_of(root / part) for root in roots for part in (path, *path.parents)]
     limits = [each for each in found if each is not None]
     return min(limits, default=None)
 
