@@ -8,19 +8,19 @@ Every process loads target and drafter by name, measures once, and ends. No earl
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from runner import counts, dtype_of, keep, options, print_table, prompt_texts
 
-Found = TypeVar("Found")
+if TYPE_CHECKING:
+    from hf_hsdraft.bench.cold import Pair
+
 FIRST_CALLS = (
     "plain s, drafted s: seconds of the first generate() of a process, without loading target and drafter; plain and "
     "drafted calls take turns, each in a fresh process, and every text has exactly so many new tokens; median, with "
@@ -30,47 +30,6 @@ CONCURRENT = (
     "packed: number of calls that used packed weights, at least in their later rounds. added MB: peak of resident "
     "memory while the calls run, less MB before, the memory held after loading and one plain call."
 )
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target and a drafter by name, loaded by every process."""
-
-    target: str | None  # `None` for the default one
-    drafter: str
-    dtype: Any
-    device: str = "cpu"
-    packed_weights: bool | None = None  # the drafter's option of that name; `None` leaves it unchanged
-
-    def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
-        """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process."""
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the new process inherits it: Ctrl-C is for this one
-            try:
-                found = pool.submit(self._load_and, measure, list(prompts), *given)
-            finally:
-                signal.signal(signal.SIGINT, before)
-            try:
-                return found.result()
-            except KeyboardInterrupt:
-                for process in multiprocessing.active_children():
-                    process.kill()
-                raise
-
-    def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
-        from transformers.utils.logging import disable_progress_bar
-
-        from hf_hsdraft.generate.by_name import found_for_targets
-        from hf_hsdraft.runtime.prompt_inputs import encode_prompt
-        from hf_hsdraft.runtime.target_loading import load_target
-
-        disable_progress_bar()
-        named = found_for_targets(self.drafter, self.dtype, self.device)
-        target, tokenizer = load_target(self.target, self.dtype, self.device)
-        drafter = named(target)
-        if self.packed_weights is not None:
-            drafter.generation_config.packed_weights = self.packed_weights
-        return measure(target, drafter, [encode_prompt(tokenizer, prompt, self.device) for prompt in prompts], *given)
 
 
 def first_calls(pair: Pair, prompt: str, length: int, repeats: int) -> dict[bool, list[float]]:
@@ -133,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", type=counts, default=[], help="numbers of concurrent calls")
     parser.add_argument("--packed-weights", choices=("true", "false"), help="default: the drafter's setting")
     given = parser.parse_args(argv)
+    from hf_hsdraft.bench.cold import Pair
     from hf_hsdraft.runtime.target_loading import default_drafter
 
     [drafter] = given.drafter or [default_drafter(given.target) or "ngrams"]

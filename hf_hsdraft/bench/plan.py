@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,15 +152,16 @@ def run_plan(
     return result
 
 
-def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
-    """Draws the pictures into `plan.pictures`, or beside the report. Without matplotlib it prints a note."""
+def draw(plan: BenchPlan, pictures: Callable[[Path, str], list[Path]], console: Console) -> None:
+    """Draws the pictures into `plan.pictures`, or beside the report. Without matplotlib it prints a note.
+
+    `pictures` takes the folder and the beginning of the names, and returns the paths.
+    """
     folder = plan.pictures or (plan.json_out and plan.json_out.parent)
     if folder is None:
         return
-    from .plots import draw_bench
-
     try:
-        paths = draw_bench(result, folder, "bench" if plan.json_out is None else plan.json_out.stem)
+        paths = pictures(folder, "bench" if plan.json_out is None else plan.json_out.stem)
     except ImportError as error:
         console.print(f"no pictures: {error}", highlight=False, markup=False)
         return

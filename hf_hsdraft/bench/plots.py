@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
+from .cold import ColdCalls
 from .profile import PARTS
 from .report import ROUND_PARTS, BenchResult
 from .run import BATCH, CONTEXT, NEW, SweepPoint
 from .summary import summarise
+from .systems import PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +38,23 @@ def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[P
     return [
         save_figure(figure, folder / f"{stem}_{name}.png") for name, figure in figures.items() if figure is not None
     ]
+
+
+def draw_cold(sizes: Sequence[ColdCalls], folder: Path, stem: str = "cold") -> list[Path]:
+    """Draws the milliseconds per token of each call of a process, a picture for each batch size; returns the paths."""
+    paths = []
+    for each in sizes:
+        figure = new_figure(8.0, 4.2)
+        axes = figure.subplots()
+        for index, name in enumerate(each.calls):
+            label = name if name == PLAIN else f"{name}: {each.speed_up(name):.2f} times as fast"
+            times = [1000 * seconds for seconds in each.per_token(name)]
+            _line(axes, index, label, range(1, len(times) + 1), times)
+        batch = f", batches of {each.batch_size}" if each.batch_size > 1 else ""
+        style(axes, f"Calls of a new process without compiled code{batch}", "call of the process", "ms per token")
+        axes.set_ylim(bottom=0)
+        paths.append(save_figure(_with_legend(figure), folder / f"{stem}_{each.batch_size}.png"))
+    return paths
 
 
 def _speed_up(result: BenchResult) -> Figure | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from ._shared import (
     TemperatureOption,
     check_fit,
     console,
+    drafter_of,
     load_pair,
     loaded_target,
     numbers,
@@ -50,7 +52,10 @@ def bench(
     drafter: DraftersOption = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
-    variants: Annotated[str, typer.Option(help=f"Comma-separated: {VARIANTS}.")] = "default,chain,lookup",
+    variants: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated: {VARIANTS}. Default: default,chain,lookup; with --cold: default."),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling, set before each call; each prompt adds 1.")] = 0,
     top_k: Annotated[
@@ -70,6 +75,14 @@ def bench(
         str | None, typer.Option(help="Measure calls that emit this many tokens too, e.g. 1,4,8,16,32,64,128.")
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Time the parts of a round too.")] = False,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold",
+            help="Time the first calls of a process without compiled code instead; plain decoding and each variant "
+            "in a process of its own.",
+        ),
+    ] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     json_out: JsonOption = None,
@@ -80,6 +93,7 @@ def bench(
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
     from ..bench.calls import Settings
     from ..bench.plan import BenchPlan, draw, run_plan
+    from ..bench.plots import draw_bench
     from ..bench.prompts import NOTE
     from ..bench.report import print_report
     from ..bench.run import BATCH, CONTEXT, NEW
@@ -88,7 +102,7 @@ def bench(
     lists = {CONTEXT: context_lengths, BATCH: batch_sizes, NEW: new_tokens}
     points = {axis: numbers(text, f"--{axis.replace('_', '-')}", "1,2,4") for axis, text in lists.items() if text}
     settings = Settings(max_new_tokens, temperature, seed, top_k)
-    given = drafter or [""]
+    given, variants = drafter or [""], variants or ("default" if cold else "default,chain,lookup")
     try:
         if len(set(given)) < len(given):
             raise ValueError(f"a drafter is named twice: {', '.join(given)}")
@@ -97,6 +111,9 @@ def bench(
         raise typer.BadParameter(str(error)) from None
     if not prompts:
         say(NOTE)
+    if cold:
+        _bench_cold(plan, target, drafter, dtype, device)
+        return
     loaded: dict[str, Any] = {}
     if plan.takes_drafter:
         model, tokenizer, loaded[given[0]] = load_pair(target, drafter[0] if drafter else None, dtype, device)
@@ -107,7 +124,24 @@ def bench(
         model, tokenizer = loaded_target(target, dtype.torch, device)
     result = run_plan(plan, model, tokenizer, loaded, errors)
     print_report(result, console)
-    draw(plan, result, console)
+    draw(plan, partial(draw_bench, result), console)
+
+
+def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype: Dtype, device: str) -> None:
+    from ..bench.cold import DEFINITIONS, Pair, run_cold
+    from ..bench.plan import draw
+    from ..bench.plots import draw_cold
+    from ..bench.report import define
+    from ..bench.run import BATCH
+
+    if len(drafters or []) > 1 or plan.profile or plan.points.keys() - {BATCH}:
+        raise typer.BadParameter("--cold takes one --drafter, and no --profile, --context-lengths or --new-tokens")
+    pair = Pair(target, drafter_of(target, drafters[0] if drafters else None), dtype.torch, device)
+    found = run_cold(plan, pair, say)
+    for each in found:
+        console.print(each.table())
+    define(console, DEFINITIONS)
+    draw(plan, partial(draw_cold, found), console)
 
 
 @app.command(short_help="Time batches with and without the drafter.")

@@ -118,15 +118,14 @@ class Tuning:
     # Number of rounds without a draft until it is tried again: at first, and at most - by hand.
     first_pause: int = 8
     longest_pause: int = 32
-    # Account of what drafting saves: what it begins with and the most that it holds, in plain rounds; and the part of a
-    # round that each round pays in, which drafting may lose in the long run - by hand.
-    first_saved: float = 3.0
+    # Account of what drafting saves: what it begins with, in plain rounds, and the part of a round that each round
+    # pays in, which drafting may lose in the long run - simulated: a drafter that is always wrong loses 0.028 of ten
+    # calls of 8 tokens; with 3.0 and 0.02 it lost 0.053, and one that is mostly right gained 0.02 more.
+    first_saved: float = 0.8
+    allowed_loss: float = 0.01
+    # The most that it holds, of a text and of a batch, where a draft costs more and saves less - by hand.
     most_saved: float = 6.0
-    allowed_loss: float = 0.02
-    # The same for batches, where a draft costs more and saves less - by hand: a call of 40 tokens may lose 3%.
-    batch_first_saved: float = 0.8
     batch_most_saved: float = 2.0
-    batch_allowed_loss: float = 0.01
     # What a draft has to promise beyond its cost for each plain round of debt, as a multiple of the cost - by hand.
     worth_of_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
@@ -166,8 +165,12 @@ class Tuning:
     # Number of tokens of the first class of lengths with separate costs; each later class is twice as long
     # - by hand.
     cost_length: int = 1024
-    # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
-    packed_slower: float = 1.1
+
+    # --- Processors ---
+    # Part of the processor time that threads wanted, below which a call of so many seconds warns - by hand: one other
+    # busy process on 2 cores leaves two threads 0.67, and idle compilers leave them more than 0.95.
+    least_share: float = 0.85
+    noticed_seconds: float = 1.0
 
     # --- Memory ---
     # Room of a cache that grows: so many tokens more, and the length over this number - by hand.
@@ -191,6 +194,11 @@ class Tuning:
     # deaf to masks to 0.38 to 1.5.
     of_noise: float = 4.0
     least_eps: float = 4.0
+    # Number of tokens that calls may emit for which a trial pays, and numbers of a target whose trial takes no time
+    # - measured: a trial takes as long as 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves half a round a
+    # token.
+    trial_room: int = 48
+    trial_numbers: int = 2**24
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
@@ -210,6 +218,9 @@ class Tuning:
     # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
     packing_least_room: int = 8
     packed_rows: int = 16  # number of rows that the layout is chosen for - by hand
+    # Number of products by copies of one size, and as many by weights, that are timed before the quicker way is taken
+    # - by hand: two forwards of 30 layers.
+    raced_products: int = 30
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
     # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.
@@ -220,9 +231,13 @@ class Tuning:
     # Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core about a
     # minute, and a forward gets quicker by a third.
     compiling_forwards: int = 100
+    compiling_looks: int = 8  # number of forwards between two looks for a program - by hand: a look takes 0.3 ms
     # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
     compiled_least_numbers: int = 2**16
-    compiling_seconds: float = 600.0  # seconds after which a compiler is taken for stuck - by hand
+    # Seconds after which a compiler is taken for stuck, and bytes of its data beyond which it ends - by hand: at idle
+    # priority it may take many times the minute that it takes alone.
+    compiling_seconds: float = 3600.0
+    compiling_bytes: int = 2**32
     # Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
     most_kinds_of_layers: int = 4
     # By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.

@@ -10,9 +10,9 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..core.cache_folder import compiler_places, is_own, private_folder
+from ..core.cache_folder import is_own, private_folder
 from ..core.forks import new_lock
+from .background import start_compiler
 from .private_operators import works
 
 logger = logging.get_logger(__name__)
@@ -55,7 +56,7 @@ class Kernel:
         if self._found is None and self._may_run:
             with self._starting:
                 if self._process != os.getpid():  # a forked child has no threads of its parent
-                    thread = threading.Thread(target=self._run, name="hsdraft-kernel", daemon=True)
+                    thread = threading.Thread(target=self._run, args=(wait,), name="hsdraft-kernel", daemon=True)
                     try:
                         thread.start()
                     except RuntimeError:  # no more threads may be started
@@ -66,14 +67,14 @@ class Kernel:
                 self._thread.join()
         return self._found
 
-    def _run(self) -> None:
+    def _run(self, at_once: bool) -> None:
         try:
+            while not is_own(self._file) and self._compile(at_once):  # another process may make it too
+                time.sleep(1.0)
             if not is_own(self._file):
-                self._compile()
-            if not is_own(self._file):
-                raise OSError(f"{self._file} was not made, or others can write to it")
+                raise OSError(f"{self._file} was not compiled, or others can write to it")
             torch.ops.load_library(str(self._file))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError) as error:
             logger.info(f"No {self._what} on this machine: {error}")
             return
         found = getattr(torch.ops, self._library)
@@ -103,24 +104,22 @@ class Kernel:
     def _file(self) -> Path:
         return private_folder("kernels") / f"{self._source.stem}-{self._library}.so"
 
-    def _compile(self) -> None:
-        # Imported here: it looks for toolkits of GPUs.
-        from torch.utils.cpp_extension import include_paths, library_paths
-
+    def _compile(self, at_once: bool) -> bool:
+        """Compiles the operators, or returns True while another compiler has its turn."""
         compiler = cpp_compiler()
         if compiler is None:
             raise OSError("no C++ compiler")
-        partial = self._file.with_suffix(f".{os.getpid()}")
-        places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+        partial, of_torch = self._file.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent
+        places = [f"-I{of_torch / 'include'}", f"-I{of_torch / 'include/torch/csrc/api/include'}"]
         # A shell renames the result, also after the end of a process that did not wait for it.
         script = 'umask 077; made=$1; shift; "$@" && mv -f "$made" "$0"'
         command = ["sh", "-c", script, str(self._file), str(partial)]
-        command += ["nice", compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places]
+        command += [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, f"-L{of_torch / 'lib'}"]
         command += [str(self._source), "-lc10", "-ltorch_cpu", "-o", str(partial)]
-        environment = {**os.environ, **compiler_places()}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+        process = start_compiler(command, at_once=at_once)
+        if process is not None:
+            process.wait()
+        return process is None
 
 
 def cpp_compiler() -> str | None:

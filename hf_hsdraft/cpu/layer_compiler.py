@@ -11,16 +11,13 @@ sums between them, for any number of texts and tokens.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import operator
 import os
 import pickle
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..core.tuning import TUNING
 from .grouped_attention import attention_by
 from .layer_form import CannotCompile, Form, arguments_of
 from .layer_operators import ATTEND, PRODUCT
@@ -175,25 +171,12 @@ def main() -> None:
     os.umask(0o077)  # others write nothing of it
     torch.set_num_threads(threads)
     try:
-        with _alone(package.with_suffix(".compiling")):
-            compile_layer(layer, form, package)
-    except (OSError, MemoryError):  # the next process may have more room, or finds it being compiled
+        compile_layer(layer, form, package)
+    except (OSError, MemoryError):  # the next process may have more room
         sys.exit(1)
     except Exception as error:  # whatever a layer does when it is traced
         package.with_suffix(".failed").write_text(f"{type(error).__name__}: {error}"[:2000], encoding="utf-8")
         sys.exit(1)
-
-
-@contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Holds a file that no other process holds; one that was left by an interrupted process is removed in time."""
-    if place.exists() and time.time() - place.stat().st_mtime > TUNING.compiling_seconds:
-        place.unlink(missing_ok=True)
-    place.touch(exist_ok=False)
-    try:
-        yield
-    finally:
-        place.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -23,15 +22,17 @@ import transformers
 from torch import nn
 from transformers.utils import logging
 
-from ..core.cache_folder import check_temporary_folders, compiler_places, is_own, private_folder
+from ..core.cache_folder import check_temporary_folders, is_own, private_folder
 from ..core.forks import new_lock, new_rlock
 from ..core.tuning import TUNING
+from .background import start_compiler
 from .kernel import cpp_compiler
 from .layer_form import Form
 from .layer_operators import Step, running
 
 logger = logging.get_logger(__name__)
 METADATA = "hf_hsdraft"  # key in a compiled package
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # it starts no other processes that stay
 
 
 @dataclass(frozen=True)
@@ -105,30 +106,27 @@ class Entry:
 
     def _advance(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         self._forwards += 1
+        if self._forwards % TUNING.compiling_looks != 1 and not at_once:
+            return False
         package = private_folder("layers") / f"{self.key}.pt2"
-        if self._compiler is None and not is_own(package):
-            if self._forwards < TUNING.compiling_forwards and not at_once:
-                return False
-            able = sys.executable and cpp_compiler()
-            self.why_not = _reason(package) or ("" if able else "there is no C++ compiler")
-            if self.why_not:
-                return False
-            self._compiler = _compiler(layer, form, package)
-            if not at_once:
-                yield_processors(self._compiler.pid)
-        if self._compiler is not None:
+        if not is_own(package):
+            if self._compiler is None:
+                if self._forwards < TUNING.compiling_forwards and not at_once:
+                    return False
+                able = sys.executable and cpp_compiler()
+                self.why_not = _reason(package) or ("" if able else "there is no C++ compiler")
+                self._compiler = None if self.why_not else _compiler(layer, form, package, at_once)
+                if self._compiler is None:  # it has to wait for its turn, maybe for this very program
+                    return False
             if at_once:
                 self._compiler.wait(TUNING.compiling_seconds)
             if self._compiler.poll() is None:
                 return False
-        if is_own(package):
-            check_temporary_folders()  # the program is unpacked there
-            return self._load(package)
-        if package.with_suffix(".compiling").exists():  # another process is at it
-            self._compiler, self._forwards = None, 0
-        else:
-            self.why_not = _reason(package) or "the compiler was interrupted"
-        return False
+            if not is_own(package):
+                self.why_not = _reason(package) or "the compiler was interrupted"
+                return False
+        check_temporary_folders()  # the program is unpacked there
+        return self._load(package)
 
     def _load(self, package: Path) -> bool:
         try:
@@ -151,55 +149,21 @@ def entry_of(description: str, form: Form) -> Entry:
         return _entries.setdefault(key, Entry(key))
 
 
-def _compiler(layer: nn.Module, form: Form, package: Path) -> subprocess.Popen[bytes]:
-    """Starts a process that compiles a layer; raises a ValueError if it cannot be handed over."""
+def _compiler(layer: nn.Module, form: Form, package: Path, at_once: bool) -> subprocess.Popen[bytes] | None:
+    """As `start_compiler`, for a layer; raises a ValueError if it cannot be handed over."""
     if any(type(module).__module__ == "__main__" for module in layer.modules()):
         raise ValueError("another process cannot import its class from the program that runs")
-    try:
-        request = pickle.dumps((str(package), torch.get_num_threads(), form, _without_weights(layer)))
-    except Exception as error:  # whatever a class of other libraries raises
-        raise ValueError(f"it cannot be pickled: {error}") from error
+
+    def request() -> bytes:
+        try:
+            return pickle.dumps((str(package), torch.get_num_threads(), form, _without_weights(layer)))
+        except Exception as error:  # whatever a class of other libraries raises
+            raise ValueError(f"it cannot be pickled: {error}") from error
+
     # Nothing is imported from the current folder that this process would not import from there.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     command = [sys.executable, "-P", "-m", f"{__package__}.layer_compiler"]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **compiler_places(), "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,  # it outlives an interrupt of this process: the next one finds the program
-    )
-    try:
-        threading.Thread(target=_hand_over, args=(process, request), name="hsdraft-compiler", daemon=True).start()
-    except RuntimeError:  # no more threads may be started
-        process.kill()
-        process.communicate()
-        raise
-    return process
-
-
-def yield_processors(pid: int) -> None:
-    """Gives a process that leads a session the lowest priority, beside processes of other sessions too.
-
-    Linux shares processors between sessions first (`autogroup`); a nice value counts within one only.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # it has ended, or the system has no such call
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text("19", encoding="ascii")
-
-
-def _hand_over(process: subprocess.Popen[bytes], request: bytes) -> None:
-    """Writes the request, and waits for the process, so that none is left behind."""
-    try:
-        process.communicate(request, timeout=TUNING.compiling_seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    except (OSError, ValueError):  # it ended early
-        process.wait()
+    return start_compiler(command, request, at_once, PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="", **_ALONE)
 
 
 @functools.cache

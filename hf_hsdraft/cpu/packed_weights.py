@@ -1,7 +1,8 @@
 """On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
 
-PyTorch takes 1.5 to 2 times as long to multiply a few rows by a weight as it lies in memory as by such a copy. It is
-the same product, summed in another order. The copy of a weight that the user quantised holds it as it was quantised.
+On most processors PyTorch takes 1.5 to 2 times as long to multiply a few rows by a weight as it lies in memory as by
+such a copy; where it does not, rows are multiplied by the weight. It is the same product, summed in another order. The
+copy of a weight that the user quantised holds it as it was quantised.
 
 A copy does not follow writes to its weight. So it is made within a call, and freed with the last call that uses it.
 Within a call it is skipped as soon as its weight is replaced, or written to in a way that its version counts.
@@ -12,9 +13,12 @@ copied.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
+import time
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -122,6 +126,30 @@ def _sums(weight: torch.Tensor) -> torch.Tensor:
     return words.view(len(words), 4 if words.shape[1] % 4 == 0 else 1, -1).sum(-1)
 
 
+class _Race:
+    """Whether products by copies take less time than by weights: they take turns until both have been timed.
+
+    Attributes:
+        by_copy: whether the next product is by the copy.
+        decided: whether all further ones are as well.
+    """
+
+    def __init__(self) -> None:
+        self.by_copy, self.decided = True, False
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def note(self, by_copy: bool, seconds: float) -> None:
+        self._seconds[by_copy].append(seconds)
+        self.by_copy = not by_copy
+        if min(map(len, self._seconds.values())) >= TUNING.raced_products:
+            medians = {way: statistics.median(each) for way, each in self._seconds.items()}
+            self.by_copy, self.decided = medians[True] <= medians[False], True
+
+
+# By dtype, size of the weight, number of joined layers, and rows.
+_races: defaultdict[tuple[torch.dtype, int, int, int], _Race] = defaultdict(_Race)
+
+
 class PackedWeight:
     """x W^T + b, by a copy of W made at the first product. Thread-safe.
 
@@ -158,13 +186,28 @@ class PackedWeight:
             self._make()
         if self._copy is not None and usual and x.numel():
             if not isinstance(self._copy, SmallCopy):
-                return packed_product(x, self._copy, bias)
+                return self._quicker_product(x, self._copy, bias)
             if x.numel() <= TUNING.small_rows * x.shape[-1]:  # more rows are quicker by the layer's own product
                 return self._copy(x, bias)
+        return self._own_product(x, bias)
+
+    def _own_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """By the weights as they lie in memory."""
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
         outputs = torch.cat([F.linear(x, weight) for weight in self._weights], dim=-1)
         return outputs if bias is None else outputs + bias
+
+    def _quicker_product(self, x: torch.Tensor, copy: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """By the copy, unless products of so many rows take longer by it on this processor."""
+        rows = x.numel() // x.shape[-1]
+        rows = rows if rows <= TUNING.packed_rows else -rows.bit_length()  # a class of sizes
+        race = _races[x.dtype, self.size, len(self._weights), rows]
+        by_copy, begin = race.by_copy, 0.0 if race.decided else time.perf_counter()
+        output = packed_product(x, copy, bias) if by_copy else self._own_product(x, bias)
+        if not race.decided:
+            race.note(by_copy, time.perf_counter() - begin)
+        return output
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # for calls in and outside of inference mode

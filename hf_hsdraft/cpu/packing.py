@@ -12,7 +12,6 @@ without it (the rule of "ski rental").
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +38,10 @@ class Packing:
     Args:
         asked_for: `True` packs before the first round, whatever the size; `None` when it pays, up to 2 GiB in the
             process; `False` never.
-        slower: whether packed weights are known to slow this kind of call down.
     """
 
-    def __init__(self, target: Any, asked_for: bool | None, slower: Callable[[], bool]) -> None:
-        self._target, self._asked_for, self._slower = target, asked_for, slower
+    def __init__(self, target: Any, asked_for: bool | None) -> None:
+        self._target, self._asked_for = target, asked_for
         self.weights: PackedWeights | None = None
         self._settled = asked_for is False  # nothing changes in this call any more
 
@@ -60,7 +58,7 @@ class Packing:
             stock = _stocks.get(self._target)
             if stock is None or stock.copies is None:
                 return False
-            if room < TUNING.packing_least_room or self._slower():
+            if room < TUNING.packing_least_room:
                 self._settled = True
                 return False
             if stock.copies.serve(self._target, None):
@@ -80,7 +78,7 @@ class Packing:
             if stock.lost < TUNING.packing_forwards:
                 return False
             self._settled = True
-            return not self._slower() and self._pack()
+            return self._pack()
 
     def _pack(self) -> bool:
         self._settled = True

@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from ..core.cache_name import CACHE
 from ..core.checks import public_name
+from ..core.tuning import TUNING
 from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts, stacked
 
@@ -36,6 +37,8 @@ class DraftStatistics:
         compiled_layers: whether rounds ran the target's decoder layers as compiled programs at some point.
         reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 for
             other drafters.
+        processor_share: part of the processor time that the process's threads wanted in the call which they got, 0 to
+            1; other processes and a container's quota take the rest. `None` on a GPU, and where it is unknown.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time. The rest of the
             total is Python between the parts, and finding out what a target can do. The parts are 0 without
             `return_dict_in_generate=True`.
@@ -56,6 +59,7 @@ class DraftStatistics:
     packed_weights: bool = False
     compiled_layers: bool = False
     reused_share: float = 0.0
+    processor_share: float | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -100,13 +104,15 @@ class DraftStatistics:
         )
 
     def _told_seconds(self) -> str:
+        held_up = ""
+        if self.processor_share is not None and self.processor_share < TUNING.least_share:
+            held_up = f"; its threads got {self.processor_share:.0%} of the processor time that they wanted"
         parts = {part: getattr(self, f"{part}_seconds") for part in ("prefill", "draft", "verify", "commit")}
         if not any(parts.values()):
-            return f"seconds: {self.total_seconds:.2f}"
+            return f"seconds: {self.total_seconds:.2f}{held_up}"
         parts["other"] = max(self.total_seconds - sum(parts.values()), 0.0)
-        return f"seconds: {self.total_seconds:.2f} = " + " + ".join(
-            f"{each:.2f} {part}" for part, each in parts.items()
-        )
+        summed = " + ".join(f"{each:.2f} {part}" for part, each in parts.items())
+        return f"seconds: {self.total_seconds:.2f} = {summed}{held_up}"
 
     # Whisper's `generate` splits each field of an output by row, and moves the parts to the CPU.
     __iter__ = None

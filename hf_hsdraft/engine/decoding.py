@@ -17,7 +17,6 @@ from ..core.tuning import TUNING
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
-from ..pace.pacing import slower_packed
 from ..runtime.foreign_parts import look_at
 from ..runtime.foreign_state import Watch
 from ..runtime.static_cache import with_draft_room
@@ -210,13 +209,7 @@ def _run_rounds(
         drafting.session.resume(memory, runtime.cached_before)
     room = max(map(texts.room, range(call.rows)))
     if limits.options.depth:
-        # Asked again as the text grows: its length is part of the kind.
-        runtime.acceleration.begin(
-            call.options.packed_weights,
-            room,
-            lambda: slower_packed(call.target, target.kind(drafting.session)),
-            call.options.compiled_layers,
-        )
+        runtime.acceleration.begin(call.options.packed_weights, room, call.options.compiled_layers)
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))

@@ -7,6 +7,7 @@ end.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
+from ..core.tuning import TUNING
 from ..drafters.base.protocol import Call
 from ..runtime.findings import Finding, Size, find_out
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
@@ -107,8 +109,9 @@ class DraftLimits:
             return
         room = max(map(self._texts.room, rows))
         in_step = self._why_in_step(room)
-        # A short call wins nothing back. Fixed sizes and given costs mean that every call drafts alike.
-        pays = room > STEPS + 1 or self.options.tree_sizing == "fixed" or self.options.costs is not None
+        # Fixed sizes and given costs mean that every call drafts alike.
+        alike = self.options.tree_sizing == "fixed" or self.options.costs is not None
+        pays = alike or _wins_back(runtime.target, room)
         found = self._found(rows, pays or self._synced_gpus, self._in_any_process, chains=bool(in_step))
         if found is None:
             self._draft_nothing(self._why_nothing(pays))
@@ -225,6 +228,21 @@ class DraftLimits:
         shared = torch.tensor(float(flag), device=device_of(self._runtime.target))
         distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
         return bool(shared)
+
+
+# Tokens that calls of a target might have emitted which were too short to win back its trial.
+_without_trial: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _wins_back(target: Any, room: int) -> bool:
+    """Whether drafts of a call of `room` tokens, and of as many again as earlier short calls had, pay for a trial."""
+    if room <= STEPS + 1:
+        return False
+    if room < TUNING.trial_room and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
+        room += _without_trial.get(target, 0)
+        _without_trial[target] = room
+        return room >= TUNING.trial_room
+    return True
 
 
 def _size(call: Call) -> Size:

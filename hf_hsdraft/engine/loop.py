@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.draft_tree import DraftTree
+from ..core.processors import ProcessorTime
 from ..drafters.base.protocol import Accepted
 from ..trees.tree_builders import Expansion
 from .call_output import DraftStatistics
@@ -151,6 +152,7 @@ class Keeper(Observer):
         self.statistics, self._timed, self._waits = statistics, timed, timed and device.type == "cuda"
         self._device, self._seconds = device, dict[str, float]()  # of each part of a round
         self._drafting: Drafting | None = None
+        self._processors = ProcessorTime(device)
         self._begin = self._last = self._now()
 
     def report_to(self, drafting: Drafting, acceleration: Any = None, repace: Callable[[], Any] = lambda: None) -> None:
@@ -172,6 +174,7 @@ class Keeper(Observer):
             setattr(self.statistics, name, getattr(self.statistics, name) + self._seconds[part])
 
     def finish(self) -> None:
+        self.statistics.processor_share = self._processors.share()
         if self._timed:
             self.statistics.total_seconds = self._now() - self._begin
 

@@ -212,13 +212,13 @@ class Habits:
     accepted: float = 0.0  # drafted tokens accepted
     expected: float = 0.0  # drafted tokens expected to be accepted
     saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
-    pause: int = 0  # rounds that a batch waits for its next trial
+    pause: int = 0  # rounds until the next trial
 
     @classmethod
-    def assumed(cls, depth: int, rows: int = 1) -> Habits:
+    def assumed(cls, depth: int) -> Habits:
         """Returns the prior for a drafter's first text, or first batch."""
         gains = [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)]
-        return cls(Calibration(), gains, saved=TUNING.first_saved if rows == 1 else TUNING.batch_first_saved)
+        return cls(Calibration(), gains)
 
     def of_depth(self, depth: int) -> Habits:
         """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""

@@ -13,7 +13,7 @@ import math
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -67,12 +67,13 @@ class CostPace(Pace):
 
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
     of the drafter (`Habits.saved`). In debt, a draft has to promise more than its cost, in proportion to the debt.
-    Each round pays a small part of the debt off. A batch of `rows` texts, which a draft costs more and gains less, may
-    lose less; there a trial has to be paid for beforehand, and a call begins with the pause that the last one came to.
+    Each round pays a small part of the debt off. A trial after a pause has to be paid for beforehand, and a text begins
+    with the pause that the last one came to. A batch of `rows` texts, which a draft costs more and gains less, saves up
+    less to lose.
     """
 
     def __init__(self, depth: int, costs: Costs | MeasuredCosts, rows: int = 1) -> None:
-        self.habits, self._batch = Habits.assumed(depth, rows), rows > 1
+        self.habits, self._batch = Habits.assumed(depth), rows > 1
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self.measures = self.measured is not None
         self._depth, self._costs = depth, costs
@@ -89,8 +90,7 @@ class CostPace(Pace):
     def begin_with(self, habits: Habits) -> None:
         """Begins a text with the habits of the drafter's last one."""
         self.habits = habits.for_another_text().of_depth(self._depth)
-        if self._batch:
-            self._pause = self.habits.pause
+        self._pause = self.habits.pause
 
     @property
     def costs(self) -> Costs:
@@ -104,7 +104,7 @@ class CostPace(Pace):
         chosen = self._best_depth(certain)
         if chosen or certain > TUNING.certain:
             return chosen
-        if habits.saved < (self.costs.drafting(1) if self._batch else 0.0):  # no trials in debt
+        if habits.saved < self.costs.drafting(1):  # no trials in debt
             return 0
         self._waited += 1
         if self._waited <= self._pause:
@@ -219,13 +219,11 @@ class CostPace(Pace):
         self._promised = 0.0
         progress = emitted if progress is None else progress
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
-        most, allowed = TUNING.most_saved, TUNING.allowed_loss
         lost = time
-        if self._batch:
-            most, allowed = TUNING.batch_most_saved, TUNING.batch_allowed_loss
-            if self.measured is not None:  # a first draft reads the prompts too
-                lost += self.measured.draft_time(depth, draft_seconds) - costs.drafting(depth)
-        habits.saved = min(habits.saved + progress - lost + allowed, most)
+        if self._batch and self.measured is not None:  # a first draft reads the prompts too
+            lost += self.measured.draft_time(depth, draft_seconds) - costs.drafting(depth)
+        most = TUNING.batch_most_saved if self._batch else TUNING.most_saved
+        habits.saved = min(habits.saved + progress - lost + TUNING.allowed_loss, most)
         if not self._is_plain:  # a plain round shows nothing about drafting
             newest = 1.0 - TUNING.pace_fading
             habits.tokens += newest * (progress - habits.tokens)
@@ -275,12 +273,3 @@ def pace_for(
         pace.begin_with(habits[kind.habits_by])
     habits[kind.habits_by] = pace.habits
     return pace
-
-
-def slower_packed(target: Any, kind: KindOfCall) -> bool:
-    """Returns whether plain rounds take longer with packed weights, as the layout may not suit a processor."""
-    known = _known.get(target, {})
-    packed, unpacked = (known.get(replace(kind, packed=each)) for each in (True, False))
-    if packed is None or unpacked is None or not packed.plain or not unpacked.plain:
-        return False
-    return packed.plain > TUNING.packed_slower * unpacked.plain

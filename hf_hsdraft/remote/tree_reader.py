@@ -73,7 +73,7 @@ class TreeReader:
         self.longest = min(furthest_read(target, 0) + 1, sys.maxsize)
         with torch.no_grad():
             self._try()
-        self._acceleration.begin(packed_weights, self.longest, lambda: False)
+        self._acceleration.begin(packed_weights, self.longest)
 
     def _refusal(self, reason: str) -> DraftingRefused:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")

@@ -105,18 +105,15 @@ class Acceleration:
         """Compiles a function of fixed shapes if forwards are compiled."""
         return function if self._compiled is None else compiled(function, self.compile_config)
 
-    def begin(
-        self, asked_for: bool | None, room: int, slower: Callable[[], bool], programs: bool | None = False
-    ) -> None:
+    def begin(self, asked_for: bool | None, room: int, programs: bool | None = False) -> None:
         """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
 
         Args:
             asked_for: the option `packed_weights`.
             programs: the option `compiled_layers`.
             room: number of tokens that the call may emit.
-            slower: returns whether packed weights are known to slow down this kind of call.
         """
-        self._packing = Packing(self._target, False if self._compiled else asked_for, slower)
+        self._packing = Packing(self._target, False if self._compiled else asked_for)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None
         if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":

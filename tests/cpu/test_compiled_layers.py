@@ -2,8 +2,6 @@
 
 import copy
 import getpass
-import os
-import subprocess
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hf_hsdraft import CachebackDrafter, harmless
 from hf_hsdraft.core.cache_folder import is_own, is_private, private_folder
 from hf_hsdraft.core.cache_name import CACHE
-from hf_hsdraft.cpu import compiled_layers, layer_programs
+from hf_hsdraft.cpu import background, compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
 from hf_hsdraft.cpu.layer_form import CannotCompile, description_of, form_of
 from hf_hsdraft.cpu.layer_operators import running
@@ -323,10 +321,14 @@ def test_compilers_keep_what_they_include_in_a_private_folder(monkeypatch, tmp_p
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of-others"))
-    given = []
-    monkeypatch.setattr(layer_programs, "_hand_over", lambda *_: None)
-    monkeypatch.setattr(layer_programs.subprocess, "Popen", lambda *_, **kwargs: given.append(kwargs["env"]))
-    layer_programs._compiler(make_target().model.layers[0], (), tmp_path / "key.pt2")
+    given, start = [], background.subprocess.Popen
+
+    def nothing(command, env, **kwargs):
+        given.append(env)
+        return start(["true"], **kwargs)
+
+    monkeypatch.setattr(background.subprocess, "Popen", nothing)
+    layer_programs._compiler(make_target().model.layers[0], (), tmp_path / "key.pt2", True)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"):
         assert Path(given[0][name]).is_relative_to(tmp_path / "cache") and is_private(given[0][name])
 
@@ -354,14 +356,3 @@ def test_a_compiled_program_runs_and_is_found_again(monkeypatch, tmp_path):
     drafted = target.generate(IDS[:1], assistant_model=compiling(target), **call)
     assert drafted.statistics.compiled_layers and package.stat().st_mtime_ns == made
     assert is_own(package) and not list(planted.iterdir())
-
-
-@pytest.mark.process
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="processors are not shared by session here")
-def test_a_compiler_yields_to_processes_of_other_sessions():
-    """Its nice value alone would count within its own session only."""
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        layer_programs.yield_processors(process.pid)
-        group = Path(f"/proc/{process.pid}/autogroup").read_text(encoding="ascii")
-        assert group.split()[-1] == "19" and os.sched_getscheduler(process.pid) == os.SCHED_IDLE
-        process.kill()

@@ -6,8 +6,8 @@ import io
 import pickle
 import time
 import weakref
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -32,7 +32,6 @@ from hf_hsdraft.serve import chat
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
 IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-SLOWER = "hf_hsdraft.engine.decoding.slower_packed"
 
 
 @pytest.fixture
@@ -293,7 +292,6 @@ def test_calls_share_copies(target, copies):
 def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, first, tuned):
     """And what the default has packed is not packed again where more is asked for."""
     tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
-    monkeypatch.setattr(SLOWER, lambda *kind: False)
     drafter, expected = make_drafter(target), text(target, max_new_tokens=16)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
     assert 0 < some < every
@@ -520,7 +518,6 @@ def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch):
 
     monkeypatch.setattr(module.PackedLinears, "run", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
-    monkeypatch.setattr(SLOWER, lambda *kind: False)  # so small, a layout may not gain
     for _ in range(10):
         output = text(target, echo, max_new_tokens=60, return_dict_in_generate=True)
     assert output.statistics.packed_weights and events.count("timed") >= 2
@@ -541,25 +538,31 @@ def test_costs_are_those_of_packed_weights(target, packings):
     assert known[True].plain is not None and known[True].widest > 0
 
 
-@pytest.mark.parametrize(("plain", "slower"), [(0.030, False), (0.042, False), (0.050, True)])
-def test_packing_that_slows_plain_rounds_is_given_up(target, plain, slower):
-    drafter, a_kind = CachebackDrafter(), pacing.KindOfCall(("a kind",), (), 0, 6)
-    assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, a_kind, None).note_round(0, 1.0, 0.040, 0, 0.0)
-    assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, replace(a_kind, packed=True), None).note_round(0, 1.0, plain, 0, 0.0)
-    assert pacing.slower_packed(target, a_kind) is slower
+@pytest.mark.parametrize("slower", ["copy", "weight"])
+def test_each_number_of_rows_is_multiplied_in_the_quicker_way(monkeypatch, tuned, slower):
+    """Both take turns first, for each number of rows; all products are the weight's."""
+    tuned(raced_products=4)
+    monkeypatch.setattr(module, "_races", defaultdict(module._Race))
+    weight, calls = torch.randn(48, 64).to(TYPES[0]), []
+    by_copy, by_weight = module.packed_product, module.F.linear
 
+    def noted(name, product):
+        def run(*args):
+            calls.append(name)
+            time.sleep(0.01 if name == slower else 0.0)
+            return product(*args)
 
-def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, packings, monkeypatch):
-    """Costs depend on the length of a text, which has grown since the call began; nothing is packed where it does."""
-    kinds = []
-    monkeypatch.setattr(SLOWER, lambda _, kind: not kinds.append(kind))
-    for rounds in (1, 30):
-        tuned(packed_least_numbers=0, packing_forwards=0.2 * rounds, cost_length=16)
-        target = make_target()
-        text(target, drafter_of(target, None), max_new_tokens=60)
-    assert len(kinds) == 2 and kinds[0] != kinds[1] and not packings
+        return run
+
+    monkeypatch.setattr(module, "packed_product", noted("copy", by_copy))
+    monkeypatch.setattr(module, "F", SimpleNamespace(linear=noted("weight", by_weight)))
+    packed = module.PackedWeight(weight)
+    for rows in (2, 9):
+        calls.clear()
+        x = torch.randn(1, rows, 64).to(TYPES[0])
+        for _ in range(12):
+            torch.testing.assert_close(packed(x), by_weight(x, weight))
+        assert sorted(calls[:8]) == ["copy"] * 4 + ["weight"] * 4 and slower not in calls[8:] and len(calls) == 12
 
 
 @pytest.mark.parametrize("value", ["yes", 1])

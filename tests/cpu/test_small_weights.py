@@ -185,7 +185,7 @@ def test_operators_that_others_may_have_written_are_compiled_again(tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source, compiled, loaded = tmp_path / "planted.cpp", [], []
     source.write_text("", encoding="utf-8")
-    monkeypatch.setattr(Kernel, "_compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(Kernel, "_compile", lambda self, at_once: compiled.append(self))
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     kernel = Kernel(source, "planted products", lambda found: True)
     kernel._may_run = True
@@ -204,7 +204,7 @@ def test_calls_do_not_wait_for_a_compiler(tmp_path, monkeypatch):
     compiling, source = Event(), tmp_path / "slow.cpp"
     source.write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Kernel, "_compile", lambda self: compiling.wait(30))
+    monkeypatch.setattr(Kernel, "_compile", lambda self, at_once: not compiling.wait(30))
     kernel = Kernel(source, "slow products", lambda found: True)
     assert kernel.operators() is None
     compiling.set()

@@ -440,6 +440,17 @@ def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, expected)
             assert ("in so short a call" in output.statistics.reason) == (new != NEW)
 
 
+def test_short_calls_of_a_large_target_draft_once_they_could_have_won_a_trial_back(tuned):
+    tuned(trial_numbers=0, trial_room=2 * NEW + 1)
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    told = [text(target, 1, drafter, return_dict_in_generate=True).statistics.reason for _ in range(4)]
+    assert ["in so short a call" in each for each in told] == [True, True, False, False]
+    output = text(make_target(), 1, drafter, max_new_tokens=2 * NEW + 2, return_dict_in_generate=True)
+    assert not output.statistics.reason
+
+
 @pytest.mark.parametrize("new", [3, 5, 8, NEW])
 def test_the_first_call_streams_all_of_its_text_in_order(new):
     target, streamer = make_target(), Steps()
