@@ -140,12 +140,16 @@ class CausalLMDrafter(nn.Module, Drafter):
     def default_generation_config(self) -> GenerationConfig:
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4, own=self.own_options)
 
-    def check(self, target: Any) -> None:
+    def check_mode(self) -> None:
+        """Raises DraftingRefused if the model is in training mode."""
         if self.model.training:
             raise DraftingRefused(
                 "this model is in training mode, where dropout changes its drafts and takes the call's random numbers: "
                 "call drafter.eval()"
             )
+
+    def check(self, target: Any) -> None:
+        self.check_mode()
         reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
