@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import shutil
 import threading
 import time
@@ -35,16 +36,18 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
-from hf_hsdraft import CachebackDrafter, attach
+from hf_hsdraft import AutoDrafter, CachebackDrafter, attach
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.finding import find
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.base.target_info import TargetInfo
+from hf_hsdraft.drafters.base.registry import recognise
+from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from hf_hsdraft.drafters.mtp.layers import MtpLayers
 from hf_hsdraft.generate import by_name
+from hf_hsdraft.hub.checkpoint import Checkpoint
 
 
 def drafter_of(model_type: str, count: int, **options) -> MtpDrafter:
@@ -147,6 +150,33 @@ def test_texts_with_published_layers_are_those_of_plain_decoding(name, tmp_path)
     assert drafted.tolist() == target.generate(**inputs, **call).tolist()
     [found, *_], _ = find(TargetInfo.of_model(target, local_files_only=True), local_files_only=True)
     assert found.kind == "MtpDrafter"
+
+
+def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+    target = mtp_parity.published(case, tmp_path / "target").target
+    tensors = load_file(tmp_path / "target/model.safetensors")
+    alone = {name.replace(".3.", ".0.", 1): each for name, each in tensors.items() if ".layers.3." in name}
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+    alone |= {f"model.layers.0.{name}": tensors["lm_head.weight"] for name in shared}
+    folder = tmp_path / "nextn"
+    folder.mkdir()
+    save_file({name: each.clone() for name, each in alone.items()}, folder / "model.safetensors")
+    config = {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1, "model_type": "deepseek_v3"}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    drafter = AutoDrafter.from_pretrained(folder, beam_width=3)
+    inputs, call = padded(2), {"max_new_tokens": 12, "do_sample": False}
+    drafted = target.generate(**inputs, **call, assistant_model=drafter)
+    assert drafted.tolist() == target.generate(**inputs, **call).tolist()
+    own = MtpDrafter.for_target(target).layers.model.layers.state_dict()
+    read = drafter.session(Call(target, 1, DraftOptions.of(drafter)))._layers.model.layers.state_dict()
+    assert own.keys() == read.keys() and all(torch.equal(own[name], read[name]) for name in own)
+    checkpoint = Checkpoint.open(folder)
+    assert recognise(checkpoint).fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES
+    other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
+    with pytest.raises(DraftingRefused, match="cannot be read from"):
+        other.generate(**inputs, assistant_model=drafter)
 
 
 def test_layers_that_nothing_here_computes_are_told_apart():

@@ -42,7 +42,7 @@ class TokenizerOfTarget:
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
     "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter",
-    "language_model.gemma4_assistant", "mtp.drafter", "ngrams.cacheback",
+    "language_model.gemma4_assistant", "mtp.drafter", "mtp.nextn", "ngrams.cacheback",
 )  # fmt: skip
 
 

@@ -22,11 +22,11 @@ from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.target_info import TargetInfo, empty_model
-from .layers import MtpLayers, described_target, layers_in
+from .layers import MtpLayers
 from .session import MtpSession
-from .types import renamed
+from .types import described_target, layers_in, renamed
 
-_LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
+LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MtpDrafter(Drafter):
         self._target, self.layers = weakref.ref(target), layers
         name = str(getattr(target.config, "name_or_path", "") or "")
         self.config = MtpConfig(text_config(target).vocab_size, layers.count, name)
-        self.num_draft_steps = max(layers.count, _LEAST_STEPS)
+        self.num_draft_steps = max(layers.count, LEAST_STEPS)
         self.taps = (decoder_layers(text_config(target)),)  # after the final norm
         self.generation_config = self.default_generation_config()
 

@@ -8,7 +8,6 @@ x_{p+1}. So these are the pairs that `transformers.modeling_layers.MtpModel` com
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import weakref
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
@@ -31,24 +29,12 @@ from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import read_json
-from .types import ATTENTION, INDEXED, SLIDING, UNABLE, Kind, counted, described, kind_of, renamed
+from .types import ATTENTION, INDEXED, SLIDING, UNABLE, Kind, described_target, kind_of, layers_in, renamed
 
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = re.compile(r"model\.layers\.(\d+)\.shared_head\.head\.weight")
 
 Write = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-class _Described:
-    """A target with a configuration that describes its layers for multi-token prediction as transformers expects."""
-
-    def __init__(self, target: Any, config: Any) -> None:
-        self._target, self.config = target, config
-        # Where the decoder is a part of a model with others, the model's conversions name it with a prefix.
-        self._weight_conversions = get_model_conversion_mapping(target.get_decoder(), add_legacy=False) or None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
 
 
 class _Buffer:
@@ -183,6 +169,12 @@ class MtpLayers:
                 known[place] = _read(target, hub)
             return known[place]
 
+    @classmethod
+    def apart(cls, target: Any, checkpoint: Checkpoint) -> MtpLayers:
+        """Returns layers for a target that a checkpoint of their own holds; raises as `of`."""
+        _check_kind(target)
+        return _told(target, checkpoint.name, lambda: checkpoint, apart=True)
+
     def _own_parts(self) -> list[nn.Module]:
         """The parts that are not the target's."""
         shared = [self.model.shared_post_norm] if self.model.use_shared_post_norm else []
@@ -193,28 +185,15 @@ _loaded: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], MtpLayers]] = weak
 _lock, _following = new_lock(), new_lock()  # calls of several threads follow their target at once
 
 
-def layers_in(config: Any) -> int:
-    """Returns the number of layers for multi-token prediction that a target's configuration tells of."""
-    return int(getattr(described(config).get_text_config(), "num_mtp_layers", None) or 0)
-
-
-def described_target(target: Any, count: int) -> Any:
-    """Returns a target as transformers' `MtpModel` takes it, with so many layers."""
-    return _Described(target, counted(described(copy.deepcopy(target.config)), count))
-
-
 def _alone(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     """A hook for layers that return more than their output."""
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
-    name, text = type(target).__name__, target.config.get_text_config()
-    if text.model_type in UNABLE:
-        raise DraftingRefused(
-            f"this {name} may have layers for multi-token prediction, but they {UNABLE[text.model_type]}, which is not "
-            "computed here: train a drafter with `hsdraft train`, or find one with `hsdraft find`"
-        )
+    """The layers in the checkpoint that a target was loaded from; `hub` as in `MtpLayers.of`."""
+    name = type(target).__name__
+    _check_kind(target)
     if not layers_in(target.config):
         raise DraftingRefused(
             f"this {name} has no layers for multi-token prediction ({kind_of(target.config).counted_by} in its "
@@ -225,14 +204,31 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
             f"this {name} was not loaded from a checkpoint, so its layers for multi-token prediction cannot be read: "
             "load it with from_pretrained"
         )
+
+    def checkpoint() -> Checkpoint:
+        folder = _folder_of(target, hub)
+        return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
+
+    return _told(target, place, checkpoint)
+
+
+def _check_kind(target: Any) -> None:
+    if unable := UNABLE.get(target.config.get_text_config().model_type):
+        raise DraftingRefused(
+            f"this {type(target).__name__} may have layers for multi-token prediction, but they {unable}, which is not "
+            "computed here: train a drafter with `hsdraft train`, or find one with `hsdraft find`"
+        )
+
+
+def _told(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False) -> MtpLayers:
+    """Reads the layers from a checkpoint; raises a DraftingRefused if that fails."""
     if any(weight.is_meta for weight in target.parameters()):
         raise DraftingRefused(
-            f"this {name} is offloaded, and its layers for multi-token prediction need weights on a device: load it "
-            "without offloading, or use another drafter"
+            f"this {type(target).__name__} is offloaded, and its layers for multi-token prediction need weights on a "
+            "device: load it without offloading, or use another drafter"
         )
     try:
-        folder = _folder_of(target, hub)
-        layers = _from_files(target, Checkpoint(place, folder, read_json(folder / CONFIG_NAME)))
+        layers = _from_files(target, checkpoint(), apart)
     except (OSError, RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
@@ -242,9 +238,9 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
     return layers
 
 
-def _from_files(target: Any, checkpoint: Checkpoint) -> MtpLayers:
+def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
     """Loads the layers from a checkpoint, dequantised; raises a ValueError if some tensors are missing."""
-    names, kind, place = renamed(checkpoint.shapes, target.config), kind_of(target.config), _last_place(target)
+    names, kind, place = renamed(checkpoint.shapes, target.config, apart), kind_of(target.config), _last_place(target)
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
     numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
     if not numbers or numbers != set(range(len(numbers))):

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.conversion_mapping import get_model_conversion_mapping
+
 ATTENTION, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
 
@@ -108,11 +110,33 @@ def counted(config: Any, count: int) -> Any:
     return config
 
 
-def renamed(names: Collection[str], config: Any) -> dict[str, str]:
+def layers_in(config: Any) -> int:
+    """Returns the number of layers for multi-token prediction that a target's configuration tells of."""
+    return int(getattr(described(config).get_text_config(), "num_mtp_layers", None) or 0)
+
+
+def described_target(target: Any, count: int) -> Any:
+    """Returns a target as transformers' `MtpModel` takes it, with so many layers."""
+    return _Described(target, counted(described(copy.deepcopy(target.config)), count))
+
+
+class _Described:
+    """A target with a configuration that describes its layers for multi-token prediction as transformers expects."""
+
+    def __init__(self, target: Any, config: Any) -> None:
+        self._target, self.config = target, config
+        # Where the decoder is a part of a model with others, the model's conversions name it with a prefix.
+        self._weight_conversions = get_model_conversion_mapping(target.get_decoder(), add_legacy=False) or None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def renamed(names: Collection[str], config: Any, apart: bool = False) -> dict[str, str]:
     """Returns the tensors of the layers among `names` of a target's checkpoint, and how `MtpModel` knows them.
 
     Tensors of a layer become `model.layers.N.`, as in DeepSeek's files: N counts on from the target's layers. Those of
-    Qwen's files that are beside the layers become `mtp.`
+    Qwen's files that are beside the layers become `mtp.`. Files that hold these layers `apart` count from 0.
     """
     first, kind, found = config.get_text_config().num_hidden_layers, kind_of(config), {}
     for name in names:
@@ -123,7 +147,7 @@ def renamed(names: Collection[str], config: Any) -> dict[str, str]:
                 found[name] = f"mtp.{beside[1]}"
             continue
         prefix, root, number, rest = layer[1], layer[2], int(layer[3]), layer[4]
-        numbered_apart = root != "layers" or "mtp." in prefix
+        numbered_apart = apart or root != "layers" or "mtp." in prefix
         if not numbered_apart and (number < first or prefix not in _PREFIXES):
             continue
         if root not in ("layers", "mtp_layers", "mtp_block"):
