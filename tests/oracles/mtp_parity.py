@@ -209,6 +209,7 @@ CASES = (
     Case("DeepSeek-V3.2 layers", "deepseek_v32", lists="anew", told=_NEXTN),
     Case("GLM-5 layers", "glm_moe_dsa", lists="anew", told=_NEXTN),
     Case("HY-V3 layers", "hy_v3", parts=_FINAL, told=_NEXTN),
+    Case("Ling 2.5 layers", "bailing_hybrid", parts=_FINAL, told=_NEXTN),
     Case("Qwen3-Next layers", "qwen3_next", layer="mtp.layers.{index}.", parts=_QWEN),
     Case("EXAONE-MoE layers", "exaone_moe", layer="mtp.layers.{index}.", parts=_QWEN, told=_NEXTN,
          last={"mlp_layer_types": "dense"}),

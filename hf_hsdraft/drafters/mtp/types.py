@@ -45,6 +45,7 @@ KINDS = {
     "deepseek_v32": Kind("deepseek_mtp.py", attention=INDEXED),
     "glm_moe_dsa": Kind("deepseek_mtp.py", attention=INDEXED),
     "hy_v3": Kind("hy_v3_mtp.py", _FINAL),
+    "bailing_hybrid": Kind("bailing_moe_mtp.py", _FINAL, counted_by="num_mtp_layers"),
     "mimo": Kind("mimo_mtp.py", (
         ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."), *_FINAL,
     ), states_first=True),
@@ -69,7 +70,8 @@ UNABLE = {
 
 _OTHERS = Kind("transformers", counted_by="num_mtp_layers")
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
-_LEFT_OUT = ("rotary_emb.inv_freq", ".shared_head.weight")  # not weights; a copy of the target's head
+# Not weights, and copies of the target's embedding and head.
+_LEFT_OUT = ("rotary_emb.inv_freq", ".embed_tokens.weight", ".shared_head.weight", ".shared_head.head.weight")
 _IN_LAYER = re.compile(r"((?:\w+\.)*?)(layers|mtp_\w+)\.(\d+)\.(.+)")
 _BESIDE = re.compile(r"(?:\w+\.)*?mtp\.(.+)")
 
@@ -140,7 +142,7 @@ def renamed(names: Collection[str], config: Any, apart: bool = False) -> dict[st
     """
     first, kind, found = config.get_text_config().num_hidden_layers, kind_of(config), {}
     for name in names:
-        if name.endswith(_LEFT_OUT):
+        if name.endswith(_LEFT_OUT) and not (kind.own_heads and name.endswith(".head.weight")):
             continue
         if (layer := _IN_LAYER.fullmatch(name)) is None:
             if (beside := _BESIDE.fullmatch(name)) is not None:
