@@ -88,12 +88,23 @@ def test_drafts_are_those_of_transformers(model_type, count):
         torch.testing.assert_close(torch.stack(found), logits[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("model_type", "count"), [("glm4_moe", 1), ("step3p7", 3), ("deepseek_v3", 2)])
+TREES = [
+    ("glm4_moe", 1),
+    ("step3p7", 3),
+    ("deepseek_v3", 2),
+    *("Step-3.7 layers", "GLM-5 layers", "MiMo-V2 layers"),  # own heads, an index, sinks
+]
+
+
+@pytest.mark.parametrize("which", TREES, ids=str)
 @torch.no_grad()
-def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(model_type, count):
+def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(which, tmp_path):
     """Deeper than there are layers too, and in a batch of texts of different lengths."""
-    target, _ = made(model_type, count)
-    drafter = drafter_of(model_type, count)
+    if isinstance(which, str):
+        target = mtp_parity.published(next(case for case in mtp_parity.CASES if case.name == which), tmp_path).target
+        drafter = MtpDrafter.for_target(target)
+    else:
+        target, drafter = made(*which)[0], drafter_of(*which)
     depth = drafter.num_draft_steps
     texts = [
         torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 14)
