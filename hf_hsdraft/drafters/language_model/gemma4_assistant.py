@@ -210,15 +210,14 @@ class AssistantSession(TreeSession):
         """Returns what the target keeps of rows, and may be seen from their roots."""
         places, slots, drafter = [self._rows.index(row) for row in rows], self._runtime.slots, self.drafter
         texts, device, length = self._runtime.rows.of(places), drafter.device, slots.length
+        picked = slice(None) if places == list(range(len(self._rows))) else places  # no copy of all rows
         kept, nothing = on_device(texts.kept, device), torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
         root = TreeBatch(nothing, nothing, nothing.bool()[..., None])
         attended = None if texts.attended is None else texts.attended.to(device).expand(len(rows), -1)
         states, masks = {}, {}
         for kind, index in self._layers.items():
             layer = slots.layers[index]
-            keys, values = (
-                each[:, :, :length][places].to(device, drafter.dtype) for each in (layer.keys, layer.values)
-            )
+            keys, values = (each[picked, :, :length].to(device, drafter.dtype) for each in (layer.keys, layer.values))
             sight = AttentionKind(kind, self._windows[kind], index)
             seen = tree_mask(root, sight, attended, kept, length, keys.shape[2] + 1)[..., :-1]
             states[kind], masks[kind] = (keys, values), as_attention_takes_it(seen, "sdpa", drafter.dtype)

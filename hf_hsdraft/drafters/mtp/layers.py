@@ -244,8 +244,8 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
     numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
     if not numbers or numbers != set(range(len(numbers))):
-        found = ", ".join(map(str, sorted(numbers))) or "none"
-        raise ValueError(f"weights are missing: found layers {found}, expected {layers_in(target.config)}, from 0 on")
+        some = ", ".join(map(str, sorted(numbers))) or "none"
+        raise ValueError(f"weights are missing: found layers {some}, expected {layers_in(target.config)}, from 0 on")
     seen = described_target(target, len(numbers))
     with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):
         model = MtpModel(seen, len(numbers))
