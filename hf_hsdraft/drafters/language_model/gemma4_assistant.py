@@ -90,7 +90,7 @@ class Gemma4AssistantDrafter(CausalLMDrafter):
         if wrong:
             raise DraftingRefused(f"{wrong}: this assistant was made for another target. Use one of this target.")
 
-    def session(self, call: Call) -> AssistantSession:
+    def session(self, call: Call) -> AssistantSession:  # type: ignore[override]
         if call.runtime is None:
             raise DraftingRefused(
                 "this assistant attends to the target's keys and values, which are elsewhere: run the target in this "

@@ -262,11 +262,11 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
     model.tie_with_main_model(target)
     if not kind.own_heads:
         return MtpLayers(model, kind)
-    heads = nn.ModuleList(
-        nn.Linear(*reversed(found[each].shape), bias=False, device="meta") for each in sorted(numbers)
-    )
-    for number, head in enumerate(heads):
-        head.weight = nn.Parameter(found[number].to(place, dtype))
+    heads = nn.ModuleList()
+    for number in sorted(numbers):
+        rows, size = found[number].shape
+        heads.append(nn.Linear(size, rows, bias=False, device="meta"))
+        heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
     return MtpLayers(model, kind, heads)
 
 
