@@ -116,6 +116,8 @@ def test_other_targets_are_refused_with_a_reason():
     llama = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64))
     with pytest.raises(DraftingRefused, match="no layer of the type sliding_attention with its own keys and values"):
         llama.generate(ids, assistant_model=drafter)
+    with pytest.raises(ValueError, match="model=LlamaForCausalLM is invalid: expected an assistant"):
+        Gemma4AssistantDrafter(llama)
     fewer, _ = made(type(plain_case)("", {"num_key_value_heads": 4}))
     with pytest.raises(DraftingRefused, match="have num_key_value_heads=4, the assistant expects 2"):
         fewer.generate(ids, assistant_model=drafter)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
 from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
-from ..base.plain_config import PlainConfig
+from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.registry import Format, fields_told, register_format
 from ..base.target_info import Fit, TargetInfo, fit_of, misfit
@@ -35,21 +35,9 @@ from .lm_files import read_config
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-@dataclass(frozen=True)
-class AssistantConfig(PlainConfig):
-    """The sizes of the target."""
-
-    model_type: ClassVar[str] = "shared_kv_assistant"
-
-    vocab_size: int
-    target_hidden_size: int
-    target_num_hidden_layers: int | None = None  # not in the files
-    target_name: str = ""
-
-    @classmethod
-    def of(cls, config: Any) -> AssistantConfig:
-        """Reads transformers' configuration of an assistant."""
-        return cls(config.get_text_config().vocab_size, config.backbone_hidden_size)
+def _sizes(config: Any) -> TargetSizes:
+    """The sizes of the target, by transformers' configuration of an assistant."""
+    return TargetSizes(config.get_text_config().vocab_size, config.backbone_hidden_size)
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,9 @@ class Gemma4AssistantDrafter(CausalLMDrafter):
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer)
-        self.config: Any = AssistantConfig.of(model.config)
+        if not hasattr(model, "pre_projection") or not text_config(model).model_type.startswith("gemma4"):
+            raise ValueError(f"model={type(model).__name__} is invalid: expected an assistant of Gemma 4's layers")
+        self.config: Any = _sizes(model.config)
         text_config(model)._attn_implementation = "sdpa"  # takes any mask
 
     def taps_of(self, target: Any) -> Sequence[int]:
@@ -237,7 +227,7 @@ def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> 
     own = read_config(checkpoint.folder)
     if why_not_shared(own.get_text_config(), target.config.get_text_config(decoder=True)):
         return None
-    return fit_of(AssistantConfig.of(own), target, named)
+    return fit_of(_sizes(own), target, named)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, str]:

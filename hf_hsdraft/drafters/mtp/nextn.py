@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer, printable
+from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile
 from ..base.draft_options import default_options
-from ..base.plain_config import PlainConfig
+from ..base.plain_config import TargetSizes
 from ..base.protocol import Call, Drafter, Read
 from ..base.registry import Format, register_format
 from ..base.saved_drafter import Placement, take_options
@@ -27,25 +26,13 @@ from .session import MtpSession
 _MARK = "model.layers.0.eh_proj.weight"
 
 
-@dataclass(frozen=True)
-class NextnConfig(PlainConfig):
-    """The sizes of the target."""
-
-    model_type: ClassVar[str] = "nextn"
-
-    vocab_size: int
-    target_hidden_size: int
-    target_num_hidden_layers: int | None = None  # not in the files
-    target_name: str = ""
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> NextnConfig:
-        """Reads config.json; raises a DamagedFile if it has no sizes."""
-        sizes = [checkpoint.config.get(name) for name in ("vocab_size", "hidden_size")]
-        if not all(map(is_integer, sizes)):
-            place = checkpoint.folder / CONFIG
-            raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
-        return cls(*sizes)  # type: ignore[arg-type]
+def _sizes(checkpoint: Checkpoint) -> TargetSizes:
+    """The sizes of the target; raises a DamagedFile if config.json does not tell them."""
+    vocab_size, hidden_size = (checkpoint.config.get(name) for name in ("vocab_size", "hidden_size"))
+    if not (is_integer(vocab_size) and is_integer(hidden_size)):
+        place = checkpoint.folder / CONFIG
+        raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
+    return TargetSizes(vocab_size, hidden_size)  # type: ignore[arg-type]
 
 
 class NextnDrafter(Drafter):
@@ -62,7 +49,7 @@ class NextnDrafter(Drafter):
     num_draft_steps = LEAST_STEPS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self.config = checkpoint, NextnConfig.of(checkpoint)
+        self._checkpoint, self.config = checkpoint, _sizes(checkpoint)
         self.name_or_path = checkpoint.name
         self.generation_config = self.default_generation_config()
         self._drafters: weakref.WeakKeyDictionary[Any, MtpDrafter] = weakref.WeakKeyDictionary()
@@ -101,15 +88,9 @@ class NextnDrafter(Drafter):
         return self._drafters[target]
 
 
-def _describe(checkpoint: Checkpoint) -> Mapping[str, str]:
-    config = NextnConfig.of(checkpoint)
-    sizes = {"vocab_size": str(config.vocab_size), "hidden_size": str(config.target_hidden_size)}
-    return {"architecture": printable(checkpoint.config.get("architectures")), **sizes}
-
-
 def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     same = checkpoint.config.get("model_type") == target.config.get_text_config().model_type
-    return fit_of(NextnConfig.of(checkpoint), target, named) if same else None
+    return fit_of(_sizes(checkpoint), target, named) if same else None
 
 
 register_format(
@@ -118,7 +99,6 @@ register_format(
         rank=69,  # before formats that refuse the layers inside a target
         matches=lambda checkpoint: _MARK in checkpoint.shapes,
         load=NextnDrafter.of_checkpoint,
-        describe=_describe,
         drafter=NextnDrafter,
         possible=lambda config: {"hidden_size", "vocab_size"} <= config.keys(),
         fit=_fit,
