@@ -149,9 +149,10 @@ class MtpLayers:
         """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
         with _following:
             place, model = _last_place(target), self.model
-            dtype = target.dtype if target.dtype != self.dtype else None  # else buffers in float32 stay so
+            # Buffers in float32 stay so if it is the same; fp8 is that of quantised weights.
+            dtype = target.dtype if target.dtype != self.dtype and target.dtype.itemsize > 1 else None
             if place != self.device or dtype is not None:
-                for part in self._own_parts():
+                for part in self.own_parts():
                     part.to(device=place, dtype=dtype)
             if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
                 model.tie_with_main_model(target)
@@ -173,9 +174,9 @@ class MtpLayers:
     def apart(cls, target: Any, checkpoint: Checkpoint) -> MtpLayers:
         """Returns layers for a target that a checkpoint of their own holds; raises as `of`."""
         _check_kind(target)
-        return _told(target, checkpoint.name, lambda: checkpoint, apart=True)
+        return _read_from(target, checkpoint.name, lambda: checkpoint, apart=True)
 
-    def _own_parts(self) -> list[nn.Module]:
+    def own_parts(self) -> list[nn.Module]:
         """The parts that are not the target's."""
         shared = [self.model.shared_post_norm] if self.model.use_shared_post_norm else []
         return [self.model.layers, *shared, *([] if self.heads is None else [self.heads])]
@@ -209,7 +210,7 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
         folder = _folder_of(target, hub)
         return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
 
-    return _told(target, place, checkpoint)
+    return _read_from(target, place, checkpoint)
 
 
 def _check_kind(target: Any) -> None:
@@ -220,7 +221,7 @@ def _check_kind(target: Any) -> None:
         )
 
 
-def _told(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False) -> MtpLayers:
+def _read_from(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False) -> MtpLayers:
     """Reads the layers from a checkpoint; raises a DraftingRefused if that fails."""
     if any(weight.is_meta for weight in target.parameters()):
         raise DraftingRefused(
@@ -233,7 +234,7 @@ def _told(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: 
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
         ) from error
-    for part in layers._own_parts():  # the others are the target's, which may be in training
+    for part in layers.own_parts():  # the others are the target's, which may be in training
         part.eval().requires_grad_(False)
     return layers
 
@@ -260,7 +261,7 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
         wrong = {"missing": info.missing_keys, "unknown": info.unexpected_keys, "of other shapes": info.mismatched_keys}
         raise ValueError("; ".join(f"{what}: {few(sorted(map(str, keys)))}" for what, keys in wrong.items() if keys))
     model.tie_with_main_model(target)
-    if not kind.own_heads:
+    if not kind.own_heads or not found:
         return MtpLayers(model, kind)
     heads = nn.ModuleList()
     for number in sorted(numbers):
