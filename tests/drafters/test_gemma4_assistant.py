@@ -9,9 +9,11 @@ import torch
 from oracles.assistant_parity import CASES, STEPS, drafts_of_transformers, loaded, made, parity, reference
 from oracles.mtp_targets import each_plain
 from oracles.plain_texts import padded
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.cache_name import CACHE, returned_cache
 from hf_hsdraft.core.refusals import DraftingRefused
@@ -107,6 +109,17 @@ def test_files_are_recognised_found_and_saved(tmp_path):
     again = Gemma4AssistantDrafter.from_pretrained(tmp_path / "again")
     assert again.generation_config.beam_width == 3
     assert all(torch.equal(each, again.model.state_dict()[name]) for name, each in assistant.state_dict().items())
+
+
+def test_clusters_that_are_not_of_tokens_are_refused(tmp_path):
+    _, assistant = known(CASES[4])
+    assistant.save_pretrained(tmp_path)
+    with torch.no_grad():
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["masked_embedding.token_ordering"][0] = 10**6
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="divides its 96 tokens into 12 clusters"):
+        AutoDrafter.from_pretrained(tmp_path)
 
 
 def test_other_targets_are_refused_with_a_reason():

@@ -71,6 +71,22 @@ class Gemma4AssistantDrafter(CausalLMDrafter):
         self.config: Any = _sizes(model.config)
         text_config(model)._attn_implementation = "sdpa"  # takes any mask
 
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Gemma4AssistantDrafter:
+        """As `CausalLMDrafter.of_checkpoint`; raises a ValueError if clusters do not divide the vocabulary."""
+        drafter: Any = super().of_checkpoint(checkpoint, **kwargs)
+        ordered = drafter.model.masked_embedding
+        if ordered is not None:
+            tokens, clusters = ordered.token_ordering, ordered.num_centroids
+            whole = torch.equal(tokens.sort().values.cpu(), torch.arange(ordered.vocab_size))
+            best = ordered.centroid_intermediate_top_k
+            if not whole or ordered.vocab_size % clusters or not 0 < best <= clusters:
+                raise ValueError(
+                    f"{printable(checkpoint.name)} divides its {ordered.vocab_size} tokens into {clusters} clusters, "
+                    f"and drafts from {best} of them: expected equal clusters, and each token once"
+                )
+        return drafter
+
     def taps_of(self, target: Any) -> Sequence[int]:
         return (decoder_layers(text_config(target)),)  # after the final norm
 
