@@ -81,22 +81,17 @@ def kind_of(config: Any) -> Kind:
     return KINDS.get(config.model_type) or KINDS.get(config.get_text_config().model_type, _OTHERS)
 
 
-def described(config: Any) -> Any:
-    """Returns a configuration that describes the layers as transformers expects; a copy if the target's does not."""
-    kind = kind_of(config)
-    if kind is _OTHERS:
-        return config
-    config, named = copy.deepcopy(config), (config.get_text_config(), config)
+def described(config: Any, count: int | None = None) -> Any:
+    """Returns a copy of a target's configuration that describes the layers as transformers expects.
+
+    `count` is their number; None for the one that it tells.
+    """
+    kind, config = kind_of(config), copy.deepcopy(config)
     text = config.get_text_config()
-    if getattr(text, "num_mtp_layers", None) is None:
-        counts = (getattr(each, kind.counted_by, None) for each in named)
-        text.num_mtp_layers = next((count for count in counts if count is not None), kind.uncounted)
-    return counted(config, text.num_mtp_layers or 0)
-
-
-def counted(config: Any, count: int) -> Any:
-    """Returns a configuration made by `described`, told that there are so many layers."""
-    kind, text = kind_of(config), config.get_text_config()
+    if count is None:
+        names = ("num_mtp_layers", kind.counted_by)
+        told = (getattr(each, name, None) for each in (text, config) for name in names)
+        count = int(next((each for each in told if each is not None), kind.uncounted))
     text.num_mtp_layers = count
     if kind is _OTHERS:
         return config
@@ -114,12 +109,12 @@ def counted(config: Any, count: int) -> Any:
 
 def layers_in(config: Any) -> int:
     """Returns the number of layers for multi-token prediction that a target's configuration tells of."""
-    return int(getattr(described(config).get_text_config(), "num_mtp_layers", None) or 0)
+    return int(described(config).get_text_config().num_mtp_layers)
 
 
 def described_target(target: Any, count: int) -> Any:
     """Returns a target as transformers' `MtpModel` takes it, with so many layers."""
-    return _Described(target, counted(described(copy.deepcopy(target.config)), count))
+    return _Described(target, described(target.config, count))
 
 
 class _Described:
