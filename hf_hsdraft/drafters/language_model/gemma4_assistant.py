@@ -29,7 +29,7 @@ from ..base.registry import Format, fields_told, register_format
 from ..base.target_info import Fit, TargetInfo, fit_of, misfit
 from ..base.target_weights import borrow
 from ..base.tree_session import LevelExpansion, Levels, TreeSession
-from .lm_drafter import CausalLMDrafter
+from .lm_drafter import ModelDrafter
 from .lm_files import read_config
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -49,7 +49,7 @@ class SharedStates:
     positions: torch.Tensor  # `[B, 1]`, int64, of the roots
 
 
-class Gemma4AssistantDrafter(CausalLMDrafter):
+class Gemma4AssistantDrafter(ModelDrafter):
     """Drafts with an assistant of Gemma 4 (`google/gemma-4-*-it-assistant`): trees and batches.
 
         drafter = AutoDrafter.from_pretrained("google/gemma-4-E2B-it-assistant", dtype=model.dtype)
@@ -68,12 +68,12 @@ class Gemma4AssistantDrafter(CausalLMDrafter):
         super().__init__(model, tokenizer)
         if not hasattr(model, "pre_projection") or not text_config(model).model_type.startswith("gemma4"):
             raise ValueError(f"model={type(model).__name__} is invalid: expected an assistant of Gemma 4's layers")
-        self.config: Any = _sizes(model.config)
+        self.config = _sizes(model.config)
         text_config(model)._attn_implementation = "sdpa"  # takes any mask
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Gemma4AssistantDrafter:
-        """As `CausalLMDrafter.of_checkpoint`; raises a ValueError if clusters do not divide the vocabulary."""
+        """As `ModelDrafter.of_checkpoint`; raises a ValueError if clusters do not divide the vocabulary."""
         drafter: Any = super().of_checkpoint(checkpoint, **kwargs)
         ordered = drafter.model.masked_embedding
         if ordered is not None:
@@ -96,7 +96,7 @@ class Gemma4AssistantDrafter(CausalLMDrafter):
         if wrong:
             raise DraftingRefused(f"{wrong}: this assistant was made for another target. Use one of this target.")
 
-    def session(self, call: Call) -> AssistantSession:  # type: ignore[override]
+    def session(self, call: Call) -> AssistantSession:
         if call.runtime is None:
             raise DraftingRefused(
                 "this assistant attends to the target's keys and values, which are elsewhere: run the target in this "

@@ -47,27 +47,11 @@ class CausalLMDrafterConfig(PlainConfig):
     is_encoder_decoder: bool = False
 
 
-class CausalLMDrafter(nn.Module, Drafter):
-    """Drafts trees ("SpecInfer") with a smaller language model that has the target's tokenizer ("Fast Inference from
-    Transformers via Speculative Decoding").
-
-        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
-
-    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
-
-    Args:
-        model: a causal language model, used as it is. It may serve as a target too.
-        tokenizer: the model's; compared with the target's if a call has that.
-
-    Raises:
-        TypeError: `model` is not a module.
-    """
+class ModelDrafter(nn.Module, Drafter):
+    """A drafter that is a model of transformers in files that transformers reads too."""
 
     num_draft_steps = 32
     takes_tree_builders = True
-    why_not_exported = (
-        "its folder is that of the language model itself, which other programs take as their draft model as it is"
-    )
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__()
@@ -78,12 +62,12 @@ class CausalLMDrafter(nn.Module, Drafter):
             )
         self.model: Any = model
         self.tokenizer = tokenizer
-        self.config = CausalLMDrafterConfig()
+        self.config: Any = CausalLMDrafterConfig()
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CausalLMDrafter:
-        """Loads a language model as a drafter, without running code of its repository.
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Loads a model as a drafter, without running code of its repository.
 
         Args:
             pretrained_model_name_or_path: folder or Hub name.
@@ -103,7 +87,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             return cls.of_checkpoint(checkpoint, **kwargs)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
         """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
         known = option_names() | {option.name for option in cls.own_options}
         refuse_unknown(cls.__name__, kwargs, known, others=True)  # others go to transformers
@@ -148,12 +132,6 @@ class CausalLMDrafter(nn.Module, Drafter):
                 "call drafter.eval()"
             )
 
-    def check(self, target: Any) -> None:
-        self.check_mode()
-        reason = ability_of(self.model).reason
-        if reason:
-            raise DraftingRefused(f"this model cannot draft: {reason}")
-
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """Raises DraftingRefused if both tokenizers are known and their ids stand for different tokens."""
         if self.tokenizer is None or tokenizer is None:
@@ -163,6 +141,33 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
+
+
+class CausalLMDrafter(ModelDrafter):
+    """Drafts trees ("SpecInfer") with a smaller language model that has the target's tokenizer ("Fast Inference from
+    Transformers via Speculative Decoding").
+
+        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
+
+    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
+
+    Args:
+        model: a causal language model, used as it is. It may serve as a target too.
+        tokenizer: the model's; compared with the target's if a call has that.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+
+    why_not_exported = (
+        "its folder is that of the language model itself, which other programs take as their draft model as it is"
+    )
+
+    def check(self, target: Any) -> None:
+        self.check_mode()
+        reason = ability_of(self.model).reason
+        if reason:
+            raise DraftingRefused(f"this model cannot draft: {reason}")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
