@@ -143,7 +143,7 @@ class Gemma4AssistantDrafter(ModelDrafter):
 
 
 def layers_read(target: Any, kinds: Collection[str]) -> dict[str, int]:
-    """Returns the last layer of each type that has its own keys and values, by a target's text configuration."""
+    """Returns the last layer of each type that computes keys and values, by a target's text configuration."""
     own = decoder_layers(target) - (getattr(target, "num_kv_shared_layers", None) or 0)
     types = (getattr(target, "layer_types", None) or [])[:own]
     return {kind: len(types) - 1 - types[::-1].index(kind) for kind in kinds if kind in types}

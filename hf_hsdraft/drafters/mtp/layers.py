@@ -172,7 +172,7 @@ class MtpLayers:
 
     @classmethod
     def apart(cls, target: Any, checkpoint: Checkpoint) -> MtpLayers:
-        """Returns layers for a target that a checkpoint of their own holds; raises as `of`."""
+        """Returns layers for a target from a checkpoint that holds nothing else; raises as `of`."""
         _check_kind(target)
         return _read_from(target, checkpoint.name, lambda: checkpoint, apart=True)
 

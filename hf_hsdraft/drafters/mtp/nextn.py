@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction that are published apart from their target, as lmsys/DeepSeek-V3-NextN."""
+"""Layers for multi-token prediction that are published without their target, as lmsys/DeepSeek-V3-NextN."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _sizes(checkpoint: Checkpoint) -> TargetSizes:
 
 
 class NextnDrafter(Drafter):
-    """Drafts with layers for multi-token prediction in files of their own; `MtpDrafter` with those of the target's.
+    """Drafts with layers for multi-token prediction that are published without their target; see `MtpDrafter`.
 
         drafter = AutoDrafter.from_pretrained("lmsys/DeepSeek-V3-NextN")
         out = model.generate(**inputs, assistant_model=drafter)
