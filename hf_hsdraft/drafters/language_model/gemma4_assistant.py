@@ -72,6 +72,11 @@ class Gemma4AssistantDrafter(ModelDrafter):
         text_config(model)._attn_implementation = "sdpa"  # takes any mask
 
     @classmethod
+    def why_not(cls, checkpoint: Checkpoint) -> str:
+        is_one = checkpoint.config.get("model_type") in _TYPES and "pre_projection.weight" in checkpoint.shapes
+        return "" if is_one else "no assistant of Gemma 4"
+
+    @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Gemma4AssistantDrafter:
         """As `ModelDrafter.of_checkpoint`; raises a ValueError if clusters do not divide the vocabulary."""
         drafter: Any = super().of_checkpoint(checkpoint, **kwargs)
@@ -259,7 +264,7 @@ register_format(
     Format(
         name="transformers (Gemma 4 assistant)",
         rank=10,
-        matches=lambda checkpoint: "pre_projection.weight" in checkpoint.shapes,
+        matches=lambda checkpoint: not Gemma4AssistantDrafter.why_not(checkpoint),
         load=Gemma4AssistantDrafter.of_checkpoint,
         describe=_describe,
         drafter=Gemma4AssistantDrafter,

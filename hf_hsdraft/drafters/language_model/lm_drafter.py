@@ -66,6 +66,12 @@ class ModelDrafter(nn.Module, Drafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
+    def why_not(cls, checkpoint: Checkpoint) -> str:
+        """Returns what a checkpoint is not; "" if it is such a drafter."""
+        reason = why_no_causal_lm(checkpoint)
+        return f"no causal language model: {reason}" if reason else ""
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """Loads a model as a drafter, without running code of its repository.
 
@@ -81,9 +87,8 @@ class ModelDrafter(nn.Module, Drafter):
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
-            reason = why_no_causal_lm(checkpoint)
-            if reason:
-                raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
+            if reason := cls.why_not(checkpoint):
+                raise ValueError(f"{printable(name)} holds {reason}")
             return cls.of_checkpoint(checkpoint, **kwargs)
 
     @classmethod
