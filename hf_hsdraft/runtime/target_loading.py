@@ -44,7 +44,7 @@ _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 _FIELDS_OF_DRAFTERS = (
     "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
     "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
-    "markov_rank", "projector_type",
+    "markov_rank", "projector_type", "backbone_hidden_size",
 )  # fmt: skip
 _MODEL = ("config", "adapter_config")  # JSON files that mark a folder as a model
 

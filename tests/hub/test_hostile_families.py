@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from family_helpers import make_block_drafter, make_eagle, make_flashmap, make_lm
+from oracles.assistant_parity import CASES, loaded, made
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter
 from hf_hsdraft.drafters.base import finding
@@ -25,6 +26,7 @@ FAMILIES = {
     "eagle": make_eagle,
     "flashmap": make_flashmap,
     "language model": make_lm,
+    "assistant": lambda target: loaded(made(CASES[4])[1]),
     "n-grams": lambda target: CachebackDrafter(texts=[[1, 2, 3]]),
     "cascade": lambda target: CascadeDrafter([CachebackDrafter(), make_lm(target)], tokens=[4, 8]),
 }

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.modeling_layers import MtpModel
 
 from hf_hsdraft import harmless
-from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, described
+from hf_hsdraft.drafters.mtp.types import KINDS, described_target
 from oracles.plain_texts import each_with_its_seed
 from oracles.tiny import tiny_config, tiny_model
 
@@ -36,7 +36,7 @@ def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
     """A target and random layers for multi-token prediction."""
     config = tiny_config(type(AutoConfig.for_model(model_type)), "full")
     text = config.get_text_config()
-    if text.model_type not in OWN_NAMES:
+    if text.model_type not in KINDS or hasattr(text, "num_mtp_layers"):
         text.num_mtp_layers = count
     if model_type in ("step3p7", "mellum"):
         types = ["sliding_attention", "full_attention"]
@@ -48,7 +48,7 @@ def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
     model_class = GENERATING[type(config)]
     target = tiny_model(model_class, config)
     torch.manual_seed(1)
-    layers = MtpModel(described(target), count).eval()
+    layers = MtpModel(described_target(target, count), count).eval()
     for name, weight in layers.named_parameters():
         if name.startswith("layers.") and weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)

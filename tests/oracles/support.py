@@ -17,7 +17,8 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
-from hf_hsdraft.drafters.mtp.layers import OWN_NAMES, MtpLayers
+from hf_hsdraft.drafters.mtp.layers import MtpLayers
+from hf_hsdraft.drafters.mtp.types import KINDS
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
 from oracles.mtp_targets import LAYERS, counting
@@ -79,7 +80,7 @@ def types_with_layers() -> Iterator[tuple[str, Any, Any]]:
             text = config_class().get_text_config()
         except Exception:  # other people's constructors raise anything
             continue
-        if hasattr(text, "num_mtp_layers") or text.model_type in OWN_NAMES:
+        if hasattr(text, "num_mtp_layers") or {text.model_type, model_type} & KINDS.keys():
             yield model_type, config_class, model_class
 
 

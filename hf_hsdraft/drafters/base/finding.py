@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 # Tags of cards that mark a drafter, and parts of names that do where a card has no such tag.
 _TAGS = ("speculative-decoding", "hsdraft", "speculators", "eagle3", "dflash", "dspark")
-_PARTS_OF_NAMES = ("eagle", "dflash", "dspark", "draft", "specul")
+_PARTS_OF_NAMES = ("eagle", "dflash", "dspark", "draft", "specul", "assistant", "nextn")
 _MOST_LISTED = 100  # models of one answer of the Hub
 _UNUSABLE = (OSError, TypeError, ValueError, AttributeError, LookupError)  # gated, incomplete, damaged, no drafter
 _PATIENCE = 10.0  # seconds to wait for its first answer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from ...core.checks import Limit, is_number, settings
 from .travelling_config import any_special_tokens
@@ -30,6 +30,18 @@ class PlainConfig:
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=dict) + "\n"
+
+
+@dataclass(frozen=True)
+class TargetSizes(PlainConfig):
+    """What files tell of the target that their drafter was made for; None for what they do not."""
+
+    model_type: ClassVar[str] = "sizes_of_target"
+
+    vocab_size: int
+    target_hidden_size: int
+    target_num_hidden_layers: int | None = None
+    target_name: str = ""
 
 
 def described(kind: Any) -> Any:

@@ -41,8 +41,8 @@ class TokenizerOfTarget:
 
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
-    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter", "mtp.drafter",
-    "ngrams.cacheback",
+    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter",
+    "language_model.gemma4_assistant", "mtp.drafter", "mtp.nextn", "ngrams.cacheback",
 )  # fmt: skip
 
 

@@ -47,27 +47,11 @@ class CausalLMDrafterConfig(PlainConfig):
     is_encoder_decoder: bool = False
 
 
-class CausalLMDrafter(nn.Module, Drafter):
-    """Drafts trees ("SpecInfer") with a smaller language model that has the target's tokenizer ("Fast Inference from
-    Transformers via Speculative Decoding").
-
-        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
-
-    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
-
-    Args:
-        model: a causal language model, used as it is. It may serve as a target too.
-        tokenizer: the model's; compared with the target's if a call has that.
-
-    Raises:
-        TypeError: `model` is not a module.
-    """
+class ModelDrafter(nn.Module, Drafter):
+    """A drafter that is a model of transformers in files that transformers reads too."""
 
     num_draft_steps = 32
     takes_tree_builders = True
-    why_not_exported = (
-        "its folder is that of the language model itself, which other programs take as their draft model as it is"
-    )
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__()
@@ -78,12 +62,18 @@ class CausalLMDrafter(nn.Module, Drafter):
             )
         self.model: Any = model
         self.tokenizer = tokenizer
-        self.config = CausalLMDrafterConfig()
+        self.config: Any = CausalLMDrafterConfig()
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CausalLMDrafter:
-        """Loads a language model as a drafter, without running code of its repository.
+    def why_not(cls, checkpoint: Checkpoint) -> str:
+        """Returns what a checkpoint is not; "" if it is such a drafter."""
+        reason = why_no_causal_lm(checkpoint)
+        return f"no causal language model: {reason}" if reason else ""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Loads a model as a drafter, without running code of its repository.
 
         Args:
             pretrained_model_name_or_path: folder or Hub name.
@@ -97,13 +87,12 @@ class CausalLMDrafter(nn.Module, Drafter):
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
-            reason = why_no_causal_lm(checkpoint)
-            if reason:
-                raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
+            if reason := cls.why_not(checkpoint):
+                raise ValueError(f"{printable(name)} holds {reason}")
             return cls.of_checkpoint(checkpoint, **kwargs)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
         """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
         known = option_names() | {option.name for option in cls.own_options}
         refuse_unknown(cls.__name__, kwargs, known, others=True)  # others go to transformers
@@ -140,15 +129,13 @@ class CausalLMDrafter(nn.Module, Drafter):
     def default_generation_config(self) -> GenerationConfig:
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4, own=self.own_options)
 
-    def check(self, target: Any) -> None:
+    def check_mode(self) -> None:
+        """Raises DraftingRefused if the model is in training mode."""
         if self.model.training:
             raise DraftingRefused(
                 "this model is in training mode, where dropout changes its drafts and takes the call's random numbers: "
                 "call drafter.eval()"
             )
-        reason = ability_of(self.model).reason
-        if reason:
-            raise DraftingRefused(f"this model cannot draft: {reason}")
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """Raises DraftingRefused if both tokenizers are known and their ids stand for different tokens."""
@@ -159,6 +146,33 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
+
+
+class CausalLMDrafter(ModelDrafter):
+    """Drafts trees ("SpecInfer") with a smaller language model that has the target's tokenizer ("Fast Inference from
+    Transformers via Speculative Decoding").
+
+        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
+
+    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
+
+    Args:
+        model: a causal language model, used as it is. It may serve as a target too.
+        tokenizer: the model's; compared with the target's if a call has that.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+
+    why_not_exported = (
+        "its folder is that of the language model itself, which other programs take as their draft model as it is"
+    )
+
+    def check(self, target: Any) -> None:
+        self.check_mode()
+        reason = ability_of(self.model).reason
+        if reason:
+            raise DraftingRefused(f"this model cannot draft: {reason}")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))

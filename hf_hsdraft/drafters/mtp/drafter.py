@@ -22,10 +22,11 @@ from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.target_info import TargetInfo, empty_model
-from .layers import MtpLayers, described, layers_in
+from .layers import MtpLayers
 from .session import MtpSession
+from .types import described_target, layers_in, renamed
 
-_LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
+LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class MtpDrafter(Drafter):
         self._target, self.layers = weakref.ref(target), layers
         name = str(getattr(target.config, "name_or_path", "") or "")
         self.config = MtpConfig(text_config(target).vocab_size, layers.count, name)
-        self.num_draft_steps = max(layers.count, _LEAST_STEPS)
+        self.num_draft_steps = max(layers.count, LEAST_STEPS)
         self.taps = (decoder_layers(text_config(target)),)  # after the final norm
         self.generation_config = self.default_generation_config()
 
@@ -95,15 +96,13 @@ class MtpDrafter(Drafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         weights, model = weights_of(*self.layers.model.layers), self.layers.model
-        each, head = weights // self.layers.count, weights_of(model.shared_head)
-        return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=True)
+        own, each, head = self.layers.heads, weights // self.layers.count, weights_of(model.shared_head)
+        return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=own is None)
 
 
 def _found(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
     """The target's layers for multi-token prediction, if they can draft."""
     count = layers_in(target.config)
-    if getattr(target.config, "quantization_config", None) is not None:  # the layers are read as plain numbers only
-        return
     if count and target.place and _can_be_read(target, count, local_files_only):
         yield Found(
             "the target's own layers",
@@ -121,11 +120,10 @@ def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool
     if model is None:
         return False
     try:
-        pattern = MtpModel.get_mtp_weights_regex(model)
         with torch.device("meta"):
-            MtpLayers(MtpModel(described(model), count))
+            MtpLayers(MtpModel(described_target(model, count), count))
         checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
-        return any(pattern.search(name) for name in _tensor_names(checkpoint))
+        return bool(renamed(_tensor_names(checkpoint), target.config))
     except Exception:  # any error of building them means that it cannot
         return False
 

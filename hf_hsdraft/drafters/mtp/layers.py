@@ -8,48 +8,47 @@ x_{p+1}. So these are the pairs that `transformers.modeling_layers.MtpModel` com
 
 from __future__ import annotations
 
-import copy
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
-from transformers.utils import CONFIG_NAME
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import CONFIG_NAME, ContextManagers
 
 from ...core.cache_name import CACHE
-from ...core.checks import printable
+from ...core.checks import few, printable
 from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import read_json
+from .types import ATTENTION, INDEXED, SLIDING, UNABLE, Kind, described_target, kind_of, layers_in, renamed
 
-# Targets whose layers `mtp.layers.*` transformers leaves out though its `MtpModel` fits them, and the field that counts
-# them where it is not `num_mtp_layers`.
-_ATTENTION = "full_attention"
-_COUNTED_BY = "mtp_num_hidden_layers"
-OWN_NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_LAYER_TYPES = {_ATTENTION, "sliding_attention"}
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
+_HEAD = re.compile(r"model\.layers\.(\d+)\.shared_head\.head\.weight")
 
 Write = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class _Described:
-    """A target with a configuration that describes its layers for multi-token prediction as transformers expects."""
-
-    def __init__(self, target: Any, config: Any) -> None:
-        self._target, self.config = target, config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-
 class _Buffer:
-    """What a layer takes for its cache: `write` stores keys and values `[B, heads, n, size]`, and returns all."""
+    """What a layer takes for its cache: `write` stores keys and values `[B, heads, n, size]`, and returns all.
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
+    Keys of an index by which a layer chooses are stored as those of another layer, `count` further on.
+    """
+
+    def __init__(self, write: Write, count: int) -> None:
+        self._write, self._count = write, count
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores keys of the index, `[B, n, size]`, and returns all."""
+        return self._write(self._count + layer_idx, keys[:, None], keys[:, None, :, :0])[0][:, 0]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         return self._write(layer_idx, keys, values)
@@ -63,20 +62,29 @@ class MtpLayers:
     Attributes:
         count: number of layers.
         windows: sliding window of each layer in tokens; None for all positions.
+        num_stored: number of pairs of keys and values that are stored of a position, for layers and their indexes.
+        heads: output heads of the layers; None if they use the target's.
     """
 
-    def __init__(self, model: MtpModel) -> None:
-        self.model, config = model, model.config
+    def __init__(self, model: MtpModel, kind: Kind | None = None, heads: nn.ModuleList | None = None) -> None:
+        self.model, self.heads, config = model, heads, model.config
         self.count = len(model.layers)
-        types = list(getattr(config, "layer_types", None) or [])[: self.count] or [_ATTENTION] * self.count
-        if unknown := sorted({str(each) for each in types} - _LAYER_TYPES):
+        self._norms_later = kind is not None and not kind.hands_on_normed
+        types = list(getattr(config, "layer_types", None) or [])[: self.count] or [ATTENTION] * self.count
+        if unknown := sorted({str(each) for each in types} - {ATTENTION, SLIDING, INDEXED}):
             raise DraftingRefused(
                 f"the layers for multi-token prediction have the type {unknown[0]!r}, whose states of drafts are not "
                 "kept by node: expected attention. transformers drafts with them: model.generate(..., use_mtp=True)"
             )
         self._types = types
-        self.windows = tuple(config.sliding_window if each != _ATTENTION else None for each in types)
-        config._attn_implementation = "sdpa"  # takes any mask
+        self.windows = tuple(config.sliding_window if each == SLIDING else None for each in types)
+        self.num_stored = 2 * self.count if INDEXED in types else self.count
+        self._has_axes = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+        if config._attn_implementation != "eager":
+            config._attn_implementation = "sdpa"  # takes any mask
+        for layer in model.layers:
+            layer.use_post_norm = layer.use_post_norm and not self._norms_later
+            layer.mtp_block.register_forward_hook(_alone)
 
     @property
     def vocab_size(self) -> int:
@@ -97,8 +105,12 @@ class MtpLayers:
         table = self.model.embed_tokens
         return table(tokens.to(table.weight.device)).to(self.device, self.dtype)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `[..., V]` of outputs `[..., D]`."""
+    def logits(self, states: torch.Tensor, layer: int) -> torch.Tensor:
+        """Returns the logits `[..., V]` of a layer's outputs `[..., D]`."""
+        if self._norms_later:
+            states = self.model.layers[layer].post_norm(states)
+        if self.heads is not None:
+            return self.heads[layer](states)
         return self.model._project_to_logits(states).to(self.device)
 
     def run(
@@ -112,13 +124,16 @@ class MtpLayers:
     ) -> torch.Tensor:
         """Returns a layer's outputs `[B, n, D]`, normed if the model norms them."""
         model = self.model
+        if mask is None and self.num_stored > self.count:  # an index takes no None
+            mask = embeds.new_ones(*embeds.shape[:2], 1, dtype=torch.bool)
         if mask is not None:
             hidden = torch.finfo(embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=embeds.dtype).masked_fill_(~mask, hidden)[:, None]
         rotary, places = model.rotary_emb, None
         if rotary is not None:
             typed = {"layer_type": self._types[layer]} if model.has_per_layer_rope else {}
-            cos, sin = rotary(embeds, position_ids=positions, **typed)
+            at = positions.expand(3, -1, -1) if self._has_axes else positions  # text has the same position on all axes
+            cos, sin = rotary(embeds, position_ids=at, **typed)
             places = cos.to(embeds.device), sin.to(embeds.device)
         outputs: torch.Tensor = model.layers[layer](
             embeds,
@@ -126,7 +141,7 @@ class MtpLayers:
             position_embeddings=places,
             position_ids=positions,
             attention_mask=mask,
-            **{CACHE: _Buffer(write)},
+            **{CACHE: _Buffer(write, self.count)},
         )
         return model.shared_post_norm(outputs) if model.use_shared_post_norm else outputs
 
@@ -134,9 +149,10 @@ class MtpLayers:
         """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
         with _following:
             place, model = _last_place(target), self.model
-            dtype = target.dtype if target.dtype != self.dtype else None  # else buffers in float32 stay so
+            # Buffers in float32 stay so if it is the same; fp8 is that of quantised weights.
+            dtype = target.dtype if target.dtype != self.dtype and target.dtype.itemsize > 1 else None
             if place != self.device or dtype is not None:
-                for part in _own_parts(model):
+                for part in self.own_parts():
                     part.to(device=place, dtype=dtype)
             if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
                 model.tie_with_main_model(target)
@@ -151,75 +167,108 @@ class MtpLayers:
         with _lock:
             known = _loaded.setdefault(target, {})
             if place not in known:
-                known[place] = cls(_read(target, hub))
+                known[place] = _read(target, hub)
             return known[place]
+
+    @classmethod
+    def apart(cls, target: Any, checkpoint: Checkpoint) -> MtpLayers:
+        """Returns layers for a target from a checkpoint that holds nothing else; raises as `of`."""
+        _check_kind(target)
+        return _read_from(target, checkpoint.name, lambda: checkpoint, apart=True)
+
+    def own_parts(self) -> list[nn.Module]:
+        """The parts that are not the target's."""
+        shared = [self.model.shared_post_norm] if self.model.use_shared_post_norm else []
+        return [self.model.layers, *shared, *([] if self.heads is None else [self.heads])]
 
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], MtpLayers]] = weakref.WeakKeyDictionary()
 _lock, _following = new_lock(), new_lock()  # calls of several threads follow their target at once
 
 
-def layers_in(config: Any) -> int:
-    """Returns the number of layers for multi-token prediction that a target's configuration tells of."""
-    return int(getattr(_described(config).get_text_config(), "num_mtp_layers", None) or 0)
+def _alone(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """A hook for layers that return more than their output."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def _described(config: Any) -> Any:
-    """Returns a configuration with `num_mtp_layers`, a copy where the target's names it otherwise."""
-    text = config.get_text_config()
-    if text.model_type not in OWN_NAMES or getattr(text, "num_mtp_layers", None) is not None:
-        return config
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.num_mtp_layers = getattr(text, _COUNTED_BY, 1) or 0
-    text.mtp_layer_types = [_ATTENTION] * text.num_mtp_layers
-    if getattr(text, "mlp_layer_types", None) is not None:
-        text.mtp_mlp_layer_types = text.mlp_layer_types[-1:] * text.num_mtp_layers
-    return config
-
-
-def described(target: Any) -> Any:
-    """Returns a target as transformers' `MtpModel` takes it."""
-    return _Described(target, _described(target.config))
-
-
-def _read(target: Any, hub: Mapping[str, Any]) -> MtpModel:
+def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
+    """The layers in the checkpoint that a target was loaded from; `hub` as in `MtpLayers.of`."""
     name = type(target).__name__
+    _check_kind(target)
     if not layers_in(target.config):
         raise DraftingRefused(
-            f"this {name} has no layers for multi-token prediction (num_mtp_layers in its configuration): train a "
-            "drafter with `hsdraft train`, or find one with `hsdraft find`"
+            f"this {name} has no layers for multi-token prediction ({kind_of(target.config).counted_by} in its "
+            "configuration): train a drafter with `hsdraft train`, or find one with `hsdraft find`"
         )
-    place = getattr(target.config, "name_or_path", "")
-    if not place:
+    if not (place := getattr(target.config, "name_or_path", "")):
         raise DraftingRefused(
             f"this {name} was not loaded from a checkpoint, so its layers for multi-token prediction cannot be read: "
             "load it with from_pretrained"
         )
-    if getattr(target.config, "quantization_config", None) is not None:
+
+    def checkpoint() -> Checkpoint:
+        folder = _folder_of(target, hub)
+        return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
+
+    return _read_from(target, place, checkpoint)
+
+
+def _check_kind(target: Any) -> None:
+    if unable := UNABLE.get(target.config.get_text_config().model_type):
         raise DraftingRefused(
-            f"this {name} is quantised, and its layers for multi-token prediction are read as plain numbers only: load "
-            "it without quantization_config, or use another drafter"
+            f"this {type(target).__name__} may have layers for multi-token prediction, but they {unable}, which is not "
+            "computed here: train a drafter with `hsdraft train`, or find one with `hsdraft find`"
         )
-    device = _last_place(target)
+
+
+def _read_from(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False) -> MtpLayers:
+    """Reads the layers from a checkpoint; raises a DraftingRefused if that fails."""
     if any(weight.is_meta for weight in target.parameters()):
         raise DraftingRefused(
-            f"this {name} is offloaded, and its layers for multi-token prediction need weights on a device: load it "
-            "without offloading, or use another drafter"
+            f"this {type(target).__name__} is offloaded, and its layers for multi-token prediction need weights on a "
+            "device: load it without offloading, or use another drafter"
         )
     try:
-        model = MtpModel.from_pretrained(_located(target, hub), device_map={"": device})
+        layers = _from_files(target, checkpoint(), apart)
     except (OSError, RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
         ) from error
-    for part in _own_parts(model):  # the others are the target's, which may be in training
+    for part in layers.own_parts():  # the others are the target's, which may be in training
         part.eval().requires_grad_(False)
-    return model
+    return layers
 
 
-def _own_parts(model: MtpModel) -> list[nn.Module]:
-    return [model.layers, *([model.shared_post_norm] if model.use_shared_post_norm else [])]
+def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
+    """Loads the layers from a checkpoint, dequantised; raises a ValueError if some tensors are missing."""
+    names, kind, place = renamed(checkpoint.shapes, target.config, apart), kind_of(target.config), _last_place(target)
+    first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
+    numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
+    if not numbers or numbers != set(range(len(numbers))):
+        some = ", ".join(map(str, sorted(numbers))) or "none"
+        raise ValueError(f"weights are missing: found layers {some}, expected {layers_in(target.config)}, from 0 on")
+    seen = described_target(target, len(numbers))
+    with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):
+        model = MtpModel(seen, len(numbers))
+    state = {names[name]: tensor for name, tensor in checkpoint.tensors(names.keys())}
+    found = {int(layer[1]) - first: state.pop(name) for name in list(state) if (layer := _HEAD.fullmatch(name))}
+    loading = LoadStateDictConfig(
+        weight_mapping=model.get_weight_conversions(seen), device_map={"": place}, dtype=dtype
+    )
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=state, load_config=loading)
+    model._adjust_missing_and_unexpected_keys(info)
+    if info.missing_keys or info.unexpected_keys or info.mismatched_keys:
+        wrong = {"missing": info.missing_keys, "unknown": info.unexpected_keys, "of other shapes": info.mismatched_keys}
+        raise ValueError("; ".join(f"{what}: {few(sorted(map(str, keys)))}" for what, keys in wrong.items() if keys))
+    model.tie_with_main_model(target)
+    if not kind.own_heads or not found:
+        return MtpLayers(model, kind)
+    heads = nn.ModuleList()
+    for number in sorted(numbers):
+        rows, size = found[number].shape
+        heads.append(nn.Linear(size, rows, bias=False, device="meta"))
+        heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
+    return MtpLayers(model, kind, heads)
 
 
 def _last_place(target: Any) -> torch.device:
@@ -227,14 +276,14 @@ def _last_place(target: Any) -> torch.device:
     return next(weight.device for weight in next(reversed(target.get_decoder().layers)).parameters())
 
 
-def _located(target: Any, hub: Mapping[str, Any]) -> Any:
-    """`described`, with the folder in the cache that a target of the Hub was loaded from.
+def _folder_of(target: Any, hub: Mapping[str, Any]) -> Path:
+    """The folder that a target was loaded from, which is in the cache if it is of the Hub.
 
-    Raises a FileNotFoundError where that is not there: transformers would fetch the files again, of any revision.
+    Raises a FileNotFoundError where that is not there: files fetched again might be of any revision.
     """
-    seen, name = described(target), target.config.name_or_path
+    name = target.config.name_or_path
     if os.path.isdir(name):
-        return seen
+        return Path(name)
     # Recorded before transformers 5.24
     revision = hub.get("revision") or getattr(target.config, "_commit_hash", None)
     found = try_to_load_from_cache(name, CONFIG_NAME, cache_dir=hub.get("cache_dir"), revision=revision)
@@ -244,6 +293,4 @@ def _located(target: Any, hub: Mapping[str, Any]) -> Any:
             f"revision {revision or 'main'} is not in the cache {cache}; give the model's own, as in "
             "MtpDrafter.for_target(model, cache_dir=..., revision=...)"
         )
-    seen.config = copy.deepcopy(seen.config)
-    seen.config.name_or_path = os.path.dirname(found)
-    return seen
+    return Path(found).parent

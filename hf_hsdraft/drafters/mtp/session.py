@@ -55,7 +55,7 @@ class DraftedColumns(DraftedNodes):
         return range(depth % self._used, depth % self._used + 1)
 
     def of_roots(self) -> torch.Tensor:
-        return self._layers.logits(self._outputs[0][:, :1])
+        return self._layers.logits(self._outputs[0][:, :1], 0)
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (batch, count), depth, numbers = tokens.shape, level - 1, self.add(parents)
@@ -78,7 +78,7 @@ class DraftedColumns(DraftedNodes):
         for layer, outputs in enumerate(self._outputs):
             added = made[layer - held.start] if layer in held else outputs.new_zeros(batch, count, outputs.shape[-1])
             self._outputs[layer] = torch.cat([outputs, added], dim=1)
-        return self._layers.logits(made[0]), numbers
+        return self._layers.logits(made[0], held.start), numbers
 
 
 class MtpSession(LevelSession):
@@ -90,7 +90,7 @@ class MtpSession(LevelSession):
     def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
         self._layers, self._used = layers, min(layers.count, call.options.depth)
         ids = torch.arange(layers.vocab_size, device=layers.device)
-        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, self._used)
+        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, layers.num_stored)
         self.kind = (layers.count, self._used, layers.dtype, layers.device)
         self._outputs: dict[int, torch.Tensor] = {}  # `[L, D]`, of each row's last column
         self._begins: dict[int, torch.Tensor] = {}  # `[1]`, int64, the first position read of each row
