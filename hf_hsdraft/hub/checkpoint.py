@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,9 +44,11 @@ from .drafter_files import (
     weight_files,
 )
 from .fetching import find_folder
+from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
 _PICKLED = "pytorch_model.bin"
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
+_MAPS = frozenset({"d2t", "t2d"})  # of a vocabulary
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
 _LARGEST_CARD = 2**20  # bytes
@@ -118,7 +121,7 @@ class Checkpoint:
         files = [] if self._headers else self._files
         if files == [self.folder / _PICKLED]:
             pickled = self._unpickled().items()
-            return {name: (tuple(each.shape), DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+            return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
             found |= header(path)
         for name, (shape, _) in found.items():
@@ -127,16 +130,37 @@ class Checkpoint:
         return found
 
     @cached_property
+    def _packed(self) -> Mapping[str, Packed]:
+        """Quantised weights, by the stored name that they would have otherwise."""
+        return packed_weights(self._found, self.config)
+
+    @cached_property
+    def _weights(self) -> Mapping[str, tuple[Shape, str]]:
+        """As `_found`, with quantised weights as they are dequantised, in place of their parts."""
+        parts = {name for each in self._packed.values() for name in each.stored.values()}
+        plain = {name: each for name, each in self._found.items() if name not in parts and not is_of_inputs(name)}
+        return plain | {name: (each.shape, DTYPES[self.dtype]) for name, each in self._packed.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that quantised weights had, as config.json tells; bfloat16 if it does not."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        return next((dtype for dtype in DTYPES if str(dtype) == f"torch.{named}"), torch.bfloat16)
+
+    @cached_property
     def _names(self) -> Mapping[str, str]:
         """Public name of each stored name: without a prefix that a drafter's tensors may have."""
-        prefix = _PREFIX if f"{_PREFIX}fc.weight" in self._found else ""
-        names = {name: name.removeprefix(prefix) for name in self._found}
+        prefix = _PREFIX if f"{_PREFIX}fc.weight" in self._weights else ""
+        names = {name: name.removeprefix(prefix) for name in self._weights}
         return names if len(set(names.values())) == len(names) else {name: name for name in names}
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        """Shape of each tensor by name. Raises an OSError if there are no weights, and a DamagedFile."""
-        return {self._names[name]: shape for name, (shape, _) in self._found.items()}
+        """Shape of each tensor by name, of quantised ones as they are dequantised.
+
+        Raises an OSError if there are no weights, and a DamagedFile.
+        """
+        return {self._names[name]: shape for name, (shape, _) in self._weights.items()}
 
     @property
     def is_described(self) -> bool:
@@ -151,21 +175,40 @@ class Checkpoint:
             return sum(end - start for start, end in parts)
         return sum(path.stat().st_size for path in self._files)
 
-    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors by name, only those in `names` if given. Raises the errors of `shapes`."""
-        files = self._files
-        if files == [self.folder / _PICKLED]:
-            for stored, tensor in self._unpickled().items():
+    def tensors(
+        self, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields tensors by name, only those in `names` if given.
+
+        Quantised ones are dequantised to `dtype`, by default that of the checkpoint. Raises the errors of `shapes`, and
+        a ValueError if the parts of a quantised one do not fit.
+        """
+        with self._readable() as read:
+            for stored in self._weights:
                 name = self._names[stored]
                 if names is None or name in names:
-                    yield name, checked_numbers(files[0], name, tensor)
+                    packed = self._packed.get(stored)
+                    yield name, read(stored) if packed is None else packed.restored(read, dtype or self.dtype)
+
+    @contextmanager
+    def _readable(self) -> Iterator[Callable[[str], torch.Tensor]]:
+        """Gives a function that returns a stored tensor by name, or raises a DamagedFile."""
+        files = self._files
+        if files == [self.folder / _PICKLED]:
+            pickled = self._unpickled()
+            yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
-        for path in files:
-            with opened(path) as file:
-                for stored in file.keys():  # noqa: SIM118
-                    name = self._names[stored]
-                    if names is None or name in names:
-                        yield name, checked_numbers(path, name, file.get_tensor(stored))
+        with ExitStack() as stack:
+            places = {}
+            for path in files:
+                file = stack.enter_context(opened(path))
+                places |= dict.fromkeys(file.keys(), (path, file))
+
+            def read(name: str) -> torch.Tensor:
+                path, file = places[name]
+                return checked_numbers(path, name, file.get_tensor(name))
+
+            yield read
 
     def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
         """Compares the tensors with the shapes that a configuration describes, and their dtypes with those of weights.
@@ -173,18 +216,19 @@ class Checkpoint:
         Maps of a vocabulary may have any dtype. Raises a ValueError that names tensors that are missing, unknown or
         wrong.
         """
+        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}
+        if told := unread(dtypes, self.config):
+            raise ValueError(f"{printable(self.name)} is {told}")
         if told := mismatch(self.shapes, expected, optional):
             raise ValueError(
                 f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
                 "they were published"
             )
-        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
-        weights = sorted(expected.keys() - {"d2t", "t2d"})
-        if packed := [f"{name} of {dtypes[name]}" for name in weights if dtypes[name] not in DTYPES.values()]:
+        weights = sorted(expected.keys() - _MAPS)
+        if wrong := [f"{name} of {dtypes[name]}" for name in weights if dtypes[name] not in DTYPES.values()]:
             raise ValueError(
-                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more "
-                f"({few(packed)}): "
-                "quantised drafters cannot be read here; expected the drafter before it was quantised"
+                f"{printable(self.name)} has weights that are no floating-point numbers ({few(wrong)}): expected the "
+                "files as they were published"
             )
 
     def loose_tensor(self, name: str) -> torch.Tensor:
