@@ -17,20 +17,17 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import CacheNotFound, HfApi, scan_cache_dir
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
-from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from ..core.checks import few, printable
 from .drafter_files import (
-    CARD,
     CONFIG,
     DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
-    RECIPE,
     WEIGHTS,
     DamagedFile,
     Shape,
@@ -39,19 +36,17 @@ from .drafter_files import (
     listed_files,
     mismatch,
     opened,
-    read_document,
     read_json,
     weight_files,
 )
 from .fetching import find_folder
 from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
-_PICKLED = "pytorch_model.bin"
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # the first that is there
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MAPS = frozenset({"d2t", "t2d"})  # of a vocabulary
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
-_LARGEST_CARD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,8 @@ class Checkpoint:
         if self.hub:
             self.also(*(listed_files(self.folder) or [WEIGHTS]))
             if not self._has_safetensors:
-                self.also(_PICKLED)
-        return [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
+                self.also(*_PICKLED)
+        return [self._pickled] if self._pickled is not None else weight_files(self.folder)
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
@@ -119,8 +114,8 @@ class Checkpoint:
             for name, each in header.tensors.items()
         }
         files = [] if self._headers else self._files
-        if files == [self.folder / _PICKLED]:
-            pickled = self._unpickled().items()
+        if files == [self._pickled]:
+            pickled = self._unpickled(files[0]).items()
             return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
             found |= header(path)
@@ -163,6 +158,16 @@ class Checkpoint:
         return {self._names[name]: shape for name, (shape, _) in self._weights.items()}
 
     @property
+    def quantisation(self) -> str:
+        """How the weights are quantised; empty if they are not."""
+        return ", ".join(dict.fromkeys(each.scheme.name for each in self._packed.values()))
+
+    @property
+    def quantisation_unread(self) -> str:
+        """Says how weights are quantised that cannot be read; empty if all can."""
+        return unread({name: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}, self.config)
+
+    @property
     def is_described(self) -> bool:
         """Whether names and shapes of the tensors are known without fetching weights."""
         return bool(self._headers) or self._has_weights
@@ -194,8 +199,8 @@ class Checkpoint:
     def _readable(self) -> Iterator[Callable[[str], torch.Tensor]]:
         """Gives a function that returns a stored tensor by name, or raises a DamagedFile."""
         files = self._files
-        if files == [self.folder / _PICKLED]:
-            pickled = self._unpickled()
+        if files == [self._pickled]:
+            pickled = self._unpickled(files[0])
             yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
         with ExitStack() as stack:
@@ -216,8 +221,8 @@ class Checkpoint:
         Maps of a vocabulary may have any dtype. Raises a ValueError that names tensors that are missing, unknown or
         wrong.
         """
-        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}
-        if told := unread(dtypes, self.config):
+        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._weights.items()}
+        if told := self.quantisation_unread:
             raise ValueError(f"{printable(self.name)} is {told}")
         if told := mismatch(self.shapes, expected, optional):
             raise ValueError(
@@ -244,17 +249,18 @@ class Checkpoint:
         return (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
 
     @property
-    def _is_pickled(self) -> bool:
-        return not self._has_safetensors and (self.folder / _PICKLED).is_file()
+    def _pickled(self) -> Path | None:
+        """The file of pickled weights, if there are no others."""
+        there = [] if self._has_safetensors else [self.folder / name for name in _PICKLED]
+        return next((path for path in there if path.is_file()), None)
 
     @property
     def _has_weights(self) -> bool:
         """Whether all files of weights are local."""
         names = listed_files(self.folder) or [WEIGHTS]
-        return self._is_pickled or all((self.folder / name).is_file() for name in names)
+        return self._pickled is not None or all((self.folder / name).is_file() for name in names)
 
-    def _unpickled(self) -> dict[str, torch.Tensor]:
-        path = self.folder / _PICKLED
+    def _unpickled(self, path: Path) -> dict[str, torch.Tensor]:
         found = _unpickled(path)
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise DamagedFile(f"{path} is damaged: expected tensors by name", path)
@@ -275,39 +281,3 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """One commit of a model in the cache."""
-
-    commit: str
-    refs: tuple[str, ...]  # branches and tags that point to it
-    checkpoint: Checkpoint  # with an empty `config` if config.json is missing or damaged
-
-
-def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
-    """Yields all commits of the models in the cache, by name, the latest first."""
-    try:
-        repositories = scan_cache_dir(cache_dir).repos
-    except CacheNotFound:
-        return
-    models = [each for each in repositories if each.repo_type == "model"]
-    for repository in sorted(models, key=lambda each: each.repo_id):
-        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
-            folder = revision.snapshot_path
-            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
-            yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
-
-
-def named_targets(folder: Path) -> set[str]:
-    """Returns the names of targets that a card's `base_model` and a training recipe give."""
-    named = [read_document(folder / RECIPE).get("target")]
-    try:
-        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
-        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
-    except Exception:  # no card, or one whose metadata is damaged in any way
-        metadata = {}
-    bases = metadata.get("base_model")
-    named += bases if isinstance(bases, list) else [bases]
-    return {name for name in named if isinstance(name, str) and name}

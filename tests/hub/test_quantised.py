@@ -7,8 +7,12 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from conftest import make_target
+from family_helpers import make_eagle
+from safetensors.torch import load_file, save_file
 
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 N, K = 32, 48  # outputs and inputs of the weight
@@ -211,3 +215,21 @@ def test_parts_that_do_not_fit_are_named(tmp_path):
     parts = {"": torch.ones(N, K).to(torch.float8_e4m3fn), "_scale": torch.ones(7, 1)}
     with pytest.raises(ValueError, match=r"a.weight cannot be dequantised as 8 bits with scales.*do not divide"):
         list(saved(tmp_path, {}, parts).tensors())
+
+
+def test_a_quantised_drafter_drafts_with_the_numbers_it_stands_for(tmp_path):
+    target = make_target(num_hidden_layers=6)
+    make_eagle(target).save_pretrained(tmp_path)
+    path, right = tmp_path / "model.safetensors", {}
+    stored = load_file(path)
+    for name, weight in list(stored.items()):
+        if weight.dim() == 2:
+            scale = weight.abs().amax(dim=1, keepdim=True) / 448
+            stored[name], stored[f"{name}_scale"] = (weight / scale).to(torch.float8_e4m3fn), scale
+            right[name] = stored[name].float() * scale
+    save_file(stored, path)
+    drafter = AutoDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(drafter.state_dict()[name], weight) for name, weight in right.items()) and len(right) > 7
+    assert "quantised: 8 bits with scales" in describe(str(tmp_path))["drafter"]["weights"]
+    call = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(**call, assistant_model=drafter), target.generate(**call))
