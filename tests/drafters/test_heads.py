@@ -11,7 +11,12 @@ from oracles.format_parity import PROMPTS, texts_of
 from oracles.heads_parity import CASES, TOKENS, _shared_target
 
 from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.drafters.base import finding
+from hf_hsdraft.drafters.base.target_info import TargetInfo
+from hf_hsdraft.hub.cached_models import CachedModel
+from hf_hsdraft.hub.checkpoint import Checkpoint
 
 BY_NAME = {case.name: case for case in CASES}
 KINDS = ("Medusa, vLLM's layout, token map, scaled", "Hydra", "MLPSpeculator, tied, input normed", "LSTM speculator")
@@ -88,3 +93,46 @@ def test_a_drafter_of_another_target_is_refused():
     object.__setattr__(drafter.config, "vocab_size", TOKENS + 1)
     with pytest.raises(Exception, match="vocab_size=64, the drafter expects 65"):
         drafter.check(target)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Drafters in a cache whose cards name the target, one of them of a kind that does not draft here."""
+    target, models = _shared_target(), []
+    for name, change in (("MLPSpeculator", {}), ("Hydra", {"hydra_head_arch": "prefix-mlp"}), ("Hydra", {})):
+        folder = tmp_path / f"{name}{len(models)}"
+        folder.mkdir()
+        BY_NAME[name].make(target).save(folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change, "base_model_name_or_path": None}))
+        (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
+        checkpoint = Checkpoint(f"user/{folder.name}", folder, json.loads(path.read_text()))
+        models.append(CachedModel("0", ("main",), checkpoint))
+    monkeypatch.setattr(finding, "cached_models", lambda: models)
+    monkeypatch.setattr(target, "name_or_path", "org/target")
+    return target
+
+
+def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    found, _ = finding.find(TargetInfo.of_model(cached, local_files_only=True), local_files_only=True)
+    told = {each.name: each for each in found if each.name.startswith("user/")}
+    assert (
+        list(told)[-1] == "user/Hydra1" and "cannot be loaded: hydra_head_arch='prefix-mlp'" in told["user/Hydra1"].use
+    )
+    assert told["user/MLPSpeculator0"].kind == "MLPSpeculatorDrafter (MLPSpeculator)"
+    assert told["user/MLPSpeculator0"].drafts == "trees or chains, one depth after the other"
+    assert told["user/MLPSpeculator0"].bytes and not told["user/Hydra2"].problem
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_info_says_whether_and_how_it_drafts(name, tmp_path, monkeypatch):
+    BY_NAME[name].make(_shared_target()).save(tmp_path)
+    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    told = describe(str(tmp_path))["drafter"]
+    at_once = "all depths in one forward" if "Medusa" in name else "one depth after the other"
+    assert told["drafts here"] == "yes" and told["drafts"] == f"trees or chains, {at_once}"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "more": True}))
+    told = describe(str(tmp_path))["drafter"]
+    assert told["drafts here"] == "no" and "more=true" in told["cannot be loaded"]
