@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ from .drafter_files import (
 from .fetching import find_folder
 from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
+_SINGLE = (WEIGHTS, "medusa_lm_head.safetensors")  # names of one file of weights; the first that is there
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # the first that is there
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
 _MAPS = frozenset({"d2t", "t2d"})  # of a vocabulary
@@ -86,10 +87,12 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         """The files of weights, fetched if missing."""
         if self.hub:
-            self.also(*(listed_files(self.folder) or [WEIGHTS]))
+            self.also(*(listed_files(self.folder) or _SINGLE))
             if not self._has_safetensors:
                 self.also(*_PICKLED)
-        return [self._pickled] if self._pickled is not None else weight_files(self.folder)
+        if self._pickled is not None:
+            return [self._pickled]
+        return weight_files(self.folder) if self._single is None else [self._single]
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
@@ -97,13 +100,14 @@ class Checkpoint:
         if not self.hub or self.hub.get("local_files_only") or self._has_weights:
             return []
         place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
-        try:
-            return [
-                api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
-                for name in listed_files(self.folder) or [WEIGHTS]
-            ]
-        except (OSError, HTTPError, SafetensorsParsingError):  # fetching the files will raise the error
-            return []
+        listed = listed_files(self.folder)
+        for names in [listed] if listed else [[name] for name in _SINGLE]:
+            with suppress(OSError, HTTPError, SafetensorsParsingError):  # fetching the files will raise the error
+                return [
+                    api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
+                    for name in names
+                ]
+        return []
 
     @cached_property
     def _found(self) -> Mapping[str, tuple[Shape, str]]:
@@ -246,7 +250,12 @@ class Checkpoint:
 
     @property
     def _has_safetensors(self) -> bool:
-        return (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
+        return self._single is not None or (self.folder / INDEX).is_file()
+
+    @property
+    def _single(self) -> Path | None:
+        """The file of weights, if it is one and local."""
+        return next((path for name in _SINGLE if (path := self.folder / name).is_file()), None)
 
     @property
     def _pickled(self) -> Path | None:
@@ -257,8 +266,10 @@ class Checkpoint:
     @property
     def _has_weights(self) -> bool:
         """Whether all files of weights are local."""
-        names = listed_files(self.folder) or [WEIGHTS]
-        return self._pickled is not None or all((self.folder / name).is_file() for name in names)
+        if self._pickled is not None or self._single is not None:
+            return True
+        names = listed_files(self.folder)
+        return bool(names) and all((self.folder / name).is_file() for name in names)
 
     def _unpickled(self, path: Path) -> dict[str, torch.Tensor]:
         found = _unpickled(path)

@@ -19,7 +19,13 @@ from hf_hsdraft.hub.cached_models import CachedModel
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 BY_NAME = {case.name: case for case in CASES}
-KINDS = ("Medusa, vLLM's layout, token map, scaled", "Hydra", "MLPSpeculator, tied, input normed", "LSTM speculator")
+KINDS = (
+    "Medusa, TGI's layout, output layer of the target",
+    "Medusa, vLLM's layout, token map, scaled",
+    "Hydra",
+    "MLPSpeculator, tied, input normed",
+    "LSTM speculator",
+)
 
 
 def loaded(name, **fields):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from oracles.format_parity import (
     HIDDEN,
@@ -87,6 +88,9 @@ def medusa(target: Any, layout: str = "authors", layers: int = 1, drafted: Any =
             }
     weights = random_weights(**shapes)
     one, scale = fields.get("original_lm_head", False), fields.get("logit_scale", 1.0)
+    if layout == "tgi":
+        for head in range(HEADS):
+            weights[f"{head}.{layers}.weight"] = target.lm_head.weight.detach()
 
     def logits(hidden: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
         made = []
@@ -99,6 +103,10 @@ def medusa(target: Any, layout: str = "authors", layers: int = 1, drafted: Any =
         return torch.stack(made)
 
     def save(folder: Path) -> None:
+        if layout == "tgi":
+            (folder / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": layers}))
+            own = {name: each for name, each in weights.items() if "linear" in name}
+            return save_file(own, folder / "medusa_lm_head.safetensors")
         if layout == "authors":
             config = {"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "lmsys/vicuna"}
             return _pickled(folder, config, weights, "medusa_lm_head.pt")
@@ -234,6 +242,7 @@ def _case(name: str, make: Callable[..., Reference], **fields: Any) -> Case:
 CASES = (
     _case("Medusa, authors' layout", medusa),
     _case("Medusa, authors' layout, two blocks", medusa, layers=2),
+    _case("Medusa, TGI's layout, output layer of the target", medusa, layout="tgi"),
     _case("Medusa, vLLM's layout", medusa, layout="vllm"),
     _case("Medusa, vLLM's layout, token map, scaled", medusa, layout="vllm", drafted=DRAFTED, logit_scale=0.5),
     _case("Medusa, vLLM's layout, one output layer", medusa, layout="vllm", original_lm_head=True),

@@ -45,12 +45,12 @@ class Found:
     why: str  # why it drafts for this target
     bytes: int | None  # size of the weights; None if it is unknown
     use: str  # a line of code that uses it
-    drafts: str = ""  # whether trees or chains, and in how many forwards
-    problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
     trained: bool = True  # whether it was trained for this target, or for one like it
     here: bool = True  # whether it can be used without the network
     loading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `AutoDrafter.from_pretrained`
     made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
+    drafts: str = ""  # whether trees or chains, and in how many forwards
+    problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
 
 
 Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
@@ -177,7 +177,8 @@ def _loadable(name: str, seen: _Seen, why: str, evidence: Evidence, here: bool, 
     if seen.problem:
         use = f"cannot be loaded: {seen.problem}"
     trained = evidence != Evidence.SMALLER
-    return Found(name, seen.kind, why, seen.size, use, seen.drafts, seen.problem, trained, here, loading)
+    told = {"drafts": seen.drafts, "problem": seen.problem}
+    return Found(name, seen.kind, why, seen.size, use, trained, here, loading, **told)
 
 
 # On the Hub

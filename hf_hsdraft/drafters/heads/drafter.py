@@ -43,16 +43,22 @@ class HeadsConfig(PlainConfig):
     target_tap_layers: ClassVar[None] = None
     target_num_hidden_layers: ClassVar[None] = None
 
-    vocab_size: int = setting("of the target", limit=integer(2**22))
-    draft_vocab_size: int = setting("V', the number of tokens that can be drafted", limit=integer(2**22))
+    vocab_size: int | None = setting(
+        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
+    )
+    draft_vocab_size: int | None = setting(
+        "V', the number of tokens that can be drafted; `None` for those of any target",
+        limit=integer(2**22), optional=True
+    )  # fmt: skip
     target_hidden_size: int = setting("H, width of the target's hidden states", limit=integer(2**17))
     num_draft_steps: int = setting("number of heads, the greatest depth of a draft", limit=integer(MOST_HEADS))
     target_name: str = setting("name of the target, where it is known", "")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        wanted = f"the target has only vocab_size={self.vocab_size} tokens"
-        demand(self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", self.draft_vocab_size, wanted)
+        size, drafted = self.vocab_size, self.draft_vocab_size
+        valid = drafted is None if size is None else drafted is not None and drafted <= size
+        demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
 
     @property
     def is_reduced(self) -> bool:
@@ -77,17 +83,12 @@ class HeadsDrafter(PublishedNetwork):
     name_in_files: NameOf = staticmethod(lambda name, stored: name)
 
     @property
-    def heads(self) -> nn.ModuleList:
-        """The output layers."""
-        raise NotImplementedError
-
-    @property
     def device(self) -> torch.device:
-        return cast(nn.Linear, self.heads[0]).weight.device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return cast(nn.Linear, self.heads[0]).weight.dtype
+        return next(self.parameters()).dtype
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns what `advance` reads at the roots, `[B, 1, S']`, of hidden states `[B, 1, H]`."""
@@ -100,7 +101,7 @@ class HeadsDrafter(PublishedNetwork):
         """
         return states
 
-    def logits_at(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def logits_at(self, level: int, states: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Returns the logits `[B, n, V']` of the children, at depth `level`, of nodes in `states`."""
         raise NotImplementedError
 
@@ -122,11 +123,15 @@ class HeadsDrafter(PublishedNetwork):
     def at_once(cls, config: Any) -> bool:
         return not cls.reads_tokens
 
-    def borrow(self, embedding: nn.Module) -> TargetWeights:
-        return borrow(embedding, None, self.draft_vocab_ids(), self.device, self.dtype)
+    def borrow(self, embedding: nn.Module, output_head: nn.Module | None = None) -> TargetWeights:
+        """Collects the target's embedding, and its output rows if the drafter has no output layers."""
+        tokens = len(cast(torch.Tensor, embedding.weight)) if self.config.vocab_size is None else None
+        head = None if tokens is None else output_head
+        return borrow(embedding, head, self.draft_vocab_ids(tokens), self.device, self.dtype)
 
     def session(self, call: Call) -> HeadsSession:
-        return HeadsSession(self, self.borrow(call.target.get_input_embeddings()), call)
+        embedding, head = call.target.get_input_embeddings(), call.target.get_output_embeddings()
+        return HeadsSession(self, self.borrow(embedding, head), call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         tables = (weights_of(each) for each in self.modules() if isinstance(each, nn.Embedding))
@@ -152,7 +157,7 @@ class ResBlock(nn.Module):
 class MedusaConfig(HeadsConfig):
     """Configuration of a [`MedusaDrafter`]."""
 
-    num_layers: int = setting("number of blocks before each output layer", 1, limit=integer(8, 0))
+    num_layers: int = setting("number of blocks before each output layer", 1, limit=integer(8))
     block_bias: bool = setting("whether the products of the blocks have a bias", True, FLAG)
     one_head: bool = setting("whether all heads share an output layer", False, FLAG)
     logit_scale: float = setting("factor of the logits", 1.0, limit=POSITIVE)
@@ -161,7 +166,7 @@ class MedusaConfig(HeadsConfig):
 class MedusaDrafter(HeadsDrafter):
     """Medusa's heads, each of the hidden state alone ("Medusa", section 2.1.1): drafts all depths at once.
 
-    It is saved in the layout that vLLM reads.
+    Without output layers, as TGI trains it, it uses the target's. It is saved in the layout that vLLM reads.
     """
 
     config_class = MedusaConfig
@@ -173,18 +178,17 @@ class MedusaDrafter(HeadsDrafter):
         size, count = config.target_hidden_size, config.num_draft_steps
         make = lambda: nn.ModuleList(nn.Linear(size, size, config.block_bias) for _ in range(config.num_layers))  # noqa: E731
         self.blocks = nn.ModuleList(nn.ModuleDict({"layers": make()}) for _ in range(count))
-        outputs = 1 if config.one_head else count
-        self.lm_heads = nn.ModuleList(nn.Linear(size, config.draft_vocab_size, bias=False) for _ in range(outputs))
+        tokens, outputs = config.draft_vocab_size or 0, 1 if config.one_head else count
+        self.lm_heads = nn.ModuleList(nn.Linear(size, tokens, bias=False) for _ in range(outputs if tokens else 0))
         self.add_vocabulary()
 
-    @property
-    def heads(self) -> nn.ModuleList:
-        return self.lm_heads
-
-    def logits_at(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def logits_at(self, level: int, states: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         for layer in cast(nn.ModuleDict, self.blocks[level - 1])["layers"]:  # type: ignore[attr-defined]
             states = states + F.silu(layer(states))
-        logits = self.lm_heads[0 if self.config.one_head else level - 1](states)
+        if not self.lm_heads:
+            logits = F.linear(states, cast(torch.Tensor, weights.head))
+        else:
+            logits = self.lm_heads[0 if self.config.one_head else level - 1](states)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
@@ -194,14 +198,16 @@ class MedusaDrafter(HeadsDrafter):
 
         def offsets(_: Any) -> torch.Tensor:
             ids = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP].long()
-            valid = 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size and len(ids.unique()) == len(ids)
+            valid = 0 <= int(ids.min()) <= int(ids.max()) < (self.config.vocab_size or 0) and len(ids.unique()) == len(
+                ids
+            )
             demand(valid, TOKEN_MAP, ids.tolist(), f"expected tokens below {self.config.vocab_size}, each once")
             return ids - torch.arange(len(ids))
 
         return {"d2t": offsets}
 
     def may_hold(self) -> dict[str, Shape]:
-        return {TOKEN_MAP: (self.config.draft_vocab_size,)}
+        return {TOKEN_MAP: (self.config.draft_vocab_size or 0,)}
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         files = super().in_files(target_name)
@@ -257,10 +263,6 @@ class HydraDrafter(HeadsDrafter):
         self.hydra_lm_head = nn.ModuleList(nn.Linear(size, config.draft_vocab_size) for _ in range(count))
         self.reads_tokens = config.grounded
 
-    @property
-    def heads(self) -> nn.ModuleList:
-        return self.hydra_lm_head
-
     @classmethod
     def at_once(cls, config: Any) -> bool:
         return not config.grounded
@@ -274,7 +276,7 @@ class HydraDrafter(HeadsDrafter):
         states[..., level * size : (level + 1) * size] = weights.embed(tokens)
         return states
 
-    def logits_at(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def logits_at(self, level: int, states: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         x = states[..., : (level + 1) * self.config.target_hidden_size] if self.reads_tokens else states
         for block in cast(nn.ModuleList, self.hydra_mlp[level - 1]):
             x = block(x)
@@ -337,10 +339,6 @@ class MLPSpeculatorDrafter(HeadsDrafter):
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(count))
         self.head = nn.ModuleList(nn.Linear(inner, vocabulary, bias=False) for _ in range(count))
 
-    @property
-    def heads(self) -> nn.ModuleList:
-        return self.head
-
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.config.scale_input:
             return hidden
@@ -351,7 +349,7 @@ class MLPSpeculatorDrafter(HeadsDrafter):
         embeds = self.emb[self._place(level)](tokens.to(self.device))
         return F.gelu(self.ln[self._place(level)](projected + self.config.token_weight * embeds))
 
-    def logits_at(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def logits_at(self, level: int, states: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         return self.head[self._place(level)](states)
 
     def _place(self, level: int) -> int:
@@ -406,7 +404,7 @@ class LSTMSpeculatorDrafter(MLPSpeculatorDrafter):
         cells = cells * forget + F.gelu(self.cell_ln[0](added[3])) * taken
         return torch.cat([F.gelu(self.state_ln[0](cells)) * out, cells], dim=-1)
 
-    def logits_at(self, level: int, states: torch.Tensor) -> torch.Tensor:
+    def logits_at(self, level: int, states: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         return self.head[0](states[..., : self.config.inner_size])
 
     def may_hold(self) -> dict[str, Shape]:

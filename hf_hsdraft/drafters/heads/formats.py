@@ -3,6 +3,7 @@
 | format | written by | files |
 |---|---|---|
 | Medusa | its authors | `medusa_lm_head.pt`: `0.0.linear.weight`, `0.1.weight` |
+| Medusa | TGI | `medusa_lm_head.safetensors`: the same, or no output layers |
 | Medusa | vLLM | `blocks.0.layers.0.weight`, `lm_heads.0.weight`, perhaps `token_map` |
 | Hydra | its authors | `hydra_lm_head.pt`: `hydra_mlp.0.0.linear.weight`, `hydra_lm_head.0.weight` |
 | MLPSpeculator | IBM (fms-extras), Snowflake | `emb.0.weight`, `proj.0.weight`, `ln.0.weight`, `head.0.weight` |
@@ -102,14 +103,16 @@ def _width(*names: str) -> Row:
     return row
 
 
-def _vocabulary(name: str) -> Row:
-    """Returns a row: the vocabulary that config.json names, or that of a whole output layer."""
+def _vocabulary(files: Files, each: Field[Any]) -> int | None:
+    """The vocabulary that config.json names, or that of a whole output layer; None without output layers."""
+    if files.shape("lm_heads.0.weight") is None:
+        return None
+    known = TOKEN_MAP in files.checkpoint.shapes or "vocab_size" in files.top
+    return told("vocab_size")(files, each) if known else _size("lm_heads.0.weight", 0)(files, each)
 
-    def row(files: Files, each: Field[Any]) -> Any:
-        whole = None if TOKEN_MAP in files.checkpoint.shapes else _size(name, 0)(files, each)
-        return whole if whole is not None and "vocab_size" not in files.top else told("vocab_size")(files, each)
 
-    return row
+def _drafted(files: Files, each: Field[Any]) -> int | None:
+    return None if files.shape("lm_heads.0.weight") is None else _size("lm_heads.0.weight", 0)(files, each)
 
 
 def _has(*names: str) -> Callable[[Checkpoint], bool]:
@@ -138,11 +141,11 @@ _SPECULATOR = _type("mlp_speculator")
 
 FORMATS = (
     _form(
-        "Medusa", MedusaDrafter, _type("medusa", "medusa_num_heads"), _has("lm_heads.0.weight"),
+        "Medusa", MedusaDrafter, _type("medusa", "medusa_num_heads"), _has("blocks.0.layers.0.weight"),
         {
-            "vocab_size": _vocabulary("lm_heads.0.weight"),
-            "draft_vocab_size": _size("lm_heads.0.weight", 0),
-            "target_hidden_size": _size("lm_heads.0.weight", 1),
+            "vocab_size": _vocabulary,
+            "draft_vocab_size": _drafted,
+            "target_hidden_size": _size("blocks.0.layers.0.weight", 1),
             "num_draft_steps": _count("blocks.{}.layers.0.weight", MOST_HEADS),
             "num_layers": _count("blocks.0.layers.{}.weight", _MOST_BLOCKS),
             "block_bias": lambda files, _: files.shape("blocks.0.layers.0.bias") is not None,

@@ -24,7 +24,7 @@ class HeadLevels(Levels):
         self._states = network.advance(1, started, roots, weights)  # of all nodes by number, `[B, 1 + m, S]`
 
     def of_roots(self) -> torch.Tensor:
-        return self._network.logits_at(1, self._states[:, :1])
+        return self._network.logits_at(1, self._states[:, :1], self._weights)
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._states.shape[1]
@@ -32,7 +32,7 @@ class HeadLevels(Levels):
         made = self._network.advance(level, above, tokens, self._weights)
         self._states = torch.cat([self._states, made], dim=1)
         numbers = torch.arange(known, known + tokens.shape[1], device=tokens.device)
-        return self._network.logits_at(level, made), numbers.expand_as(tokens)
+        return self._network.logits_at(level, made, self._weights), numbers.expand_as(tokens)
 
 
 class HeadsSession(ParallelSession):
@@ -60,8 +60,8 @@ class HeadsSession(ParallelSession):
             roots = on_device([[ask.root] for ask in asks], started.device)
             levels = HeadLevels(network, self.weights, started, roots)
             return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
-        logits = torch.cat([network.logits_at(level, started) for level in range(1, depth + 1)], dim=1)
-        return self.expanded(asks, started, options, logits, None)
+        logits = [network.logits_at(level, started, self.weights) for level in range(1, depth + 1)]
+        return self.expanded(asks, started, options, torch.cat(logits, dim=1), None)
 
     def saved(self) -> Any:
         return super().saved(), self._last.get(0)
