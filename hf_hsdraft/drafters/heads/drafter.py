@@ -10,7 +10,7 @@ Letters in the shapes: B texts, n nodes, H width of the target, S size of a node
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -30,7 +30,6 @@ from .session import HeadsSession
 MOST_HEADS = 32
 TOKEN_MAP = "token_map"  # the drafted tokens, in vLLM's files of Medusa
 _EPSILON = 1e-6  # of the norms of MLP and LSTM speculators
-NameOf = Callable[[str, Collection[str]], str]  # name in files of a parameter, among the stored names
 
 
 @described
@@ -80,7 +79,6 @@ class HeadsDrafter(PublishedNetwork):
     saved_as = ()
     why_not_exported = "it is saved in its authors' format, which no other program is known to read in another form"
     reads_tokens = True  # whether heads read the tokens of a path
-    name_in_files: NameOf = staticmethod(lambda name, stored: name)
 
     @property
     def device(self) -> torch.device:
@@ -113,8 +111,7 @@ class HeadsDrafter(PublishedNetwork):
         config = replace(self.config, target_name=target_name or self.config.target_name)
         sizes = {"vocab_size": config.vocab_size, "base_model_name_or_path": config.target_name or None}
         document = {**self.document(), **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
-        tensors = {self.name_in_files(name, ()): tensor for name, tensor in self.state_dict().items()}
-        return SpeculatorsFiles(document, tensors)
+        return SpeculatorsFiles(document, self.state_dict())
 
     def may_hold(self) -> dict[str, Shape]:
         return {}

@@ -12,62 +12,40 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import Field
 from typing import Any
 
 from ...core.checks import short
-from ...hub.checkpoint import Checkpoint
-from ..base.published_format import OURS, Files, PublishedFormat, Row, same, told
-from ..base.registry import Format, register_format
-from ..base.target_info import fit_of
+from ..base.published_format import OURS, Files, PublishedFormat, Row, same, shown, told
 from .drafter import MOST_HEADS, TOKEN_MAP, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
 
 _MOST_BLOCKS = 8
 
-
-@dataclass(frozen=True)
-class HeadsFormat(PublishedFormat):
-    """As `PublishedFormat`; `fields` are marks of a config.json, any of which suffices."""
-
-    marks: Callable[[Mapping[str, Any]], bool] = field(kw_only=True)
-
-    def stored_name(self, name: str, stored: Collection[str]) -> str:
-        return next((each for each in _names(name) if each in stored), name)
-
-    def register(self) -> None:
-        register_format(
-            Format(
-                self.name,
-                self.rank,
-                self.matches,
-                partial(self.drafter.of_format, self),
-                describe=self.describe,
-                drafter=self.drafter,
-                possible=self.marks,
-                fit=lambda checkpoint, *target: fit_of(self.read(checkpoint, **self.given), *target),
-            )
+# Beginnings of names in files by ours
+_OF_MEDUSA = {
+    f"blocks.{head}.layers.{block}.": (f"medusa_heads.blocks.{head}.layers.{block}.", f"{head}.{block}.linear.")
+    for head in range(MOST_HEADS)
+    for block in range(_MOST_BLOCKS)
+} | {
+    f"lm_heads.{head}.weight": (
+        f"medusa_heads.lm_heads.{head}.weight",
+        *(f"{head}.{block}.weight" for block in range(1, _MOST_BLOCKS + 1)),
+        *(["lm_head.weight"] if not head else []),
+    )
+    for head in range(MOST_HEADS)
+}
+_FIRST_BLOCK = ("0.0.linear.weight", "blocks.0.layers.0.weight", "medusa_heads.blocks.0.layers.0.weight")
+_PREFIXES = ("", "speculator.")
+_OF_SPECULATOR = (
+    {
+        f"{part}.{first}.": tuple(  # shared tensors may be stored as those of any head
+            f"{prefix}{part}.{head}." for head in range(first, MOST_HEADS) for prefix in _PREFIXES
         )
-
-
-def _names(name: str) -> list[str]:
-    """The names that a parameter may have in files."""
-    names = [name, f"medusa_heads.{name}", f"speculator.{name}"]
-    if block := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(.*)", name):
-        names.append("{}.{}.linear.{}".format(*block.groups()))
-    if head := re.fullmatch(r"lm_heads\.(\d+)\.weight", name):
-        names += [f"{head[1]}.{place}.weight" for place in range(_MOST_BLOCKS + 1)]
-        names += ["lm_head.weight"] if head[1] == "0" else []
-    if tied := re.fullmatch(r"(emb|ln|head|proj)\.([01])\.(.*)", name):  # a shared tensor may be stored as any of them
-        first = 1 if tied[1] == "proj" else 0
-        again = range(first, MOST_HEADS) if int(tied[2]) == first else ()
-        own = [f"{tied[1]}.{index}.{tied[3]}" for index in again]
-        # Snowflake's may be sequences of one part.
-        own += [f"{tied[1]}.{tied[2]}.0.{tied[3]}"]
-        names += [prefix + each for each in own for prefix in ("", "speculator.")]
-    return names
+        for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1))
+    }
+    | {"": _PREFIXES[1:]}
+)
 
 
 def _size(name: str, axis: int) -> Row:
@@ -115,18 +93,11 @@ def _drafted(files: Files, each: Field[Any]) -> int | None:
     return None if files.shape("lm_heads.0.weight") is None else _size("lm_heads.0.weight", 0)(files, each)
 
 
-def _has(*names: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: all(any(each in checkpoint.shapes for each in _names(name)) for name in names)
-
-
-def _type(name: str, *fields: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda config: config.get("model_type") == name or any(config.get(each) is not None for each in fields)
-
-
-def _form(name: str, drafter: Any, marks: Any, tensors: Any, rows: Any, **further: Any) -> HeadsFormat:
+def _form(name: str, drafter: Any, marks: Sequence[str], rows: Any, **further: Any) -> PublishedFormat:
+    """Returns a format that has one of the tensors `marks`."""
     target = {"target_name": lambda files, _: str(files.top.values.get("base_model_name_or_path") or "")}
-    matches = lambda checkpoint: marks(checkpoint.config) and tensors(checkpoint)  # noqa: E731
-    return HeadsFormat(name, 20, matches, drafter, {**rows, **target}, marks=marks, **further)
+    matches = lambda checkpoint: any(each in checkpoint.shapes for each in marks)  # noqa: E731
+    return PublishedFormat(name, 20, matches, drafter, {**rows, **target}, **further)
 
 
 _OF_IBM = {
@@ -137,25 +108,28 @@ _OF_IBM = {
     "tied": told("tie_weights", default=False),
     **same("scale_input", default=OURS),
 }
-_SPECULATOR = _type("mlp_speculator")
+_MEDUSA = {
+    "vocab_size": _vocabulary,
+    "draft_vocab_size": _drafted,
+    "target_hidden_size": _size("blocks.0.layers.0.weight", 1),
+    "num_draft_steps": _count("blocks.{}.layers.0.weight", MOST_HEADS),
+    "num_layers": _count("blocks.0.layers.{}.weight", _MOST_BLOCKS),
+    "block_bias": shown("blocks.0.layers.0.bias"),
+    "one_head": told("original_lm_head", default=False),
+    **same("logit_scale", default=OURS),
+}
 
 FORMATS = (
-    _form(
-        "Medusa", MedusaDrafter, _type("medusa", "medusa_num_heads"), _has("blocks.0.layers.0.weight"),
-        {
-            "vocab_size": _vocabulary,
-            "draft_vocab_size": _drafted,
-            "target_hidden_size": _size("blocks.0.layers.0.weight", 1),
-            "num_draft_steps": _count("blocks.{}.layers.0.weight", MOST_HEADS),
-            "num_layers": _count("blocks.0.layers.{}.weight", _MOST_BLOCKS),
-            "block_bias": lambda files, _: files.shape("blocks.0.layers.0.bias") is not None,
-            "one_head": told("original_lm_head", default=False),
-            **same("logit_scale", default=OURS),
-        },
-        ignored=("medusa_fc_bias",),  # the tensors tell it
+    *(
+        _form(
+            name, MedusaDrafter, _FIRST_BLOCK, _MEDUSA,
+            tensors=_OF_MEDUSA, needed=needed,
+            ignored=("medusa_fc_bias",),  # the tensors tell it
+        )
+        for name, needed in (("Medusa", ("medusa_num_heads",)), ("Medusa (vLLM)", ("num_heads",)))
     ),
     _form(
-        "Hydra", HydraDrafter, _type("hydra", "hydra_num_heads"), _has("hydra_lm_head.0.weight"),
+        "Hydra", HydraDrafter, ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight"),
         {
             "vocab_size": _size("hydra_lm_head.0.weight", 0),
             "draft_vocab_size": _size("hydra_lm_head.0.weight", 0),
@@ -165,16 +139,18 @@ FORMATS = (
             "grounded": told("grounded_heads", default=False),
             "offset": told("hidden_state_offset", default=OURS),
         },
-        expected={"hydra_head_arch": ("mlp",)},
+        expected={"hydra_head_arch": ("mlp",)}, needed=("hydra_num_heads",),
     ),
     _form(
-        "MLPSpeculator", MLPSpeculatorDrafter, _SPECULATOR, _has("emb.0.weight"),
-        {**_OF_IBM, "inner_size": _width("inner_dim", "emb_dim")}, expected={"method": ("sum_rnn",)},
+        "MLPSpeculator", MLPSpeculatorDrafter, [f"{prefix}proj.0.weight" for prefix in _PREFIXES],
+        {**_OF_IBM, "inner_size": _width("inner_dim", "emb_dim")},
+        expected={"method": ("sum_rnn",)}, tensors=_OF_SPECULATOR, needed=("n_predict",),
     ),
     _form(
-        "LSTM speculator", LSTMSpeculatorDrafter, _SPECULATOR, _has("forget_emb.0.weight"),
+        "LSTM speculator", LSTMSpeculatorDrafter, [f"{prefix}forget_emb.0.weight" for prefix in _PREFIXES],
         {**_OF_IBM, "inner_size": _width("inner_dim")},
         expected={"method": ("sum_lstm",), "tie_lstm_embs": (True,), "tie_weights": (True,)},
+        tensors=_OF_SPECULATOR, needed=("n_predict",),
     ),
 )  # fmt: skip
 
