@@ -208,7 +208,7 @@ class Checkpoint:
             yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
         with ExitStack() as stack:
-            places = {}
+            places: dict[str, tuple[Path, Any]] = {}
             for path in files:
                 file = stack.enter_context(opened(path))
                 places |= dict.fromkeys(file.keys(), (path, file))

@@ -59,7 +59,7 @@ class Settings:
         named = (each.get(name) for each in tables for name in ("quantization_config", "compression_config"))
         table = next((each for each in named if isinstance(each, Mapping)), {})
         groups = table.get("config_groups")
-        first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+        first: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
         weights = first.get("weights") if isinstance(first, Mapping) else None
         weights = {**table, **(weights if isinstance(weights, Mapping) else {})}
         bits = next((weights[name] for name in ("num_bits", "bits", "w_bit") if isinstance(weights.get(name), int)), 4)

@@ -177,8 +177,7 @@ def _loadable(name: str, seen: _Seen, why: str, evidence: Evidence, here: bool, 
     if seen.problem:
         use = f"cannot be loaded: {seen.problem}"
     trained = evidence != Evidence.SMALLER
-    told = {"drafts": seen.drafts, "problem": seen.problem}
-    return Found(name, seen.kind, why, seen.size, use, trained, here, loading, **told)
+    return Found(name, seen.kind, why, seen.size, use, trained, here, loading, None, seen.drafts, seen.problem)
 
 
 # On the Hub

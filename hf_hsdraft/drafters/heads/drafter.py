@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.checks import POSITIVE, check_fields, demand, integer, setting
+from ...core.checks import POSITIVE, check_fields, demand, integer, public_name, setting
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..base.plain_config import FLAG, PlainConfig, described
@@ -108,8 +108,8 @@ class HeadsDrafter(PublishedNetwork):
         raise NotImplementedError
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
-        config = replace(self.config, target_name=target_name or self.config.target_name)
-        sizes = {"vocab_size": config.vocab_size, "base_model_name_or_path": config.target_name or None}
+        target = public_name(target_name or self.config.target_name) or None
+        sizes = {"vocab_size": self.config.vocab_size, "base_model_name_or_path": target}
         document = {**self.document(), **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
         return SpeculatorsFiles(document, self.state_dict())
 
@@ -257,7 +257,7 @@ class HydraDrafter(HeadsDrafter):
             )
             for index in range(count)
         )
-        self.hydra_lm_head = nn.ModuleList(nn.Linear(size, config.draft_vocab_size) for _ in range(count))
+        self.hydra_lm_head = nn.ModuleList(nn.Linear(size, config.draft_vocab_size or 0) for _ in range(count))
         self.reads_tokens = config.grounded
 
     @classmethod
@@ -328,7 +328,7 @@ class MLPSpeculatorDrafter(HeadsDrafter):
 
     def __init__(self, config: MLPSpeculatorConfig) -> None:
         super().__init__(config)
-        size, inner, vocabulary = config.target_hidden_size, config.inner_size, config.vocab_size
+        size, inner, vocabulary = config.target_hidden_size, config.inner_size, config.vocab_size or 0
         count = 1 if config.tied else config.num_draft_steps
         self.emb = nn.ModuleList(nn.Embedding(vocabulary, inner) for _ in range(count))
         widths = [size, *[inner] * (min(config.num_draft_steps, 2) - 1 if config.tied else count - 1)]
@@ -386,11 +386,11 @@ class LSTMSpeculatorDrafter(MLPSpeculatorDrafter):
     def __init__(self, config: MLPSpeculatorConfig) -> None:
         HeadsDrafter.__init__(self, config)
         inner, widths = config.inner_size, (config.target_hidden_size, config.inner_size)
-        self.forget_emb = nn.ModuleList([nn.Embedding(config.vocab_size, inner)])
+        self.forget_emb = nn.ModuleList([nn.Embedding(config.vocab_size or 0, inner)])
         for gate in _GATES:
             setattr(self, f"{gate}_proj", nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths))
         self.cell_ln, self.state_ln = nn.ModuleList([ShiftedNorm(inner)]), nn.ModuleList([ShiftedNorm(inner)])
-        self.head = nn.ModuleList([nn.Linear(inner, config.vocab_size, bias=False)])
+        self.head = nn.ModuleList([nn.Linear(inner, config.vocab_size or 0, bias=False)])
 
     def advance(self, level: int, states: torch.Tensor, tokens: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         inner = self.config.inner_size

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import Field
 from typing import Any
 
-from ...core.checks import short
+from ...core.checks import public_name, short
 from ..base.published_format import OURS, Files, PublishedFormat, Row, same, shown, told
 from .drafter import MOST_HEADS, TOKEN_MAP, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
 
@@ -95,7 +95,7 @@ def _drafted(files: Files, each: Field[Any]) -> int | None:
 
 def _form(name: str, drafter: Any, marks: Sequence[str], rows: Any, **further: Any) -> PublishedFormat:
     """Returns a format that has one of the tensors `marks`."""
-    target = {"target_name": lambda files, _: str(files.top.values.get("base_model_name_or_path") or "")}
+    target = {"target_name": lambda files, _: public_name(str(files.top.values.get("base_model_name_or_path") or ""))}
     matches = lambda checkpoint: any(each in checkpoint.shapes for each in marks)  # noqa: E731
     return PublishedFormat(name, 20, matches, drafter, {**rows, **target}, **further)
 

@@ -188,7 +188,8 @@ class CausalLMDrafter(nn.Module, Drafter):
 
 def _mask_token_of(model: Any) -> int | None:
     """Returns the token that stands for tokens that a parallel model (PARD) has not drafted yet; None for others."""
-    config = text_config(model) if hasattr(model, "config") else None
+    is_known = hasattr(getattr(model, "config", None), "get_text_config")
+    config: Any = text_config(model) if is_known else None
     mask = getattr(config, "pard_token", None)
     if mask is not None and not (is_integer(mask) and 0 <= mask < config.vocab_size):
         raise ValueError(

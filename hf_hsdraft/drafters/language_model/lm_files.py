@@ -163,8 +163,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     told = {"drafts": drafts, "architecture": printable(config["architectures"])}
     told["reads"] = "the text alone, no hidden states"
     sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")
-    sizes += ("pard_token",)
-    told |= {name: printable(config[name]) for name in sizes if config.get(name) is not None}
+    told |= {name: printable(config[name]) for name in (*sizes, "pard_token") if config.get(name) is not None}
     return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
 
 
