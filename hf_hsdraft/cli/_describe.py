@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import printable
-from ..drafters.base.registry import FAMILIES, load_families, recognise
+from ..drafters.base.registry import FAMILIES, load_families, recognise, told_of
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..hub.checkpoint import Checkpoint, cached_models
+from ..hub.cached_models import cached_models
+from ..hub.checkpoint import Checkpoint
 from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
 from ..hub.fetching import fetch, find_folder, loading
 from ..hub.model_card import (
@@ -152,13 +153,16 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     form = recognise(checkpoint)
-    parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), told_of(form, checkpoint)
+    quantised = f", quantised: {checkpoint.quantisation}" if checkpoint.quantisation else ""
     return {
         "drafter": {
             "name": checkpoint.name,
+            "family": form.name if form.drafter is None else form.drafter.__name__,
             "format": form.name,
-            "weights": f"{parameters / 1e6:.1f}M numbers, {checkpoint.bytes / 1e6:.1f} MB",
-            **form.describe(checkpoint),
+            "weights": f"{parameters / 1e6:.1f}M numbers, {checkpoint.bytes / 1e6:.1f} MB{quantised}",
+            "drafts here": "no" if "cannot be loaded" in told else "yes",
+            **told,
         }
     }
 

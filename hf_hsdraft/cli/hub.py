@@ -295,7 +295,7 @@ def find(
     _print(found)
     if note:
         say(note)
-    if not any(each.trained for each in found):
+    if not any(each.trained and not each.problem for each in found):
         say(f"nothing was trained for it; this trains a drafter: {train_command(target or '')}")
 
 
@@ -304,10 +304,12 @@ def _print(found: list[Found]) -> None:
     from rich.table import Table
 
     table = Table("")
-    for title in ("name", "kind", "size", "why"):
+    for title in ("name", "kind", "drafts", "size", "why"):
         table.add_column(title, overflow="fold")
     for number, each in enumerate(found, 1):
-        table.add_row(f"{number}", *(escape(text) for text in (each.name, each.kind, _size(each.bytes), each.why)))
+        drafts = "not here" if each.problem else each.drafts
+        row = (each.name, each.kind, drafts, _size(each.bytes), each.why)
+        table.add_row(f"{number}", *(escape(text) for text in row))
     console.print(table)
     for number, each in enumerate(found, 1):
         say(f"{number}: {each.use}")

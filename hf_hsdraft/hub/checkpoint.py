@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +17,17 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import CacheNotFound, HfApi, scan_cache_dir
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
-from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from ..core.checks import few, printable
 from .drafter_files import (
-    CARD,
     CONFIG,
     DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
-    RECIPE,
     WEIGHTS,
     DamagedFile,
     Shape,
@@ -38,17 +36,18 @@ from .drafter_files import (
     listed_files,
     mismatch,
     opened,
-    read_document,
     read_json,
     weight_files,
 )
 from .fetching import find_folder
+from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
-_PICKLED = "pytorch_model.bin"
+_SINGLE = (WEIGHTS, "medusa_lm_head.safetensors")  # names of one file of weights; the first that is there
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # the first that is there
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
+_MAPS = frozenset({"d2t", "t2d"})  # of a vocabulary
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 _PREFIX = "model."  # NeMo AutoModel's prefix of all tensors but the head's
-_LARGEST_CARD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,12 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         """The files of weights, fetched if missing."""
         if self.hub:
-            self.also(*(listed_files(self.folder) or [WEIGHTS]))
+            self.also(*(listed_files(self.folder) or _SINGLE))
             if not self._has_safetensors:
-                self.also(_PICKLED)
-        return [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
+                self.also(*_PICKLED)
+        if self._pickled is not None:
+            return [self._pickled]
+        return weight_files(self.folder) if self._single is None else [self._single]
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
@@ -99,13 +100,14 @@ class Checkpoint:
         if not self.hub or self.hub.get("local_files_only") or self._has_weights:
             return []
         place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
-        try:
-            return [
-                api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
-                for name in listed_files(self.folder) or [WEIGHTS]
-            ]
-        except (OSError, HTTPError, SafetensorsParsingError):  # fetching the files will raise the error
-            return []
+        listed = listed_files(self.folder)
+        for names in [listed] if listed else [[name] for name in _SINGLE]:
+            with suppress(OSError, HTTPError, SafetensorsParsingError):  # fetching the files will raise the error
+                return [
+                    api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
+                    for name in names
+                ]
+        return []
 
     @cached_property
     def _found(self) -> Mapping[str, tuple[Shape, str]]:
@@ -116,9 +118,9 @@ class Checkpoint:
             for name, each in header.tensors.items()
         }
         files = [] if self._headers else self._files
-        if files == [self.folder / _PICKLED]:
-            pickled = self._unpickled().items()
-            return {name: (tuple(each.shape), DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+        if files == [self._pickled]:
+            pickled = self._unpickled(files[0]).items()
+            return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
             found |= header(path)
         for name, (shape, _) in found.items():
@@ -127,16 +129,47 @@ class Checkpoint:
         return found
 
     @cached_property
+    def _packed(self) -> Mapping[str, Packed]:
+        """Quantised weights, by the stored name that they would have otherwise."""
+        return packed_weights(self._found, self.config)
+
+    @cached_property
+    def _weights(self) -> Mapping[str, tuple[Shape, str]]:
+        """As `_found`, with quantised weights as they are dequantised, in place of their parts."""
+        parts = {name for each in self._packed.values() for name in each.stored.values()}
+        plain = {name: each for name, each in self._found.items() if name not in parts and not is_of_inputs(name)}
+        return plain | {name: (each.shape, DTYPES[self.dtype]) for name, each in self._packed.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that quantised weights had, as config.json tells; bfloat16 if it does not."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        return next((dtype for dtype in DTYPES if str(dtype) == f"torch.{named}"), torch.bfloat16)
+
+    @cached_property
     def _names(self) -> Mapping[str, str]:
         """Public name of each stored name: without a prefix that a drafter's tensors may have."""
-        prefix = _PREFIX if f"{_PREFIX}fc.weight" in self._found else ""
-        names = {name: name.removeprefix(prefix) for name in self._found}
+        prefix = _PREFIX if f"{_PREFIX}fc.weight" in self._weights else ""
+        names = {name: name.removeprefix(prefix) for name in self._weights}
         return names if len(set(names.values())) == len(names) else {name: name for name in names}
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        """Shape of each tensor by name. Raises an OSError if there are no weights, and a DamagedFile."""
-        return {self._names[name]: shape for name, (shape, _) in self._found.items()}
+        """Shape of each tensor by name, of quantised ones as they are dequantised.
+
+        Raises an OSError if there are no weights, and a DamagedFile.
+        """
+        return {self._names[name]: shape for name, (shape, _) in self._weights.items()}
+
+    @property
+    def quantisation(self) -> str:
+        """How the weights are quantised; empty if they are not."""
+        return ", ".join(dict.fromkeys(each.scheme.name for each in self._packed.values()))
+
+    @property
+    def quantisation_unread(self) -> str:
+        """Says how weights are quantised that cannot be read; empty if all can."""
+        return unread({name: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}, self.config)
 
     @property
     def is_described(self) -> bool:
@@ -151,21 +184,40 @@ class Checkpoint:
             return sum(end - start for start, end in parts)
         return sum(path.stat().st_size for path in self._files)
 
-    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors by name, only those in `names` if given. Raises the errors of `shapes`."""
-        files = self._files
-        if files == [self.folder / _PICKLED]:
-            for stored, tensor in self._unpickled().items():
+    def tensors(
+        self, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields tensors by name, only those in `names` if given.
+
+        Quantised ones are dequantised to `dtype`, by default that of the checkpoint. Raises the errors of `shapes`, and
+        a ValueError if the parts of a quantised one do not fit.
+        """
+        with self._readable() as read:
+            for stored in self._weights:
                 name = self._names[stored]
                 if names is None or name in names:
-                    yield name, checked_numbers(files[0], name, tensor)
+                    packed = self._packed.get(stored)
+                    yield name, read(stored) if packed is None else packed.restored(read, dtype or self.dtype)
+
+    @contextmanager
+    def _readable(self) -> Iterator[Callable[[str], torch.Tensor]]:
+        """Gives a function that returns a stored tensor by name, or raises a DamagedFile."""
+        files = self._files
+        if files == [self._pickled]:
+            pickled = self._unpickled(files[0])
+            yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
-        for path in files:
-            with opened(path) as file:
-                for stored in file.keys():  # noqa: SIM118
-                    name = self._names[stored]
-                    if names is None or name in names:
-                        yield name, checked_numbers(path, name, file.get_tensor(stored))
+        with ExitStack() as stack:
+            places: dict[str, tuple[Path, Any]] = {}
+            for path in files:
+                file = stack.enter_context(opened(path))
+                places |= dict.fromkeys(file.keys(), (path, file))
+
+            def read(name: str) -> torch.Tensor:
+                path, file = places[name]
+                return checked_numbers(path, name, file.get_tensor(name))
+
+            yield read
 
     def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
         """Compares the tensors with the shapes that a configuration describes, and their dtypes with those of weights.
@@ -173,18 +225,19 @@ class Checkpoint:
         Maps of a vocabulary may have any dtype. Raises a ValueError that names tensors that are missing, unknown or
         wrong.
         """
+        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._weights.items()}
+        if told := self.quantisation_unread:
+            raise ValueError(f"{printable(self.name)} is {told}")
         if told := mismatch(self.shapes, expected, optional):
             raise ValueError(
                 f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
                 "they were published"
             )
-        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
-        weights = sorted(expected.keys() - {"d2t", "t2d"})
-        if packed := [f"{name} of {dtypes[name]}" for name in weights if dtypes[name] not in DTYPES.values()]:
+        weights = sorted(expected.keys() - _MAPS)
+        if wrong := [f"{name} of {dtypes[name]}" for name in weights if dtypes[name] not in DTYPES.values()]:
             raise ValueError(
-                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more "
-                f"({few(packed)}): "
-                "quantised drafters cannot be read here; expected the drafter before it was quantised"
+                f"{printable(self.name)} has weights that are no floating-point numbers ({few(wrong)}): expected the "
+                "files as they were published"
             )
 
     def loose_tensor(self, name: str) -> torch.Tensor:
@@ -197,20 +250,28 @@ class Checkpoint:
 
     @property
     def _has_safetensors(self) -> bool:
-        return (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
+        return self._single is not None or (self.folder / INDEX).is_file()
 
     @property
-    def _is_pickled(self) -> bool:
-        return not self._has_safetensors and (self.folder / _PICKLED).is_file()
+    def _single(self) -> Path | None:
+        """The file of weights, if it is one and local."""
+        return next((path for name in _SINGLE if (path := self.folder / name).is_file()), None)
+
+    @property
+    def _pickled(self) -> Path | None:
+        """The file of pickled weights, if there are no others."""
+        there = [] if self._has_safetensors else [self.folder / name for name in _PICKLED]
+        return next((path for path in there if path.is_file()), None)
 
     @property
     def _has_weights(self) -> bool:
         """Whether all files of weights are local."""
-        names = listed_files(self.folder) or [WEIGHTS]
-        return self._is_pickled or all((self.folder / name).is_file() for name in names)
+        if self._pickled is not None or self._single is not None:
+            return True
+        names = listed_files(self.folder)
+        return bool(names) and all((self.folder / name).is_file() for name in names)
 
-    def _unpickled(self) -> dict[str, torch.Tensor]:
-        path = self.folder / _PICKLED
+    def _unpickled(self, path: Path) -> dict[str, torch.Tensor]:
         found = _unpickled(path)
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise DamagedFile(f"{path} is damaged: expected tensors by name", path)
@@ -231,39 +292,3 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """One commit of a model in the cache."""
-
-    commit: str
-    refs: tuple[str, ...]  # branches and tags that point to it
-    checkpoint: Checkpoint  # with an empty `config` if config.json is missing or damaged
-
-
-def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
-    """Yields all commits of the models in the cache, by name, the latest first."""
-    try:
-        repositories = scan_cache_dir(cache_dir).repos
-    except CacheNotFound:
-        return
-    models = [each for each in repositories if each.repo_type == "model"]
-    for repository in sorted(models, key=lambda each: each.repo_id):
-        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
-            folder = revision.snapshot_path
-            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
-            yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
-
-
-def named_targets(folder: Path) -> set[str]:
-    """Returns the names of targets that a card's `base_model` and a training recipe give."""
-    named = [read_document(folder / RECIPE).get("target")]
-    try:
-        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
-        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
-    except Exception:  # no card, or one whose metadata is damaged in any way
-        metadata = {}
-    bases = metadata.get("base_model")
-    named += bases if isinstance(bases, list) else [bases]
-    return {name for name in named if isinstance(name, str) and name}

@@ -270,6 +270,10 @@ class FlashMapDrafter(PublishedNetwork):
         rope = {"rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}}
         self.rotary = rotary_of(rope, config.sizes)
 
+    @classmethod
+    def at_once(cls, config: Any) -> bool:
+        return True
+
     @torch.no_grad()
     def jump(self, start: float, end: float) -> Jump:
         """Returns what the times of a jump make of all norms."""

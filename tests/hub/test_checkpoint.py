@@ -84,7 +84,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         found.check_shapes({"a": (3, 2), "b": (1,)})
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
 @pytest.mark.parametrize("pickled", [False, True])
 def test_weights_that_are_packed_are_refused_before_they_are_read(tmp_path, dtype, pickled):
     weights = {**WEIGHTS, "b": torch.ones(2).to(dtype)}
@@ -93,7 +93,7 @@ def test_weights_that_are_packed_are_refused_before_they_are_read(tmp_path, dtyp
     else:
         save_file(weights, folder_with(tmp_path) / "model.safetensors")
     found, shapes = Checkpoint.open(tmp_path), {"a": (2, 3), "b": (2,), "d2t": (4,)}
-    with pytest.raises(ValueError, match=r"no floating-point numbers of 16 bits or more \(b of .*before it was quanti"):
+    with pytest.raises(ValueError, match=r"quantised by an unknown.*\(b\)|no floating-point numbers \(b of "):
         found.check_shapes(shapes)
 
 

@@ -86,7 +86,7 @@ class AutoDrafter:
         (*found, ngrams), note = find(target, local_files_only)
         assert ngrams.made is not None
         for each in found:
-            if local_files_only and not each.here:
+            if each.problem or (local_files_only and not each.here):
                 continue
             loading = {"dtype": model.dtype, "local_files_only": each.here, **each.loading}
             try:

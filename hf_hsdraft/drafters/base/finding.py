@@ -16,10 +16,12 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets
+from ...hub.cached_models import CachedModel, cached_models, named_targets
+from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
+from ...hub.speculators_format import target_of
 from ...runtime.target_loading import default_drafter
-from .registry import FAMILIES, load_families, recognise
+from .registry import FAMILIES, load_families, recognise, told_of
 from .saved_drafter import WeightlessDrafter
 from .target_info import Evidence, Fit, TargetInfo, fit_of
 
@@ -27,9 +29,12 @@ logger = logging.get_logger(__name__)
 
 # Tags of cards that mark a drafter, and parts of names that do where a card has no such tag.
 _TAGS = ("speculative-decoding", "hsdraft", "speculators", "eagle3", "dflash", "dspark")
-_PARTS_OF_NAMES = ("eagle", "dflash", "dspark", "draft", "specul", "assistant", "nextn")
+_PARTS_OF_NAMES = (
+    "eagle", "dflash", "dspark", "draft", "specul", "assistant", "nextn", "medusa", "hydra", "accelerator", "pard",
+)  # fmt: skip
 _MOST_LISTED = 100  # models of one answer of the Hub
 _UNUSABLE = (OSError, TypeError, ValueError, AttributeError, LookupError)  # gated, incomplete, damaged, no drafter
+_TREES = "trees or chains"  # of this package's own families that are made for a target
 _PATIENCE = 10.0  # seconds to wait for its first answer
 
 
@@ -46,6 +51,8 @@ class Found:
     here: bool = True  # whether it can be used without the network
     loading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `AutoDrafter.from_pretrained`
     made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
+    drafts: str = ""  # whether trees or chains, and in how many forwards
+    problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
 
 
 Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
@@ -61,7 +68,7 @@ def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found
     """Returns what drafts for a target, the best first, and a line on why the Hub was not asked, or an empty one.
 
     The order: prediction layers of the checkpoint, drafters in the cache, published ones, smaller language models,
-    n-grams; the same by how well they fit.
+    drafters of the target that do not draft here, n-grams; the same by how well they fit.
     """
     load_families()
     cached = _cached(target)
@@ -75,10 +82,10 @@ def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found
     return [*first, *(found for _, found in every), *last], note
 
 
-def _rank(each: tuple[Evidence, Found]) -> tuple[bool, bool, Evidence, int]:
+def _rank(each: tuple[Evidence, Found]) -> tuple[bool, bool, bool, Evidence, int]:
     evidence, found = each
     smaller = evidence == Evidence.SMALLER  # the smallest one first
-    return smaller, not found.here, evidence, (found.bytes or 0) if smaller else 0
+    return bool(found.problem), smaller, not found.here, evidence, (found.bytes or 0) if smaller else 0
 
 
 def train_command(place: str) -> str:
@@ -107,7 +114,7 @@ def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
 
 def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
     try:
-        kind, fit, size = _examined(checkpoint, target, named_targets(checkpoint.folder))
+        seen = _examined(checkpoint, target, named_targets(checkpoint.folder))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a file in the cache may hold anything; panics of Rust are no Exceptions
@@ -115,25 +122,38 @@ def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Itera
             told = printable(error, 300) or "no reason given"
             logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")
         return
-    if fit is None:
+    if seen.fit is None:
         return
-    here = size is not None
+    fit, here = seen.fit, seen.size is not None
     if fit.evidence == Evidence.SMALLER and not here:
         return
     why = fit.why if here else f"{fit.why}; its weights are not fetched yet"
-    yield fit.evidence, _loadable(checkpoint.name, kind, why, size, fit.evidence, here, revision)
+    yield fit.evidence, _loadable(checkpoint.name, seen, why, fit.evidence, here, revision)
 
 
-def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> tuple[str, Fit | None, int | None]:
-    """Returns kind, fit and size of a drafter; a size of None means that its weights are not all here.
+@dataclass(frozen=True)
+class _Seen:
+    """What the files of a drafter tell."""
 
-    Raises one of `_UNUSABLE` if it is none.
-    """
+    kind: str
+    fit: Fit | None  # None for another target's
+    size: int | None  # None if its weights are not all here
+    drafts: str = ""  # as in `Found`
+    problem: str = ""  # as in `Found`
+
+
+def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> _Seen:
+    """Looks at a drafter's configuration and the headers of its files; raises one of `_UNUSABLE` if it is none."""
     size = checkpoint.bytes if checkpoint.is_described else None
     if not _is_of_family(checkpoint):
         form = recognise(checkpoint)
         kind = f"{form.drafter.__name__} ({form.name})" if form.drafter is not None else form.name
-        return kind, form.fit(checkpoint, target, named), size
+        told = told_of(form, checkpoint)
+        drafts, problem = told.get("drafts", ""), told.get("cannot be loaded", "")
+        if not problem:
+            return _Seen(kind, form.fit(checkpoint, target, named), size, drafts)
+        is_named = target.is_named({*named, target_of(checkpoint.config)[0]})
+        return _Seen(kind, Fit(Evidence.NAMED, "made for this target") if is_named else None, size, drafts, problem)
     family, config = FAMILIES[checkpoint.config["model_type"]], None
     if issubclass(family.config, PreTrainedConfig):
         config = family.config.from_dict(dict(checkpoint.config))
@@ -141,7 +161,8 @@ def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]
         place = checkpoint.folder / CONFIG
         config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
     names_target = hasattr(config, "target_hidden_size")
-    return family.drafter.__name__, fit_of(config, target, named) if names_target else None, size
+    fit = fit_of(config, target, named) if names_target else None
+    return _Seen(family.drafter.__name__, fit, size, _TREES if names_target else "")
 
 
 def _is_of_family(checkpoint: Checkpoint) -> bool:
@@ -150,14 +171,15 @@ def _is_of_family(checkpoint: Checkpoint) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
-def _loadable(
-    name: str, kind: str, why: str, size: int | None, evidence: Evidence, here: bool, revision: str = ""
-) -> Found:
+def _loadable(name: str, seen: _Seen, why: str, evidence: Evidence, here: bool, revision: str = "") -> Found:
     loading = {"revision": revision} if revision else {}
     use = f"model.generate(**inputs, assistant_model={json.dumps(name)})"
     if revision:
         use = f'attach(model, {json.dumps(name)}, revision="{revision}")'
-    return Found(name, kind, why, size, use, evidence != Evidence.SMALLER, here, loading)
+    if seen.problem:
+        use = f"cannot be loaded: {seen.problem}"
+    trained = evidence != Evidence.SMALLER
+    return Found(name, seen.kind, why, seen.size, use, trained, here, loading, None, seen.drafts, seen.problem)
 
 
 # On the Hub
@@ -199,15 +221,15 @@ def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[tuple[Evid
     try:
         checkpoint = Checkpoint.open(info.id)
         if not _is_of_family(checkpoint) and not checkpoint.is_described:
-            if not any(file.rfilename.endswith(".bin") for file in info.siblings or ()):
+            if not any(file.rfilename.endswith((".bin", ".pt")) for file in info.siblings or ()):
                 return
             why, evidence = f"{says}; its format shows once its pickled weights are fetched", Evidence.SIZES
-            yield evidence, _loadable(info.id, "unknown format", why, None, evidence, here=False)
+            yield evidence, _loadable(info.id, _Seen("unknown format", None, None), why, evidence, here=False)
             return
-        kind, fit, size = _examined(checkpoint, target, {target.on_hub})
+        seen = _examined(checkpoint, target, {target.on_hub})
     except (*_UNUSABLE, ArithmeticError, MemoryError, RuntimeError):
         return
-    if fit is None:
+    if seen.fit is None:
         return
-    why = fit.why if fit.evidence == Evidence.SMALLER else says
-    yield fit.evidence, _loadable(info.id, kind, why, size, fit.evidence, here=False)
+    why, evidence = seen.fit.why if seen.fit.evidence == Evidence.SMALLER else says, seen.fit.evidence
+    yield evidence, _loadable(info.id, seen, why, evidence, here=False)

@@ -87,19 +87,27 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         with torch.device("meta"):
             drafter = cls(config)
         take_options(drafter, checkpoint.folder, kwargs)
-        apart = drafter.not_among_weights(checkpoint)
-        shapes = {name: tuple(each.shape) for name, each in drafter.state_dict().items() if name not in apart}
-        ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}
-        checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, drafter.may_hold())
+        ours, apart = drafter.matched(form, checkpoint)
         maps = {}
-        if "d2t" in shapes:
+        if "d2t" in ours.values():
             ids = drafted_ids(checkpoint, config.vocab_size)
             maps["d2t"] = ids - torch.arange(len(ids))
-        state = {ours[theirs]: each for theirs, each in checkpoint.tensors(ours.keys())} | maps
+        state = {ours[theirs]: each for theirs, each in checkpoint.tensors(ours.keys(), placement.dtype)} | maps
         drafter.load_state_dict({**state, **{name: make(state) for name, make in apart.items()}}, assign=True)
         drafter.to(placement.dtype or drafter.dtype).eval()
         drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
         return placement.place(drafter)
+
+    def matched(self, form: PublishedFormat, checkpoint: Checkpoint) -> tuple[dict[str, str], Mapping[str, Any]]:
+        """Returns our names of tensors by those in the files, and `not_among_weights`.
+
+        Raises a ValueError if the files hold others, by their headers alone.
+        """
+        apart = self.not_among_weights(checkpoint)
+        shapes = {name: tuple(each.shape) for name, each in self.state_dict().items() if name not in apart}
+        ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}
+        checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, self.may_hold())
+        return ours, apart
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """Returns what makes tensors that are not among the weights of the files; it takes those that are."""
@@ -109,6 +117,11 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         """Returns the shapes of further tensors, which files may have and this drafter does not read."""
         size, drafted = self.config.vocab_size, self.config.draft_vocab_size
         return {} if size is None else {"t2d": (size,), "d2t": (drafted,)}
+
+    @classmethod
+    def at_once(cls, config: Any) -> bool:
+        """Whether drafters of a configuration draft all depths in one forward."""
+        return getattr(config, "mask_token_id", None) is not None
 
     @classmethod
     def described(cls, config: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ...hub.checkpoint import Checkpoint, Shape
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from .decoder_layer import LayerSizes
-from .registry import Format, fields_told, register_format, with_fields
+from .registry import AT_ONCE, IN_TURN, Format, fields_told, register_format, with_fields
 from .target_info import fit_of
 
 OURS: Any = object()  # a default: that of our field; without one it is required
@@ -297,7 +297,11 @@ class PublishedFormat:
         """See `Format.describe`."""
         told = fields_told(checkpoint)
         try:
-            return {**told, **self.drafter.described(self.read(checkpoint, **self.given))}
+            config = self.read(checkpoint, **self.given)
+            with torch.device("meta"):
+                self.drafter(config).matched(self, checkpoint)
+            drafts = f"trees or chains, {AT_ONCE if self.drafter.at_once(config) else IN_TURN}"
+            return {"drafts": drafts, **told, **self.drafter.described(config)}
         except ValueError as error:
             return {**told, "cannot be loaded": printable(error, 400)}
 

@@ -41,7 +41,7 @@ class TokenizerOfTarget:
 
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
-    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter",
+    "block.formats", "eagle.formats", "heads.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter",
     "language_model.gemma4_assistant", "mtp.drafter", "mtp.nextn", "ngrams.cacheback",
 )  # fmt: skip
 
@@ -124,6 +124,9 @@ def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
+AT_ONCE, IN_TURN = "all depths in one forward", "one depth after the other"  # how drafts are made, for `describe`
+
+
 @dataclass(frozen=True)
 class Format:
     """A drafter format."""
@@ -132,7 +135,7 @@ class Format:
     rank: int  # order of matching
     matches: Callable[[Checkpoint], bool]  # whether a checkpoint has this format, by its configuration and tensor names
     load: Callable[..., Any]  # builds the drafter; takes the keyword arguments of `from_pretrained`
-    # Lines by title that `hsdraft info` shows, without loading weights
+    # Lines by title that `hsdraft info` shows, without loading weights: `drafts` is how, `cannot be loaded` why not
     describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
     drafter: Any = None  # class of the drafters; None if unknown before loading
     # Quick check of a config.json before looking at the weights
@@ -143,6 +146,17 @@ class Format:
     # How well a checkpoint fits a target, as `target_info.fit_of`, without loading weights; takes the targets that the
     # files beside it name too
     fit: Callable[[Checkpoint, TargetInfo, Collection[str]], Fit | None] = lambda checkpoint, target, named: None
+
+
+def told_of(form: Format, checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns `describe`, with what is to be said of a format that does not load."""
+    if form.loads:
+        return dict(form.describe(checkpoint))
+    try:
+        form.load(checkpoint)
+    except ValueError as error:
+        return {**form.describe(checkpoint), "cannot be loaded": printable(error, 400)}
+    raise AssertionError(f"{form.name} is registered as one that does not load")
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -174,6 +188,8 @@ def recognise(checkpoint: Checkpoint) -> Format:
     marks = ("speculators_model_type", "architectures", "model_type")
     seen = ", ".join(f"{name}={printable(config[name])}" for name in marks if config.get(name) is not None)
     tensors = f"; tensors: {few(sorted(checkpoint.shapes), 8) or 'none'}" if candidates else ""
+    if candidates and (told := checkpoint.quantisation_unread):
+        tensors += f"; it is {told}"
     known = ", ".join(form.name for form in formats() if form.loads)
     raise ValueError(
         f"{printable(checkpoint.name)} is no drafter of a known format ({seen or 'no field names one'}{tensors}): "

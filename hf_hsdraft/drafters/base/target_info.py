@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...core.checks import are_ascending, misfit_of, printable, public_name
-from ...hub.checkpoint import named_targets
+from ...hub.cached_models import named_targets
 from ...hub.drafter_files import CARD
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_loading import DEFAULT_TARGET, gguf_of, load_config, load_tokenizer

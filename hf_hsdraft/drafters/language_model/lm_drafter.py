@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import printable
+from ...core.checks import is_integer, printable, short
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ from .lm_files import (
     why_no_causal_lm,
     why_not_by_config,
 )  # fmt: skip
-from .lm_session import CausalLMSession
+from .lm_session import CausalLMSession, ParallelLMSession
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ class CausalLMDrafter(ModelDrafter):
 
         out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
 
-    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding.
+    Passing the bare model, `assistant_model=small_model`, is transformers' assisted decoding. A model whose
+    configuration names a mask token (`pard_token`) drafts all depths in one forward ("PARD").
 
     Args:
         model: a causal language model, used as it is. It may serve as a target too.
@@ -162,11 +163,22 @@ class CausalLMDrafter(ModelDrafter):
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: the mask token is none of the model's.
     """
 
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The token that stands for tokens not drafted yet (PARD); None for models that draft one after another."""
+        return _mask_token_of(self.model)
+
+    def default_generation_config(self) -> GenerationConfig:
+        if self.mask_token_id is None:
+            return super().default_generation_config()
+        return default_options(num_assistant_tokens=8, tree_size=24, beam_width=8, own=self.own_options)
 
     def check(self, target: Any) -> None:
         self.check_mode()
@@ -179,7 +191,8 @@ class CausalLMDrafter(ModelDrafter):
         untied = 0 if head is table else table.numel()
         body = weights_of(self.model) - head.numel() - untied
         looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory, but only a few rows are read
-        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width), *looked_up
+        times, rows = (depth, width) if self.mask_token_id is None else (1, depth)
+        return Read("layers", body, times, rows), Read("head", head.numel(), times, rows), *looked_up
 
     def numbers_kept(self, length: int) -> int:
         """Returns the number of cached values (keys and values) for a sequence of `length` tokens."""
@@ -189,7 +202,23 @@ class CausalLMDrafter(ModelDrafter):
         return int(2 * decoder_layers(config) * heads * head_dim * length)
 
     def session(self, call: Call) -> CausalLMSession:
-        return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
+        shared, kinds = shared_tokens(self.model, call.target), ability_of(self.model).kinds
+        if self.mask_token_id is None:
+            return CausalLMSession(self.model, call, shared, kinds)
+        return ParallelLMSession(self.model, call, shared, kinds, self.mask_token_id)
+
+
+def _mask_token_of(model: Any) -> int | None:
+    """Returns `pard_token` of a model's configuration; a ValueError if it is no token of the model."""
+    is_known = hasattr(getattr(model, "config", None), "get_text_config")
+    config: Any = text_config(model) if is_known else None
+    mask = getattr(config, "pard_token", None)
+    if mask is not None and not (is_integer(mask) and 0 <= mask < config.vocab_size):
+        raise ValueError(
+            f"pard_token={short(mask)} in the model's configuration is invalid: expected a token id below "
+            f"vocab_size={config.vocab_size}"
+        )
+    return mask
 
 
 # Matched last: it is recognised only by not being another format.

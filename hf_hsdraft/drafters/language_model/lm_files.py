@@ -21,6 +21,7 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...hub.pretrained_drafter import stored_options
 from ...runtime.target_loading import marks_of_drafter
+from ..base.registry import AT_ONCE, IN_TURN
 from ..base.target_info import Evidence, Fit, TargetInfo
 from .lm_ability import what_differs
 
@@ -156,9 +157,13 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     """Returns what is known of a language model as a drafter."""
     config = checkpoint.config
     options = stored_options(checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS)
-    told = {"architecture": printable(config["architectures"]), "reads": "the text alone, no hidden states"}
+    drafts = f"trees or chains, {AT_ONCE}"
+    if config.get("pard_token") is None:
+        drafts = f"trees or chains, {IN_TURN}; chains alone where its attention takes no masks, which a trial shows"
+    told = {"drafts": drafts, "architecture": printable(config["architectures"])}
+    told["reads"] = "the text alone, no hidden states"
     sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")
-    told |= {name: printable(config[name]) for name in sizes if config.get(name) is not None}
+    told |= {name: printable(config[name]) for name in (*sizes, "pard_token") if config.get(name) is not None}
     return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ...core.draft_tree import DraftTree
-from ...core.tensors import device_of
+from ...core.tensors import device_of, on_device
 from ...runtime.tree_reading import AttentionKind
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.tree_session import CacheMemory, TreeSession, log_probs_of
+from ..base.tree_session import CacheMemory, ParallelExpansion, TreeSession, log_probs_of
 from .lm_texts import LMTexts, groups_of_rows, kind_of
 
 
@@ -160,3 +160,36 @@ class CausalLMSession(TreeSession):
 
     def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
         return replace(expansion, texts=expansion.texts.copied())  # drafts are dropped after each round
+
+
+class ParallelLMSession(CausalLMSession):
+    """Drafts all depths in one forward: behind a text stands a mask token for each further depth ("PARD", section 3).
+
+    Nothing depends on the path, so trees cost no forwards, whatever masks the model respects.
+    """
+
+    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind], mask: int) -> None:
+        super().__init__(model, call, vocab_size, kinds)
+        self._mask = mask
+
+    def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
+        options, depth = self.options_for(ask), max(depths.values())
+        known, each = [self._texts[row].tokens for row in texts.rows], [depths.get(row, 0) for row in texts.rows]
+        inputs = [
+            [*text[kept:], *[self._mask] * (count - 1)] if count else []
+            for text, kept, count in zip(known, texts.kept, each, strict=True)
+        ]
+        logits = texts.read(inputs, depth)[..., : self._vocab_size].float()
+        texts.take_back(known, [0] * len(known))  # the masks
+        # A row's outputs are the last ones, as many as its depth.
+        columns = [[min(depth - count + index, depth - 1) for index in range(depth)] for count in each]
+        places = on_device(columns, logits.device)[..., None].expand(-1, -1, logits.shape[-1])
+        self._vocab_ids = self._vocab_ids.to(logits.device)
+        race = self.race(texts.rows, depth)
+        expansion = ParallelExpansion(logits.gather(1, places), temperature=options.temperature, race=race)
+        all_asks = [Ask(row, self._texts[row].tokens[-1], depths.get(row, depth), 0) for row in texts.rows]
+        trees = self.grown(all_asks, expansion, options)
+        return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        return TreeSession.repeatable(self, asks, expansion, options)

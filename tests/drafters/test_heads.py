@@ -1,0 +1,144 @@
+"""Heads over the last hidden state draft what their authors' formulas say, in real calls, and are saved as such."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from oracles import heads_parity
+from oracles.format_parity import PROMPTS, texts_of
+from oracles.heads_parity import CASES, TOKENS, _shared_target
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.drafters.base import finding
+from hf_hsdraft.drafters.base.target_info import TargetInfo
+from hf_hsdraft.hub.cached_models import CachedModel
+from hf_hsdraft.hub.checkpoint import Checkpoint
+
+BY_NAME = {case.name: case for case in CASES}
+KINDS = (
+    "Medusa, TGI's layout, output layer of the target",
+    "Medusa, vLLM's layout, token map, scaled",
+    "Hydra",
+    "MLPSpeculator, tied, input normed",
+    "LSTM speculator",
+)
+
+
+def loaded(name, **fields):
+    target = _shared_target()
+    drafter = BY_NAME[name].make(target, **fields).loaded()
+    return target, drafter
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_drafts_are_those_of_the_authors(name):
+    found = heads_parity.parity(BY_NAME[name])
+    assert found.difference < 1e-4 and found.rounds > 20
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("options", [{"beam_width": 1}, {"tree_size": 12}, {"num_assistant_tokens": 2}])
+def test_the_text_is_that_of_plain_decoding(name, options):
+    target, drafter = loaded(name)
+    drafter.generation_config.update(**options)
+    texts_of(target, drafter)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sampled_text_is_that_of_plain_decoding(name):
+    target, drafter = loaded(name)
+    prompt, call = torch.tensor([PROMPTS[0]]), {"do_sample": True, "max_new_tokens": 20, "temperature": 0.8}
+    torch.manual_seed(3)
+    plain = target.generate(prompt, **call)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(prompt, assistant_model=drafter, **call), plain)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_saved_drafter_is_loaded_as_it_was(name, tmp_path):
+    _, drafter = loaded(name)
+    drafter.save_pretrained(tmp_path, target_name="lmsys/vicuna")
+    again = AutoDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(again) is type(drafter) and again.config.to_dict() == {
+        **drafter.config.to_dict(), "target_name": "lmsys/vicuna"}  # fmt: skip
+    assert all(torch.equal(again.state_dict()[name], each) for name, each in drafter.state_dict().items())
+
+
+def test_a_long_text_goes_on_from_an_earlier_call():
+    target, drafter = loaded("LSTM speculator")
+    prompt = torch.tensor([PROMPTS[1]])
+    first = target.generate(prompt, assistant_model=drafter, max_new_tokens=8, return_dict_in_generate=True)
+    again = target.generate(first.sequences, assistant_model=drafter, max_new_tokens=8, **{CACHE: first[CACHE]})
+    assert torch.equal(again, target.generate(prompt, max_new_tokens=16))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("Hydra", {"hydra_head_arch": "prefix-mlp"}, "hydra_head_arch='prefix-mlp'.*expected 'mlp'"),
+        ("LSTM speculator", {"tie_lstm_embs": False}, "tie_lstm_embs=False"),
+        ("MLPSpeculator", {"n_predict": 3}, "unknown: speculator.emb.3.weight"),
+        ("Medusa, vLLM's layout", {"original_lm_head": True}, "unknown: medusa_heads.lm_heads.1.weight"),
+        ("MLPSpeculator", {"use_more": True}, "use_more=true"),
+    ],
+)
+def test_files_that_are_something_else_are_refused(name, change, told, tmp_path):
+    BY_NAME[name].make(_shared_target()).save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=told):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_drafter_of_another_target_is_refused():
+    target, drafter = loaded("MLPSpeculator")
+    object.__setattr__(drafter.config, "vocab_size", TOKENS + 1)
+    with pytest.raises(Exception, match="vocab_size=64, the drafter expects 65"):
+        drafter.check(target)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Drafters in a cache whose cards name the target, one of them of a kind that does not draft here."""
+    target, models = _shared_target(), []
+    for name, change in (("MLPSpeculator", {}), ("Hydra", {"hydra_head_arch": "prefix-mlp"}), ("Hydra", {})):
+        folder = tmp_path / f"{name}{len(models)}"
+        folder.mkdir()
+        BY_NAME[name].make(target).save(folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change, "base_model_name_or_path": None}))
+        (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
+        checkpoint = Checkpoint(f"user/{folder.name}", folder, json.loads(path.read_text()))
+        models.append(CachedModel("0", ("main",), checkpoint))
+    monkeypatch.setattr(finding, "cached_models", lambda: models)
+    monkeypatch.setattr(target, "name_or_path", "org/target")
+    return target
+
+
+def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    found, _ = finding.find(TargetInfo.of_model(cached, local_files_only=True), local_files_only=True)
+    told = {each.name: each for each in found if each.name.startswith("user/")}
+    assert (
+        list(told)[-1] == "user/Hydra1" and "cannot be loaded: hydra_head_arch='prefix-mlp'" in told["user/Hydra1"].use
+    )
+    assert told["user/MLPSpeculator0"].kind == "MLPSpeculatorDrafter (MLPSpeculator)"
+    assert told["user/MLPSpeculator0"].drafts == "trees or chains, one depth after the other"
+    assert told["user/MLPSpeculator0"].bytes and not told["user/Hydra2"].problem
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_info_says_whether_and_how_it_drafts(name, tmp_path, monkeypatch):
+    BY_NAME[name].make(_shared_target()).save(tmp_path)
+    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    told = describe(str(tmp_path))["drafter"]
+    at_once = "all depths in one forward" if "Medusa" in name else "one depth after the other"
+    assert told["drafts here"] == "yes" and told["drafts"] == f"trees or chains, {at_once}"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "more": True}))
+    told = describe(str(tmp_path))["drafter"]
+    assert told["drafts here"] == "no" and "more=true" in told["cannot be loaded"]
