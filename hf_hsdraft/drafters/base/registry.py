@@ -41,7 +41,7 @@ class TokenizerOfTarget:
 
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
-    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter", "mtp.drafter",
+    "block.formats", "eagle.older_formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter", "mtp.drafter",
     "ngrams.cacheback",
 )  # fmt: skip
 
