@@ -35,6 +35,8 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
+from hf_hsdraft.drafters.base.registry import recognise
+from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
 from hf_hsdraft.drafters.eagle import feedback_trial, session
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
@@ -159,7 +161,7 @@ LAYER = {"model_type": "llama", "hidden_size": HIDDEN, "vocab_size": TOKENS, "nu
 BAD_FIELDS = {
     "theta": ({"transformer_layer_config": {**LAYER, "rope_theta": 0}}, r"rope_theta=0 in config.json, transformer_la"),
     "negative": ({"transformer_layer_config": {**LAYER, "sliding_window": -4}}, r"sliding_window=-4"),
-    "kind": ({"speculators_model_type": "eagle"}, r"do not match its config.json .*missing: transformer"),
+    "kind": ({"speculators_model_type": "eagle"}, r"fc\.weight \[32, 96\] instead of \[32, 64\]"),
     "mtp": ({"speculators_model_type": "mtp"}, r"prediction heads \(speculators_model_type=mtp\): those are not"),
     "lossy": (
         {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "verifier_accept_k": 3}]}},
@@ -285,6 +287,12 @@ def test_info_tells_older_drafters(tmp_path):
     [case] = [case for case in CASES if case.name == "HASS"]
     case.make(eagle_target()).save(tmp_path)
     assert "EAGLE-1" in describe(str(tmp_path))["drafter"]["reads"]
+    checkpoint = Checkpoint.open(tmp_path)
+    form = recognise(checkpoint)
+    assert form.name == "EAGLE-1, EAGLE-2, HASS, FR-Spec"
+    fit = form.fit(checkpoint, TargetInfo.of_model(eagle_target()), ())
+    assert fit is not None and fit.evidence == Evidence.SIZES
+    assert form.fit(checkpoint, TargetInfo.of_model(eagle_target(hidden_size=48)), ()) is None
 
 
 def test_heads_inside_targets_are_refused_by_name(tmp_path):

@@ -195,6 +195,7 @@ def by_hand(
     beside: dict[str, Any] | None = None,  # further files
     pickled: bool = False,
     nested: str = "",  # table of config.json that has the fields of layers
+    layer: dict[str, Any] | None = None,  # further ones of these
     **network: Any,
 ) -> Reference:
     """Returns a drafter as `Network` computes it, in files of the names and fields of a project."""
@@ -215,7 +216,7 @@ def by_hand(
         known |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
     document = {"model_type": "llama", "max_position_embeddings": 2048, **known, **(config or {})}
     if nested:
-        document = {nested: known | {"model_type": "llama"}, **(config or {})}
+        document = {nested: known | {"model_type": "llama", **(layer or {})}, **(config or {})}
     tensors = {names(name): tensor for name, tensor in made.state.items()} | (further or {})
     if ids is not None and maps:
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
@@ -334,6 +335,14 @@ CASES = tuple(
             "further": {"token_map": torch.tensor(_FREQUENT)},
             "config": {"model_type": "eagle", "architectures": ["EAGLEModel"], "truncated_vocab_size": len(_FREQUENT),
                        "vocab_size": TOKENS}},
+        "speculators eagle3, output rows of the target": {
+            "names": _as_is, "nested": "transformer_layer_config", "head": False, **_WHOLE, "taps": (1, 4, 6),
+            "config": {"speculators_model_type": "eagle3", "draft_vocab_size": TOKENS, _IDS: [1, 4, 6]}},
+        "speculators eagle3, rotated in part": {
+            "names": _as_is, "nested": "transformer_layer_config", "rotated": 4, "taps": (1, 4, 6),
+            "layer": {"rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+            "config": {"speculators_model_type": "eagle3", "draft_vocab_size": len(DRAFTED), _IDS: [1, 4, 6]}},
         "speculators eagle": {
             **_OLDER, "names": _of_speculators, "nested": "transformer_layer_config",
             "config": {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], "fusion_bias": False}},

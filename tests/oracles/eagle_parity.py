@@ -276,7 +276,7 @@ CASES = eagle_by_hand.CASES + tuple(
         ("speculators eagle3, norm_output", of_speculators, {"norm_output": True}),
         ("speculators eagle3, whole vocabulary", of_speculators, {"ids": None}),
         ("speculators eagle3, three layers", of_speculators, {"layer": {"num_hidden_layers": 3}}),
-        ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True}}),
+        ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True, "mlp_bias": True}}),
         ("speculators eagle3, five hidden states", of_speculators, {"taps": (0, 1, 3, 5, 7)}),
         ("speculators eagle3, last layer before the norm", of_speculators, {"taps": (1, 4, LAYERS)}),
         ("speculators eagle3, rope_theta", of_speculators, {"layer": _rope("default")}),
