@@ -243,6 +243,7 @@ _COPIED = dict.fromkeys((
     "use_aux_hidden_state", "is_decoder", "attn_output_gate", "output_router_logits", "has_lm_head", "use_mrope",
     "output_attentions", "output_hidden_states", "norm_topk_prob", "use_bfloat16", "torchscript", "add_cross_attention",
     "return_dict_in_generate", "output_scores", "moe_router_enable_expert_bias", "tie_encoder_decoder", "use_qk_norm",
+    "seq_aux", "unsloth_fixed", "use_rmsnorm", "mtp_use_dedicated_embeddings", "add_bos_token",
 ), True)  # fmt: skip
 _PADDED = {"vocab_size": TOKENS + 6}
 _WHOLE = {"ids": None, "maps": False}
@@ -285,6 +286,8 @@ CASES = tuple(
                        "attn_temperature_tuning": True}},
         "vLLM, rotated in part": {
             "config": {"partial_rotary_factor": 0.5, "rope_theta": 50.0}, "rotated": 4, "theta": 50.0},
+        "vLLM, rotated in part by another name": {
+            "config": {"rotary_pct": 0.25, "rope_theta": 50.0}, "rotated": 2, "theta": 50.0},
         "vLLM, rotated in part by rope_parameters": {
             "config": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
             "rotated": 4, "theta": 50.0},
@@ -314,7 +317,8 @@ CASES = tuple(
             "names": _as_is, "latent": LATENT, "config": {**_MLA, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}},
         "vLLM, Kimi K2's attention: YaRN": {
             "names": _as_is, "layers": 2, "latent": {**LATENT, "q_lora_rank": None, "rope_parameters": _DEEP_YARN},
-            "config": {**_MLA, "q_lora_rank": None, "rope_scaling": _DEEP_YARN, "head_dim": 4, "rope_theta": 50.0}},
+            "config": {**_MLA, "q_lora_rank": None, "head_dim": 4, "seq_aux": True, "rope_theta": 50.0,
+                       "rope_scaling": {**_DEEP_YARN, "rope_type": "deepseek_yarn"}}},
         "EAGLE-1, bias": {**_OLDER, "biases": ["fc"], "embedding": True, "pickled": True},
         "EAGLE-1, no bias": {**_OLDER, "config": {"bias": False, "rope_theta": 50.0}, "theta": 50.0},
         "EAGLE-2, biases of Qwen2": {

@@ -182,13 +182,14 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
     try:
         for table in (known.get("rope_parameters"), known.get("rope_scaling")):
             if table is not None and "proportional" not in (table.get("rope_type"), table.get("type")):
-                part = table.get("partial_rotary_factor", part)
-                table.pop("partial_rotary_factor", None)  # transformers' plain type would rotate all
+                part = table.pop("partial_rotary_factor", None) or part  # transformers' plain type would rotate all
+        width = int(getattr(sizes, "rotary_dim", sizes.head_dim) * part)
+        demand(width > 0 and width % 2 == 0, "partial_rotary_factor", part, "expected an even part of head_dim")
         config = LlamaConfig(
             hidden_size=sizes.hidden_size,
             num_attention_heads=sizes.num_attention_heads,
             num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=int(getattr(sizes, "rotary_dim", sizes.head_dim) * part),
+            head_dim=width,
             **known,
         )
         return Rotary(config)

@@ -21,6 +21,8 @@ _SHOWN_PARTS = {
     "attention_bias": "self_attn.q_proj.bias", "output_bias": "self_attn.o_proj.bias", "mlp_bias": "mlp.up_proj.bias",
     "qk_norm": "self_attn.q_norm.weight",
 }  # fmt: skip
+_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")  # names that vLLM takes
+_RENAMED = {"mrope": "default", "deepseek_yarn": "yarn"}  # types of rotary embeddings
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -59,7 +61,8 @@ def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False, in_part:
     if (longest := layer.integer("max_position_embeddings", None)) is not None:
         found["max_position_embeddings"] = longest
     if in_part:
-        found["partial_rotary_factor"] = layer.number("partial_rotary_factor", 1.0, most=1.0)
+        factors = (layer.number(name, None, most=1.0) for name in _PARTIAL)
+        found["partial_rotary_factor"] = next((each for each in factors if each is not None), 1.0)
     elif not whole_heads:
         layer.expect("partial_rotary_factor", 1, 1.0)
     for name in ("rope_scaling", "rope_parameters"):
@@ -76,7 +79,7 @@ def _rotation(table: Fields, whole_heads: bool, in_part: bool) -> dict[str, Any]
     if any(not isinstance(each, str) for each in named.values()):
         raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
     found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
-    found |= {name: "default" if each == "mrope" else each for name, each in named.items()}
+    found |= {name: _RENAMED.get(each, each) for name, each in named.items()}
     for name in ("rope_theta", "factor", "original_max_position_embeddings"):
         table.number(name, None)
     if whole_heads and set(named.values()) <= {"default", "mrope"}:

@@ -93,10 +93,8 @@ class EagleDrafter(PublishedNetwork):
             made["d2t"] = lambda state: torch.tensor(ids) - torch.arange(len(ids))
         elif self.config.is_reduced and TOKEN_MAP in checkpoint.shapes:
             made["d2t"] = lambda state: _offsets(checkpoint)
-        told = (
-            checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding and self.config.own_head
-        )
-        if told and "lm_head.weight" not in checkpoint.shapes and not self.config.is_reduced:
+        tied = checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding
+        if tied and self.config.own_head and not ("lm_head.weight" in checkpoint.shapes or self.config.is_reduced):
             made["lm_head.weight"] = lambda state: state["embed_tokens.weight"].clone()
         return made
 
@@ -140,12 +138,14 @@ class EagleDrafter(PublishedNetwork):
         return EagleSession(self, weights, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
-        layers, width = weights_of(self.layers), self.config.sizes.hidden_size
-        head = (self.config.draft_vocab_size or 0) * width if self.lm_head is None else weights_of(self.lm_head)
-        fusion = Read("fusion", 0 if self.fc is None else weights_of(self.fc), 1, 1)
+        config, layers, fused = self.config, weights_of(self.layers), weights_of(self.fc)
+        head, borrowed = (config.draft_vocab_size or 0) * config.sizes.hidden_size, self.lm_head is None
+        if config.fuses_embedding:
+            layers, fused = layers + fused, 0
+        fusion = Read("fusion", fused, 1, 1)
         if self.mask_hidden is not None:  # P-EAGLE
-            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth)
-        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width)
+            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth, borrowed)
+        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""
