@@ -13,8 +13,6 @@ from typing import Any
 
 from runner import options, print_table
 
-from hf_hsdraft.core.refusals import DraftingRefused
-
 _COLUMNS = ("format", "verdict", "reference", "largest difference", "rounds", "accepting")
 _RIGHT = 1e-4  # largest difference of a drafter that is read right, in float32
 
@@ -37,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, known = parser.parse_args(arguments).names, cases()
     if unknown := set(given) - set(known):
         parser.error(f"no case {', '.join(unknown)}: expected some of {', '.join(known)}")
+
+    from hf_hsdraft.core.refusals import DraftingRefused
 
     def row(name: str) -> list[Any]:
         try:

@@ -69,7 +69,7 @@ def make_eagle(target, kind: str = "eagle3", seed: int = 1, **overrides) -> Eagl
         fields["sizes"] = LatentSizes(**{**like, **latent})
     config = EagleConfig.for_target(target, **fields)
     drafter = EagleDrafter(config).eval()
-    drafter.reset_parameters(std=0.3)
+    drafter.reset_parameters(std=0.1 if config.fuses_embedding else 0.3)  # its states are not normed
     return drafts_much(drafter)
 
 

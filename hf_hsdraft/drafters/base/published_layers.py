@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.checks import settings, short
 from ...core.fields import Fields
 from .decoder_layer import LayerSizes
-
-if TYPE_CHECKING:
-    from .published_format import Files
 
 # Sizes that only some formats have; checked here so that a negative one is always refused.
 _SOMETIMES_READ = (
@@ -26,10 +23,8 @@ _RENAMED = {"mrope": "default", "deepseek_yarn": "yarn"}  # types of rotary embe
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def sizes(
-    files: Files, _: Any = None, layer: Fields | None = None, kind: Any = LayerSizes, **special: Any
-) -> LayerSizes:
-    """Reads sizes of layers; tensors of the first one show biases, and norms of queries and keys."""
+def sizes(files: Any, _: Any = None, layer: Fields | None = None, kind: Any = LayerSizes, **special: Any) -> LayerSizes:
+    """Reads sizes of layers from `Files`; tensors of the first one show biases, and norms of queries and keys."""
     layer, limits = layer or files.layers, {each.name: each.metadata["limit"] for each in settings(LayerSizes)}
     for name in _SOMETIMES_READ:
         layer.integer(name, None, least=0)
@@ -42,7 +37,7 @@ def sizes(
     return kind(**{**found, **special})
 
 
-def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Callable[[Files, Any], dict[str, Any]]:
+def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Callable[[Any, Any], dict[str, Any]]:
     """Returns the row of `rope`, see `read_rope`."""
     return lambda files, _: read_rope(files.layers, kind, whole_heads, in_part)
 
