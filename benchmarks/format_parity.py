@@ -13,7 +13,7 @@ from typing import Any
 
 from runner import options, print_table
 
-_COLUMNS = ("format", "verdict", "reference", "largest difference", "rounds", "accepting")
+_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting", "verdict")
 _RIGHT = 1e-4  # largest difference of a drafter that is read right, in float32
 
 
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             if "." in str(error.name):  # a module of a package that is there
                 raise
-            return [name, "-", f"needs the package {error.name}", "-", "-", "-"]
+            return [name, f"needs the package {error.name}", "-", "-", "-", "-"]
         except (ValueError, DraftingRefused) as error:
-            return [name, f"refused: {error}", "-", "-", "-", "-"]
+            return [name, "-", "-", "-", "-", f"refused: {error}"]
         verdict = "right" if found.difference < _RIGHT else "WRONG"
-        return [name, verdict, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
+        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted, verdict]
 
     print_table(_COLUMNS, map(row, given or known))
 
