@@ -13,7 +13,8 @@ from typing import Any
 
 from runner import options, print_table
 
-_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting")
+_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting", "verdict")
+_RIGHT = 1e-4  # largest difference of a drafter that is read right, in float32
 
 
 def cases() -> dict[str, Callable[[], Any]]:
@@ -21,7 +22,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     from oracles import assistant_parity, block_parity, eagle_parity, flashmap_parity, heads_parity, mtp_parity
 
     families = assistant_parity, block_parity, eagle_parity, flashmap_parity, heads_parity, mtp_parity
-    return {case.name: partial(family.parity, case) for family in families for case in family.CASES}
+    return {
+        case.name: partial(family.parity, case)
+        for family in families
+        for case in (*family.CASES, *getattr(family, "REFUSED", ()))
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,14 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(given) - set(known):
         parser.error(f"no case {', '.join(unknown)}: expected some of {', '.join(known)}")
 
+    from hf_hsdraft.core.refusals import DraftingRefused
+
     def row(name: str) -> list[Any]:
         try:
             found = known[name]()
         except ModuleNotFoundError as error:
             if "." in str(error.name):  # a module of a package that is there
                 raise
-            return [name, f"needs the package {error.name}", "-", "-", "-"]
-        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
+            return [name, f"needs the package {error.name}", "-", "-", "-", "-"]
+        except (ValueError, DraftingRefused) as error:
+            return [name, "-", "-", "-", "-", f"refused: {error}"]
+        verdict = "right" if found.difference < _RIGHT else "WRONG"
+        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted, verdict]
 
     print_table(_COLUMNS, map(row, given or known))
 

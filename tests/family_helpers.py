@@ -10,9 +10,11 @@ from conftest import VOCAB
 from oracles.format_parity import randomise
 
 from hf_hsdraft import BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
+from hf_hsdraft.drafters.base.decoder_layer import LayerSizes
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.configuration import Sight
+from hf_hsdraft.drafters.eagle.layers import LatentSizes
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.methods.flashmap import FlashMapConfig, FlashMapDrafter
 
@@ -33,7 +35,12 @@ EAGLES = {
     "eagle3, three layers": {"num_hidden_layers": 3, "windows": (None, 8, None)},
     "eagle3, norm_output": {"norm_output": True, "norm_before_residual": True},
     "peagle": {"mask_token_id": 3, "own_embedding": True},
-}
+    "eagle1": {
+        "fuses_embedding": True, "own_head": False, "target_tap_layers": (-1,), "last_tap_is_normed": True,
+        "fc_bias": True, "draft_vocab_ids": (9, 3, 11, 5, 7, 40, 41, 8, 6, 4),
+    },
+    "eagle3, latent": {"latent": {"kv_lora_rank": 10, "rotary_dim": 4, "v_head_dim": 6, "q_lora_rank": 12}},
+}  # fmt: skip
 
 
 def drafts_much(drafter, **options):
@@ -56,9 +63,13 @@ def make_block_drafter(target, kind: str = "vanilla", **overrides) -> BlockDraft
 
 def make_eagle(target, kind: str = "eagle3", seed: int = 1, **overrides) -> EagleDrafter:
     torch.manual_seed(seed)
-    config = EagleConfig.for_target(target, **{"num_draft_steps": STEPS, **EAGLES[kind], **overrides})
+    fields = {"num_draft_steps": STEPS, **EAGLES[kind], **overrides}
+    if latent := fields.pop("latent", None):
+        like = vars(LayerSizes.like(target.config)) | {"num_key_value_heads": target.config.num_attention_heads}
+        fields["sizes"] = LatentSizes(**{**like, **latent})
+    config = EagleConfig.for_target(target, **fields)
     drafter = EagleDrafter(config).eval()
-    drafter.reset_parameters(std=0.3)
+    drafter.reset_parameters(std=0.1 if config.fuses_embedding else 0.3)  # its states are not normed
     return drafts_much(drafter)
 
 

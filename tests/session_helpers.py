@@ -18,7 +18,7 @@ def borrow(drafter, target):
 def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -> Accepted:
     """What a session is told of positions `start` to `end` of a text."""
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-    taps = torch.cat([states[tap][0] for tap in drafter.taps], dim=-1)
+    taps = torch.cat([states[tap][0] for tap in drafter.taps_of(target)], dim=-1)
     tokens = torch.tensor(text)
     return Accepted(
         row=row,

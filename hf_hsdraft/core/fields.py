@@ -63,8 +63,14 @@ class Fields:
         """Marks fields as irrelevant here."""
         self._read.update(names)
 
-    def refuse_unread(self) -> None:
-        """Raises a ValueError for unread fields of value true: such a switch changes what a drafter computes."""
+    def refuse_unread(self, changing: Mapping[str, Collection[Any]] | None = None) -> None:
+        """Raises a ValueError for unread fields that may change what a drafter computes.
+
+        These are all of value true, and those that are `changing`, except for the values given with each.
+        """
+        for name, neutral in (changing or {}).items():
+            if name not in self._read:
+                self.expect(name, *neutral)
         unread = sorted(name for name, value in self.values.items() if value is True and name not in self._read)
         if unread:
             raise ValueError(

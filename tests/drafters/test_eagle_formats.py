@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edited
+from oracles.eagle_by_hand import REASONS
 from oracles.eagle_parity import (
     CASES,
     DRAFTED,
     MASK,
+    REFUSED,
     TAPS,
     TOKENS,
     authors_config,
@@ -33,6 +35,8 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
+from hf_hsdraft.drafters.base.registry import recognise
+from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
 from hf_hsdraft.drafters.eagle import feedback_trial, session
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
@@ -157,8 +161,8 @@ LAYER = {"model_type": "llama", "hidden_size": HIDDEN, "vocab_size": TOKENS, "nu
 BAD_FIELDS = {
     "theta": ({"transformer_layer_config": {**LAYER, "rope_theta": 0}}, r"rope_theta=0 in config.json, transformer_la"),
     "negative": ({"transformer_layer_config": {**LAYER, "sliding_window": -4}}, r"sliding_window=-4"),
-    "kind": ({"speculators_model_type": "eagle"}, r"speculators_model_type=eagle: expected one of eagle3, peagle"),
-    "mtp": ({"speculators_model_type": "mtp"}, r"speculators_model_type=mtp.*MTP heads are not drafted with here"),
+    "kind": ({"speculators_model_type": "eagle"}, r"fc\.weight \[32, 96\] instead of \[32, 64\]"),
+    "mtp": ({"speculators_model_type": "mtp"}, r"prediction heads \(speculators_model_type=mtp\): those are not"),
     "lossy": (
         {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "verifier_accept_k": 3}]}},
         r"verifier_accept_k=3",
@@ -171,8 +175,8 @@ BAD_FIELDS = {
     "type": ({"transformer_layer_config": {"model_type": "gpt2"}}, r"model_type='gpt2' in config.json, transformer_"),
     "partial": (
         {"transformer_layer_config": {**LAYER, "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}},
-        r"partial_rotary_factor=0.5",
+            "rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 1.5}}},
+        r"partial_rotary_factor=1.5",
     ),
     "smaller": ({"draft_vocab_size": len(DRAFTED) - 1}, "of other shapes: d2t"),
     "huge": ({"transformer_layer_config": {**LAYER, "hidden_size": 2**40}}, r"hidden_size=1099511627776"),
@@ -235,12 +239,64 @@ def test_ids_that_contradict_each_other_are_refused(tmp_path):
         AutoDrafter.from_pretrained(folder)
 
 
-def test_older_drafters_and_heads_inside_targets_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
+def test_what_cannot_be_computed_is_refused_with_the_reason(case):
+    with pytest.raises((ValueError, DraftingRefused), match=REASONS[case.name]):
+        parity(case, EVERY)
+
+
+@pytest.mark.parametrize("name", ["attn_temperature_tuning", "embed_requires_grad", "use_rotary_pos_emb"])
+def test_switches_that_change_nothing_are_ignored(tmp_path, name):
+    write(tmp_path, authors_config(), midlayer_state())
+    expected = AutoDrafter.from_pretrained(tmp_path).config
+    edited(tmp_path, **{name: True})
+    assert AutoDrafter.from_pretrained(tmp_path).config == expected
+
+
+def test_lists_of_frequent_tokens_are_chosen(tmp_path):
+    """FR-Spec: of several lists that of its authors' script, or the one that is named, or the tokens themselves."""
+    [case] = [case for case in CASES if case.name == "FR-Spec"]
+    case.make(eagle_target()).save(tmp_path)
+    torch.save([5, 4], tmp_path / "freq_32768.pt")
+
+    def drafted(**given):
+        return AutoDrafter.from_pretrained(tmp_path, **given).draft_vocab_ids().tolist()
+
+    assert drafted() == [5, 4] and drafted(frequent_tokens=[9, 2, 8]) == [9, 2, 8]
+    assert len(drafted(frequent_tokens="freq_16.pt")) == 16
+    for given, message in (
+        ("nowhere.pt", "frequent_tokens='nowhere.pt' cannot be read"),
+        ([3, 3], "draft_vocab_ids=.* is invalid"),
+        ([TOKENS], "draft_vocab_ids=.* is invalid"),
+        ([1.5], "frequent_tokens=.* is invalid: expected a list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drafted(frequent_tokens=given)
+
+
+def test_what_the_format_cannot_say_is_not_saved(tmp_path):
+    for name in ("EAGLE-1, bias", "vLLM, factor of logits", "vLLM, DeepSeek's attention (MLA)"):
+        [case] = [case for case in CASES if case.name == name]
+        drafter = case.make(eagle_target()).loaded()
+        with pytest.raises(ValueError, match="which the format of speculators cannot say: keep the files"):
+            drafter.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_info_tells_older_drafters(tmp_path):
+    [case] = [case for case in CASES if case.name == "HASS"]
+    case.make(eagle_target()).save(tmp_path)
+    assert "EAGLE-1" in describe(str(tmp_path))["drafter"]["reads"]
+    checkpoint = Checkpoint.open(tmp_path)
+    form = recognise(checkpoint)
+    assert form.name == "EAGLE-1, EAGLE-2, HASS, FR-Spec"
+    fit = form.fit(checkpoint, TargetInfo.of_model(eagle_target()), ())
+    assert fit is not None and fit.evidence == Evidence.SIZES
+    assert form.fit(checkpoint, TargetInfo.of_model(eagle_target(hidden_size=48)), ()) is None
+
+
+def test_heads_inside_targets_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(authors_config()))
-    older = {"fc.weight": torch.zeros(4, 8), "layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}
-    save_file(older, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="EAGLE-1 or EAGLE-2"):
-        AutoDrafter.from_pretrained(tmp_path)
     save_file({"model.layers.61.eh_proj.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"own prediction heads .*eh_proj"):
         AutoDrafter.from_pretrained(tmp_path)

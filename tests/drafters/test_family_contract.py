@@ -287,7 +287,9 @@ def test_a_memory_does_not_fit_a_drafter_of_another_dtype(target):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PUBLISHED if kind != "block, sliding"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in PUBLISHED if kind not in ("block, sliding", "eagle1", "eagle3, latent")]
+)
 def test_saved_and_loaded_it_is_the_same(target, kind, tmp_path):
     drafter = PUBLISHED[kind](target, target_name="/home/somebody/models/a-target")
     drafter.generation_config.tree_size = 13

@@ -18,6 +18,8 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_hsdraft.runtime.target_parts import before_norm
+from oracles import eagle_by_hand
+from oracles.eagle_by_hand import DRAFTED, LAYERS, OF_AUTHORS, TOKENS
 from oracles.format_parity import (
     HIDDEN,
     OF_TARGET,
@@ -37,10 +39,8 @@ from oracles.format_parity import (
     write,
 )
 
-TOKENS, LAYERS, MASK = 64, 8, 5
-DRAFTED = tuple(range(1, TOKENS, 2))  # a part of the vocabulary
+MASK = 5
 TAPS = (1, 4, 6)
-OF_AUTHORS = (2, LAYERS // 2, LAYERS - 3)
 
 
 def eagle_target(**fields: Any) -> Any:
@@ -265,7 +265,7 @@ _OF_OPTIMIZER = {  # ModelOpt
 }
 _PARALLEL = {"kind": "peagle", "mask_token_id": MASK, "first_layer": "layers.0", "own_embedding": True}
 
-CASES = tuple(
+CASES = eagle_by_hand.CASES + tuple(
     Case(name, partial(make, **fields))
     for name, make, fields in (
         ("speculators eagle3", of_speculators, {}),
@@ -276,7 +276,7 @@ CASES = tuple(
         ("speculators eagle3, norm_output", of_speculators, {"norm_output": True}),
         ("speculators eagle3, whole vocabulary", of_speculators, {"ids": None}),
         ("speculators eagle3, three layers", of_speculators, {"layer": {"num_hidden_layers": 3}}),
-        ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True}}),
+        ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True, "mlp_bias": True}}),
         ("speculators eagle3, five hidden states", of_speculators, {"taps": (0, 1, 3, 5, 7)}),
         ("speculators eagle3, last layer before the norm", of_speculators, {"taps": (1, 4, LAYERS)}),
         ("speculators eagle3, rope_theta", of_speculators, {"layer": _rope("default")}),
@@ -301,6 +301,8 @@ CASES = tuple(
         ("SpecForge, P-EAGLE", renamed, {
             **_PARALLEL, "taps": OF_AUTHORS, "layer": {"num_hidden_layers": 2},
             "config": {"architectures": ["PEagleDraftModel"], "mask_token_id": MASK, "num_hidden_layers": 2}}),
+        ("vLLM, P-EAGLE's mask by another name", renamed, {
+            **_PARALLEL, "taps": OF_AUTHORS, "config": {"ptd_token_id": MASK}}),
         ("NeMo AutoModel, EAGLE-3.1", renamed, {
             "taps": OF_AUTHORS, "first_layer": "layers.0", "prefix": "model.", "own_embedding": True,
             "norm_output": True, "fc_norm": True,
@@ -328,3 +330,5 @@ CASES = tuple(
                        "draft_vocab_size": None}}),
     )
 )  # fmt: skip
+
+REFUSED = eagle_by_hand.REFUSED

@@ -30,7 +30,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 AttendByLayer = Callable[..., torch.Tensor]  # likewise, preceded by the layer's index
 
 _EPSILON = Limit(lambda value: is_number(value) and 0.0 < value <= 1.0, "a number above 0, at most 1")
-_ACTIVATION = choice("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_ACTIVATION = choice("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
 
 @described
@@ -46,6 +46,7 @@ class LayerSizes:
     rms_norm_eps: float = setting("epsilon of the norms", 1e-6, _EPSILON)
     attention_bias: bool = setting("whether the products for queries, keys and values have a bias", False)
     output_bias: bool = setting("whether the product after attention has one", False)
+    mlp_bias: bool = setting("whether the products of the feed-forward block have a bias", False)
     qk_norm: bool = setting("whether each head's queries and keys are normed, as in Qwen3", False)
     hidden_act: str = setting("activation of the feed-forward block, by transformers' name", "silu", _ACTIVATION)
     gemma: bool = setting(
@@ -116,11 +117,11 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, size: int, inner: int, act: str = "silu") -> None:
+    def __init__(self, size: int, inner: int, act: str = "silu", bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
         self.act = ACT2FN[act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,14 +129,14 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward with residuals; `input_size` as in `Attention`."""
+    """Pre-norm attention and feed-forward with residuals; `input_size` as in `Attention`, or a class like it."""
 
-    def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
+    def __init__(self, sizes: LayerSizes, input_size: int | None = None, attention: Any = Attention) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn = Attention(sizes, input_size)
+        self.self_attn = attention(sizes, input_size)
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act)
+        self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act, sizes.mlp_bias)
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the states `[..., n, D]` after this layer; with `rows`, these rows only."""
@@ -172,17 +173,23 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
     """Builds the rotary embeddings from a drafter's `fields`.
 
     These are `rope_parameters`, or the older `rope_theta` and `rope_scaling`, and `max_position_embeddings`. Missing
-    ones take transformers' defaults, `rope_theta` 10,000. Raises a ValueError if transformers cannot build it.
+    ones take transformers' defaults, `rope_theta` 10,000. A `partial_rotary_factor`, there or in a table, is the part
+    of each head that is rotated. Raises a ValueError if transformers cannot build it.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
-    known = {name: fields[name] for name in names if fields.get(name) is not None}
-    given = copy.deepcopy(known)  # transformers modifies the tables
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    known, part = copy.deepcopy(given), fields.get("partial_rotary_factor", 1.0)  # the tables are modified
     try:
+        for table in (known.get("rope_parameters"), known.get("rope_scaling")):
+            if table is not None and "proportional" not in (table.get("rope_type"), table.get("type")):
+                part = table.pop("partial_rotary_factor", None) or part  # transformers' plain type would rotate all
+        width = int(getattr(sizes, "rotary_dim", sizes.head_dim) * part)
+        demand(width > 0 and width % 2 == 0, "partial_rotary_factor", part, "expected an even part of head_dim")
         config = LlamaConfig(
             hidden_size=sizes.hidden_size,
             num_attention_heads=sizes.num_attention_heads,
             num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
+            head_dim=width,
             **known,
         )
         return Rotary(config)
@@ -194,7 +201,12 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half)."""
+    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half).
+
+    If `rope` is narrower than the heads, it rotates their first part only.
+    """
     cos, sin = (part[..., None, :] for part in rope)
+    if cos.shape[-1] < x.shape[-1]:
+        return torch.cat([rotate(x[..., : cos.shape[-1]], rope), x[..., cos.shape[-1] :]], dim=-1)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -33,7 +33,7 @@ from .target_info import misfit
 
 _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "attention_bias",
+    "rms_norm_eps", "attention_bias", "mlp_bias",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class SpeculatorsFiles:
 
 
 class PublishedNetwork(nn.Module, SavedDrafter):
-    """A drafter whose network fuses hidden states of the target by `fc`, saved in the speculators format.
+    """A drafter whose network reads hidden states of the target, saved in the speculators format.
 
     Its configuration is a `PublishedConfig`, or has its fields about the target. Weights, configuration and, in
     `generation_config`, drafting options are all that it holds, but no state of a call, so several threads may share
@@ -69,7 +69,6 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     why_not_exported = "it is written in the format of speculators only"
     config_class: Any
     config: Any
-    fc: nn.Linear
     loss_function: Any = None
     takes_tree_builders = True
     name_or_path = ""
@@ -106,7 +105,8 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         apart = self.not_among_weights(checkpoint)
         shapes = {name: tuple(each.shape) for name, each in self.state_dict().items() if name not in apart}
         ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}
-        checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, self.may_hold())
+        unread = {**form.unread_shapes(checkpoint), **self.may_hold()}
+        checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, unread)
         return ours, apart
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
@@ -130,11 +130,11 @@ class PublishedNetwork(nn.Module, SavedDrafter):
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return next(self.parameters()).dtype
 
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
@@ -161,7 +161,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
         """The hidden states that it reads; raises a ValueError if only `taps_of` a target can tell."""
-        if self.config.target_tap_layers is None:
+        if -1 in (self.config.target_tap_layers or (-1,)):
             raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
         return tuple(self.config.target_tap_layers)
 
@@ -263,7 +263,6 @@ def speculators_document(
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_hidden_layers,
         **{name: getattr(sizes, name) for name in _LAYER_FIELDS},
-        "mlp_bias": False,
         "tie_word_embeddings": False,
         **(sliding if windows else {}),
         **{name: value for name, value in config.rope.items() if value is not None},

@@ -27,7 +27,7 @@ class PublishedConfig(PlainConfig):
     target_hidden_size: int = setting("width of the target's hidden states", limit=integer(2**17))
     target_tap_layers: Sequence[int] | None = setting(
         "hidden states of the target that are read, ascending, in the order of the columns of `fc`. 0 are the "
-        "embeddings, k the output of layer k. `None` means 2, L // 2 and L - 3 of the target's L layers",
+        "embeddings, k the output of layer k. `None` means 2, L // 2 and L - 3 of the target's L layers, (-1,) is L",
         None,
     )
     sizes: LayerSizes = setting("of the layers")
@@ -56,7 +56,7 @@ class PublishedConfig(PlainConfig):
     def __post_init__(self) -> None:
         check_fields(self)
         taps, most = self.target_tap_layers, self.target_num_hidden_layers or _MOST_OF_TARGET
-        valid = taps is None or (0 < len(taps) <= MOST_TAPS and are_ascending(taps, 0, most))
+        valid = taps in (None, (-1,)) or (0 < len(taps) <= MOST_TAPS and are_ascending(taps, 0, most))
         wanted = f"expected ascending indices of hidden states from 0 (embeddings) to {most}, each once"
         demand(valid, "target_tap_layers", taps if taps is None else list(taps), wanted)
         size, drafted, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
@@ -71,13 +71,18 @@ class PublishedConfig(PlainConfig):
         return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
 
     @property
+    def padding(self) -> int:
+        """The greatest number of rows for tokens beyond the target's vocabulary, by which tables are padded."""
+        return 0
+
+    @property
     def num_taps(self) -> int:
         return 3 if self.target_tap_layers is None else len(self.target_tap_layers)
 
     def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
         """Returns the hidden states that it reads of a target with so many layers."""
         if self.target_tap_layers is not None:
-            return tuple(self.target_tap_layers)
+            return tuple(num_hidden_layers if tap == -1 else tap for tap in self.target_tap_layers)
         return 2, num_hidden_layers // 2, num_hidden_layers - 3
 
 

@@ -6,37 +6,35 @@ the output of layer k. In a list of layers from 0, layer i is tap i + 1, which i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
-from ...core.checks import are_ascending, printable, settings, short
+from ...core.checks import are_ascending, printable, short
 from ...core.fields import REQUIRED, Fields
 from ...hub.checkpoint import Checkpoint, Shape
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
-from .decoder_layer import LayerSizes
+from .published_layers import read_rope, sizes
+from .published_layers import read_windows as read_windows  # for the tables of families
+from .published_layers import rope as rope
 from .registry import AT_ONCE, IN_TURN, Format, fields_told, register_format, with_fields
 from .target_info import fit_of
 
 OURS: Any = object()  # a default: that of our field; without one it is required
+USUAL_DRAFTED = 32000  # tokens, in the format of speculators
 
-# Fields of transformers, and of training, that do not affect what a drafter computes. Tensors show biases.
-_HARMLESS = (
-    "is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window", "attention_bias", "qkv_bias",
-    "num_target_layers",
-)  # fmt: skip
-# Sizes that only some formats have; checked here so that a negative one is always refused.
-_SOMETIMES_READ = (
-    "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
-    "target_hidden_size",
-)  # fmt: skip
+# What other projects write, with the source of each line: switches that change nothing that a drafter computes, in any
+# format or in those of a family; fields that do change it, by the values that do not; and tensors that are not used.
+FOREIGN = json.loads((Path(__file__).parent / "foreign_fields.json").read_text(encoding="utf-8"))
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-_KINDS = ("full_attention", "sliding_attention")
 
 
 class Files:
@@ -76,13 +74,17 @@ class Files:
         return self.checkpoint.shapes.get(self.form.stored_name(name, self.checkpoint.shapes))
 
     def finish(self) -> None:
-        """Raises a ValueError for switches that were not read: each may change what a drafter computes."""
+        """Raises a ValueError for fields that were not read and may change what a drafter computes."""
         for each in (self.top, self.layers, *map(self.table, self.form.checked)):
-            each.ignore(*_HARMLESS, *self.form.ignored)
-            each.refuse_unread()
+            each.ignore(*(name for name in each.values if _is_among(name, [*FOREIGN["ignored"], *self.form.ignored])))
+            each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
 
 
 Row = Callable[[Files, "Field[Any]"], Any]
+
+
+def _is_among(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns)
 
 
 def told(*names: str, default: Any = REQUIRED) -> Row:
@@ -108,10 +110,11 @@ def shown(name: str) -> Row:
     return lambda files, _: files.shape(name) is not None
 
 
-def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0) -> Row:
+def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0, is_sorted: bool = False) -> Row:
     """Returns the row of `target_tap_layers`: names of lists of numbers, from `least` on, by what we add to these.
 
-    An empty list counts as missing: all projects that write it mean that.
+    An empty list counts as missing: all projects that write it mean that. With `is_sorted`, all readers of the format
+    sort the numbers, and the columns of `fc` stand in that order.
     """
 
     def row(files: Files, _: Any) -> Any:
@@ -119,6 +122,7 @@ def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0) ->
         for name, offset in offsets.items():
             table, own = files.placed(name)
             ids = None if table.values.get(own) == [] else table.integers(own, None, least=least, most=4096)
+            ids = sorted(ids) if is_sorted and ids is not None else ids
             if ids is not None and not are_ascending(ids, least, 4096):
                 raise ValueError(
                     f"{own}={ids} in {table.place} is invalid: expected ascending numbers, each once; other readers "
@@ -137,84 +141,6 @@ def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0) ->
     return row
 
 
-def sizes(files: Files, _: Any = None, layer: Fields | None = None, **special: Any) -> LayerSizes:
-    """Reads sizes of layers; tensors of the first one show biases, and norms of queries and keys."""
-    layer, limits = layer or files.layers, {each.name: each.metadata["limit"] for each in settings(LayerSizes)}
-    layer.expect("mlp_bias", False)
-    for name in _SOMETIMES_READ:
-        layer.integer(name, None, least=0)
-    required = "hidden_size", "intermediate_size", "num_attention_heads"
-    found: dict[str, Any] = {name: layer.checked(name, limits[name]) for name in required}
-    width, heads = found["hidden_size"], found["num_attention_heads"]
-    usual = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    found |= {name: layer.checked(name, limits[name], default) for name, default in usual.items()}
-    parts = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-    found |= {name: files.shape(f"layers.0.self_attn.{part}") is not None for name, part in parts.items()}
-    return LayerSizes(**{**found, **special})
-
-
-def rope(kind: str = "", whole_heads: bool = False) -> Row:
-    """Returns the row of `rope`, see `read_rope`."""
-    return lambda files, _: read_rope(files.layers, kind, whole_heads)
-
-
-def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
-    """Reads the rotary embedding in the form that `rotary_of` takes; raises a ValueError if heads are rotated in part.
-
-    Args:
-        kind: layer type whose entry is read if `rope_parameters` has one per type.
-        whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
-    """
-    found = {name: value for name in ("rope_theta",) if (value := layer.number(name, None)) is not None}
-    if (longest := layer.integer("max_position_embeddings", None)) is not None:
-        found["max_position_embeddings"] = longest
-    if not whole_heads:
-        layer.expect("partial_rotary_factor", 1, 1.0)
-    for name in ("rope_scaling", "rope_parameters"):
-        table = layer.table(name, None)
-        if table is not None:
-            table = (table.table(kind, None) if kind else None) or table
-            found[name] = _rotation(table, whole_heads)
-    return found
-
-
-def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
-    """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
-    named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
-    if any(not isinstance(each, str) for each in named.values()):
-        raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
-    found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
-    found |= {name: "default" if each == "mrope" else each for name, each in named.items()}
-    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
-        table.number(name, None)
-    if whole_heads and set(named.values()) <= {"default", "mrope"}:
-        found.pop("partial_rotary_factor", None)
-    elif "proportional" in named.values():  # rotates whole heads, parts of them by angle 0
-        table.number("partial_rotary_factor", None, most=1.0)
-    else:
-        table.expect("partial_rotary_factor", 1, 1.0)
-    return found
-
-
-def read_windows(layer: Fields, count: int, by_types_alone: bool = False) -> tuple[int | None, ...]:
-    """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`.
-
-    Without them, it derives the window as Qwen3's configuration does, unless `by_types_alone`.
-    """
-    kinds = layer.values.get("layer_types")
-    if by_types_alone and (kinds is None or (isinstance(kinds, list) and "sliding_attention" not in kinds)):
-        return (None,) * count
-    if kinds is None:
-        slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
-        first = layer.integer("max_window_layers", 28, least=0) if slides else count
-        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
-    if not (isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)):
-        wanted = f"{count} of {' and '.join(_KINDS)}"
-        raise ValueError(f"layer_types={short(kinds)} in {layer.place} is invalid: expected {wanted}")
-    window = layer.integer("sliding_window") if "sliding_attention" in kinds else None
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
     """Fills in the defaults of transformers' class, which files leave out. `types` are those known, first the usual.
 
@@ -224,7 +150,7 @@ def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
     if not isinstance(kind, str) or kind not in (types if len(types) > 1 else CONFIG_MAPPING):
         wanted = " or ".join(types) if len(types) > 1 else f"a model_type of transformers, such as {types[0]}"
         raise ValueError(f"model_type={short(kind)} in {given.place} is invalid: expected {wanted}")
-    read_rope(given, "sliding_attention")  # before transformers replaces some invalid values
+    read_rope(given, "sliding_attention", in_part=True)  # before transformers replaces some invalid values
     rotation = {name: given.values[name] for name in _ROPE if name in given}
     left = ("model_type", *_ROPE)
     kept = {name: value for name, value in given.values.items() if value is not None and name not in left}
@@ -257,6 +183,7 @@ class PublishedFormat:
         checked: further tables of config.json, in which unknown switches are refused too.
         ignored: names of switches, in any table, that change nothing that a drafter computes.
         expected: allowed values of further fields, `table.name`; others are refused.
+        unread: names of tensors that are not used, with `*` for any part.
         tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.
         given: arguments of `from_pretrained` that rows read, with values that stand in where nothing is loaded.
         needed: fields without which a config.json has another format.
@@ -273,6 +200,7 @@ class PublishedFormat:
     checked: Sequence[str] = ()
     ignored: Collection[str] = ()
     expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    unread: Collection[str] = ()
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
@@ -292,6 +220,11 @@ class PublishedFormat:
                 there = (each for each in theirs if any(other.startswith(each) for other in stored))
                 return next(there, ours) + name.removeprefix(ours)
         return name
+
+    def unread_shapes(self, checkpoint: Checkpoint) -> dict[str, Shape]:
+        """Returns the shapes of tensors that the files have and no drafter of the format uses."""
+        patterns = [*FOREIGN["unread tensors"], *self.unread]
+        return {name: shape for name, shape in checkpoint.shapes.items() if _is_among(name, patterns)}
 
     def describe(self, checkpoint: Checkpoint) -> dict[str, str]:
         """See `Format.describe`."""
@@ -328,7 +261,7 @@ def speculators(kind: str, drafter: Any, rows: Mapping[str, Any], **further: Any
         "target_hidden_size": told("target_hidden_size", "layers.hidden_size"),
         "sizes": sizes,
         "num_hidden_layers": told("layers.num_hidden_layers"),
-        "draft_vocab_size": told("draft_vocab_size", default=32000),
+        "draft_vocab_size": told("draft_vocab_size", default=USUAL_DRAFTED),
         "target_name": lambda files, _: target_of(files.top.values)[0],
         "target_architectures": lambda files, _: target_of(files.top.values)[1],
     }

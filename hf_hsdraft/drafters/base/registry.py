@@ -41,8 +41,8 @@ class TokenizerOfTarget:
 
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
-    "block.formats", "eagle.formats", "heads.formats", "hidden_state.modeling_hsdraft", "language_model.lm_drafter",
-    "language_model.gemma4_assistant", "mtp.drafter", "mtp.nextn", "ngrams.cacheback",
+    "block.formats", "eagle.older_formats", "heads.formats", "hidden_state.modeling_hsdraft",
+    "language_model.lm_drafter", "language_model.gemma4_assistant", "mtp.drafter", "mtp.nextn", "ngrams.cacheback",
 )  # fmt: skip
 
 

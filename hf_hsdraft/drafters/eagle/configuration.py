@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from ...core.checks import demand, integer, is_integer, setting
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
-from ..base.plain_config import FLAG, described
+from ..base.plain_config import FLAG, described, number
 from ..base.published_config import PublishedConfig, fields_of_target
 
+_MOST_PADDING = 1024  # rows of an embedding beyond the last token
 DRAFT_STEPS = 7  # if the files do not say: the depth of the authors' trees
 
 
@@ -20,8 +21,9 @@ DRAFT_STEPS = 7  # if the files do not say: the depth of the authors' trees
 class EagleConfig(PublishedConfig):
     """Configuration of an [`EagleDrafter`] (EAGLE-3, "Scaling up Inference Acceleration via Training-Time Test").
 
-    Fields are checked on construction; a ValueError names one that is out of range or contradicts another. Without
-    `mask_token_id` it drafts one depth after the other, with it all at once (P-EAGLE).
+    With `fuses_embedding` it is an EAGLE-1 or EAGLE-2 drafter ("Rethinking Feature Uncertainty"). Fields are checked on
+    construction; a ValueError names one that is out of range or contradicts another. Without `mask_token_id` it drafts
+    one depth after the other, with it all at once (P-EAGLE).
     """
 
     model_type: ClassVar[str] = "eagle3"
@@ -40,6 +42,15 @@ class EagleConfig(PublishedConfig):
         "whether the files tell that. If not, calls try both, and change `norm_output`", True, FLAG
     )
     own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
+    own_head: bool = setting("whether it has output rows of its own, else the target's are used", True, FLAG)
+    logit_scale: float = setting("factor of the logits", 1.0, number())
+    fuses_embedding: bool = setting(
+        "whether `fc` reads the token's embedding and one hidden state, and no layer reads the former (EAGLE-1)",
+        False, FLAG
+    )  # fmt: skip
+    has_fc: bool = setting("whether there is `fc`; without it one hidden state is read as it is", True, FLAG)
+    fc_bias: bool = setting("whether `fc` has a bias", False, FLAG)
+    all_read_embeddings: bool = setting("whether all layers read the embedding, not only the first", False, FLAG)
     num_draft_steps: int = setting("K, the greatest depth of a draft", DRAFT_STEPS, limit=integer(64))
 
     def __post_init__(self) -> None:
@@ -54,8 +65,11 @@ class EagleConfig(PublishedConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc=True is invalid with fc_norm=True: expected one of them at most")
         width = self.sizes.hidden_size
-        wanted = f"the target's embedding has target_hidden_size={self.target_hidden_size}, and the drafter none"
-        demand(self.own_embedding or width == self.target_hidden_size, "hidden_size", width, wanted)
+        wanted = f"the target has target_hidden_size={self.target_hidden_size}, whose embedding, state or head is used"
+        fuses_several, taps = self.has_fc and not self.fuses_embedding, self.num_taps
+        is_free = self.own_embedding and self.own_head and fuses_several
+        demand(is_free or width == self.target_hidden_size, "hidden_size", width, wanted)
+        demand(fuses_several or taps == 1, "target_tap_layers", taps, "expected one, as fc does not fuse several")
         valid = len(self.windows) == self.num_hidden_layers and all(
             window is None or (is_integer(window) and self.num_draft_steps < window < 2**31) for window in self.windows
         )
@@ -92,6 +106,15 @@ class EagleConfig(PublishedConfig):
         if draft_vocab_size is not None:
             known["draft_vocab_size"] = draft_vocab_size
         return cls(**{**known, **fields})
+
+    @property
+    def padding(self) -> int:
+        if self.draft_vocab_size is None or self.vocab_size is None:
+            return 0
+        needed = [0] if self.mask_token_id is None or self.own_embedding else [self.mask_token_id + 1]
+        if self.is_reduced:  # else the rows beyond are left out
+            needed.append(self.draft_vocab_size if self.draft_vocab_ids is None else max(self.draft_vocab_ids) + 1)
+        return min(self.vocab_size - max(needed), _MOST_PADDING)
 
     @property
     def window(self) -> int | None:

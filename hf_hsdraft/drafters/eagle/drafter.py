@@ -15,44 +15,29 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from ...core.checks import demand
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
-from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
+from ...runtime.target_limits import text_config
+from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
+from .layers import EagleLayer, LatentSizes
 from .session import EagleSession
 
+TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights
 _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
-class EagleLayer(DecoderLayer):
-    """A decoder layer. The first one also reads an embedding, which `input_layernorm` norms."""
-
-    def __init__(self, config: EagleConfig, first: bool) -> None:
-        size, eps = config.sizes.hidden_size, config.sizes.rms_norm_eps
-        super().__init__(config.sizes, 2 * size if first else size)
-        self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = RMSNorm(size, eps) if first else None
-
-    def forward(
-        self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None, embeds: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """As in `DecoderLayer`, with embeddings `[..., n, D]` of the tokens."""
-        if self.hidden_norm is None:
-            return super().forward(x, rope, attend, rows)
-        normed = self.hidden_norm(x)
-        inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.joined(normed if self.norm_before_residual else x, inputs, rope, attend, rows)
-
-
 class EagleDrafter(PublishedNetwork):
-    """An EAGLE-3 drafter, or a parallel one (P-EAGLE), in any published format.
+    """A drafter of EAGLE-1, EAGLE-2, EAGLE-3 or a parallel one (P-EAGLE), in any published format.
 
     The constructor makes an untrained drafter; an unknown rope type raises a ValueError.
 
@@ -70,10 +55,12 @@ class EagleDrafter(PublishedNetwork):
         self.input_norm = RMSNorm(inputs, eps) if config.norm_before_fc else None
         tap_norms = (RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_taps))
         self.fc_norm = nn.ModuleList(tap_norms) if config.fc_norm else None
-        self.fc = nn.Linear(inputs, size, bias=False)
+        self.fc = (
+            nn.Linear(inputs + size * config.fuses_embedding, size, bias=config.fc_bias) if config.has_fc else None
+        )
         self.layers = nn.ModuleList(EagleLayer(config, index == 0) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False)
+        self.norm = nn.Identity() if config.fuses_embedding else RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size or 0, bias=False) if config.own_head else None
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
         self.rotary = rotary_of(dict(config.rope), config.sizes)
         self.add_vocabulary()
@@ -101,13 +88,20 @@ class EagleDrafter(PublishedNetwork):
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. The head may be the drafter's embedding, as SGLang reads files without a head."""
-        told = checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding
-        if not told or "lm_head.weight" in checkpoint.shapes or self.config.is_reduced:
-            return {}
-        return {"lm_head.weight": lambda state: state["embed_tokens.weight"].clone()}
+        ids, made = self.config.draft_vocab_ids, {}
+        if self.config.is_reduced and ids is not None:
+            made["d2t"] = lambda state: torch.tensor(ids) - torch.arange(len(ids))
+        elif self.config.is_reduced and TOKEN_MAP in checkpoint.shapes:
+            made["d2t"] = lambda state: _offsets(checkpoint)
+        tied = checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding
+        if tied and self.config.own_head and not ("lm_head.weight" in checkpoint.shapes or self.config.is_reduced):
+            made["lm_head.weight"] = lambda state: state["embed_tokens.weight"].clone()
+        return made
 
     @classmethod
     def described(cls, config: EagleConfig) -> dict[str, str]:
+        if config.fuses_embedding:
+            return {"reads": "the last hidden state, and the next token (EAGLE-1, EAGLE-2)"}
         if not config.norm_output_told:
             told = (
                 "not told by norm_output=true: the first calls try both readings; `hsdraft info --target` tells which "
@@ -120,26 +114,38 @@ class EagleDrafter(PublishedNetwork):
         return {"state fed back": told}
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
+        check_can_be_written(self.config)
         config = replace(self.config, target_name=target_name or self.config.target_name)
         return SpeculatorsFiles(_document(config, self.dtype), self.weights_in_files())
 
-    def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
-        """Borrows the target's embedding, unscaled as in training, unless the drafter has one."""
-        ids = self.draft_vocab_ids()
-        if self.embed_tokens is None:
-            return borrow(embedding, None, ids, self.device, self.dtype, scaled=False)
-        table = self.embed_tokens
-        return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids)
+    def borrow(
+        self, embedding: nn.Embedding, output_head: nn.Module | None = None, vocab_size: int | None = None
+    ) -> TargetWeights:
+        """Borrows the target's embedding, unscaled as in training, and its output rows, where the drafter has none.
+
+        Tokens from the target's `vocab_size` on, by which the drafter's tables are padded, are left out.
+        """
+        ids, table = self.draft_vocab_ids()[: vocab_size if not self.config.is_reduced else None], self.embed_tokens
+        head = None if self.config.own_head else output_head
+        weights = borrow(embedding, head, ids, self.device, self.dtype, scaled=False)
+        return weights if table is None else replace(weights, embed=lambda tokens: table(tokens.to(self.device)))
 
     def session(self, call: Call) -> EagleSession:
-        return EagleSession(self, self.borrow(call.target.get_input_embeddings()), call)
+        target = call.target
+        weights = self.borrow(
+            target.get_input_embeddings(), target.get_output_embeddings(), text_config(target).vocab_size
+        )
+        return EagleSession(self, weights, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
-        layers, head = weights_of(self.layers), weights_of(self.lm_head)
-        fusion = Read("fusion", weights_of(self.fc), 1, 1)
+        config, layers, fused = self.config, weights_of(self.layers), weights_of(self.fc)
+        head, borrowed = (config.draft_vocab_size or 0) * config.sizes.hidden_size, self.lm_head is None
+        if config.fuses_embedding:
+            layers, fused = layers + fused, 0
+        fusion = Read("fusion", fused, 1, 1)
         if self.mask_hidden is not None:  # P-EAGLE
-            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth)
-        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width)
+            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth, borrowed)
+        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""
@@ -148,7 +154,7 @@ class EagleDrafter(PublishedNetwork):
         if self.fc_norm is not None:
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(taps)
+        return taps if self.fc is None or self.config.fuses_embedding else self.fc(taps)
 
     def through(
         self,
@@ -161,6 +167,8 @@ class EagleDrafter(PublishedNetwork):
         """Returns y of rows `[..., n, D]`."""
         rope = self.rotary(positions, states.dtype)
         last, x = len(self.layers) - 1, states
+        if self.config.fuses_embedding:
+            x = cast(nn.Linear, self.fc)(torch.cat([embeds, states], dim=-1))
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, partial(attend, index), rows if index == last else None, embeds)
         return x
@@ -170,8 +178,14 @@ class EagleDrafter(PublishedNetwork):
         return self.norm(y) if self.config.norm_output else y
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights | None = None) -> torch.Tensor:
-        """Returns draft logits `[..., V']` of states y `[..., D]`; `weights` is not used."""
-        return self.lm_head(self.norm(hidden))
+        """Returns draft logits `[..., V']` of states y `[..., D]`; `weights` are needed without a head."""
+        normed = self.norm(hidden)
+        if self.lm_head is None:
+            logits = F.linear(normed, cast(torch.Tensor, cast(TargetWeights, weights).head))
+        else:
+            logits = self.lm_head(normed)
+        logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+        return logits if weights is None else logits[..., : len(weights.vocab_ids)]
 
     def mask_states(self) -> torch.Tensor:
         """Returns the input state `[D]` of the deeper rows of a parallel drafter."""
@@ -228,6 +242,31 @@ def _of_packed(attend: PackedAttend) -> AttendByLayer:
         return attend(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
 
     return attend_rows
+
+
+def _offsets(checkpoint: Checkpoint) -> torch.Tensor:
+    """Returns `d2t` by vLLM's list of tokens."""
+    listed = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP]
+    demand(not listed.is_floating_point(), TOKEN_MAP, listed.dtype, "expected integers")
+    return listed.long() - torch.arange(len(listed))
+
+
+def check_can_be_written(config: EagleConfig) -> None:
+    """Raises a ValueError for anything the format of speculators has no field for."""
+    told = {
+        "one fused embedding and state (EAGLE-1, EAGLE-2)": config.fuses_embedding,
+        "the target's output rows": not config.own_head,
+        "no fc": not config.has_fc,
+        "a bias of fc": config.fc_bias,
+        "a factor of logits": config.logit_scale != 1.0,
+        "keys and values of one state (MLA)": isinstance(config.sizes, LatentSizes),
+        "embeddings read by all layers": config.all_read_embeddings and config.num_hidden_layers > 1,
+    }
+    if found := [name for name, is_so in told.items() if is_so]:
+        raise ValueError(
+            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
+            "it was loaded from"
+        )
 
 
 def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class FeedbackTrial:
     """
 
     def __init__(self, network: Any, weights: TargetWeights) -> None:
-        self._network, self._ids = network, weights.vocab_ids
+        self._network, self._weights = network, weights
         self._pairs: list[Pairs] = []
         self._done = self._waiting = 0  # pairs compared, and pairs since the last comparison
         self._tried = -1  # pairs after the prompt; -1 before it
@@ -79,7 +79,8 @@ class FeedbackTrial:
             twin = copy.copy(network)  # shares the weights
             twin.config = replace(network.config, norm_output=reading)
             states = twin(taps, embeds, positions, starts, num_draft_steps=self._depth, path_embeds=path).hidden_states
-            drafted = self._ids[torch.stack([twin.logits(state).argmax(dim=-1) for state in states], dim=1)]
+            best = [twin.logits(state, self._weights).argmax(dim=-1) for state in states]
+            drafted = self._weights.vocab_ids[torch.stack(best, dim=1)]
             accepted = int((drafted == wanted).cumprod(dim=1).sum())
             network.feedback_counts[reading] = network.feedback_counts.get(reading, 0) + accepted
         kept = max(len(positions) - _CONTEXT, 0)

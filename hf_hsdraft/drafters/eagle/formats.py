@@ -7,24 +7,31 @@
 | EAGLE-3, P-EAGLE | SpecForge, AngelSlim, ModelOpt | `eagle_config.eagle_aux_hidden_state_layer_ids`, plus one |
 | EAGLE-3, P-EAGLE | NeMo AutoModel | none, as its authors |
 | EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
+| EAGLE-1, EAGLE-2, HASS, FR-Spec | their authors, vLLM | none: the last one, after the final norm |
 
 Tensors have the network's parameter names, except that the first layer may be called `midlayer`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import Field
+from dataclasses import Field, fields
 from typing import Any
 
 from ...core.checks import few, printable
 from ...core.fields import Fields
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
+from ..base.decoder_layer import LayerSizes
 from ..base.published_format import (
+    FOREIGN,
     OURS,
+    USUAL_DRAFTED,
     Files,
     PublishedFormat,
+    Row,
     read_windows,
     rope,
     same,
@@ -37,26 +44,62 @@ from ..base.published_format import (
 from ..base.registry import Format, register_format
 from .configuration import DRAFT_STEPS
 from .drafter import EagleDrafter
+from .layers import LatentSizes
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_NEMO = "LlamaEagle3DraftModel"
 _PARALLEL_STEPS = 8  # SpecForge's and NeMo's training depth of parallel drafters, if the files lack it
 
 
-def _layers(files: Files, _: Any = None) -> int:
+def _sizes(files: Files, _: Any) -> LayerSizes:
+    """Sizes of layers; of Llama 4's two inner widths it is that of layers without experts."""
+    top = files.top
+    if files.shape("layers.0.self_attn.kv_a_proj_with_mqa.weight") is not None:
+        return _latent_sizes(files)
+    if top.values.get("model_type") != "llama4_text" or "intermediate_size_mlp" not in top:
+        return sizes(files)
+    return sizes(files, intermediate_size=top.integer("intermediate_size_mlp"))
+
+
+def _latent_sizes(files: Files) -> LayerSizes:
+    """Sizes of MLA. With YaRN, `mscale_all_dim` is a factor of the scores too (DeepSeek-V3, Kimi K2)."""
+    top, own = files.top, {each.name: each.metadata["limit"] for each in fields(LatentSizes)}
+    found = {name: top.checked(name, own[name]) for name in ("kv_lora_rank", "v_head_dim")}
+    rotated, plain = (top.integer(f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    top.expect("rope_interleave", True)
+    yarn = top.table("rope_scaling", None) or top.table("rope_parameters", None)
+    mscale = yarn.number("mscale_all_dim", 0.0, least=-1.0) if yarn is not None and "factor" in yarn else 0.0
+    scale = 1.0 + 0.1 * mscale * math.log(yarn.number("factor")) if mscale else 1.0
+    return sizes(
+        files,
+        kind=LatentSizes,
+        q_lora_rank=top.checked("q_lora_rank", own["q_lora_rank"], None),
+        rotary_dim=rotated,
+        head_dim=rotated + plain,
+        num_key_value_heads=top.integer("num_attention_heads"),
+        score_scale=scale * scale,
+        attention_bias=files.shape("layers.0.self_attn.kv_a_proj_with_mqa.bias") is not None,
+        **found,
+    )
+
+
+def layers(files: Files, _: Any = None) -> int:
     """The number of layers that have tensors: the files of some projects give the target's."""
-    names = [name.split(".") for name in files.checkpoint.shapes]
-    numbers = [int(name[1]) for name in names if name[0] == "layers" and len(name) > 2 and name[1].isdigit()]
-    return 1 + max(numbers, default=0)
+    found = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in files.checkpoint.shapes]
+    return 1 + max((int(each[1]) for each in found if each), default=0)
 
 
 def _windows(files: Files, _: Any) -> tuple[int | None, ...]:
-    """The window of each layer; only layers of the type have one."""
-    count = files.layers.integer("num_hidden_layers", 1) if files.form.layers else _layers(files)
+    """The window of each layer; only layers of the type have one. A longer list was copied from the target."""
+    is_told = bool(speculators_type(files.checkpoint))
+    count = files.layers.integer("num_hidden_layers", 1) if is_told else layers(files)
+    kinds = files.layers.values.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) > count and not is_told:
+        return (None,) * count
     return read_windows(files.layers, count, by_types_alone=True)
 
 
-def _proposed(files: Files, each: Field[Any]) -> int:
+def proposed(files: Files, each: Field[Any]) -> int:
     """The greatest draft depth, which only files of this package name.
 
     Others name the number of tokens proposed at once. For a parallel drafter this is its training depth; an
@@ -88,7 +131,8 @@ def _output_told(files: Files, each: Field[Any]) -> bool:
 def _mask(files: Files, each: Field[Any]) -> int | None:
     if not _is_parallel(files):
         return None
-    found = told("mask_token_id", "eagle_config.mask_token_id", default=files.given.get("mask_token_id"))(files, each)
+    names = ("mask_token_id", "ptd_token_id", "pard_token", "eagle_config.mask_token_id")  # the last but one is vLLM's
+    found = told(*names, default=files.given.get("mask_token_id"))(files, each)
     if found is None:
         raise ValueError(
             "config.json names no mask_token_id, which a parallel drafter (P-EAGLE) reads: pass mask_token_id=... to "
@@ -99,21 +143,12 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
 
 
 def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-    """Raises a ValueError for a drafter of another generation, or the heads of a target."""
-    name, heads = printable(checkpoint.name), _of_target(checkpoint.shapes)
-    if speculators_type(checkpoint):
-        raise ValueError(
-            f"{name} has speculators_model_type={speculators_type(checkpoint)}: expected one of eagle3, peagle; "
-            "EAGLE-1, EAGLE-2 and MTP heads are not drafted with here"
-        )
-    if heads:
-        raise ValueError(
-            f"{name} holds a target's own prediction heads ({few(heads)}): those are not drafted with here; expected "
-            "an EAGLE-3 drafter in files of its own"
-        )
+    """Raises a ValueError for the heads of a target."""
+    name, kind = printable(checkpoint.name), speculators_type(checkpoint)
+    found = f"speculators_model_type={kind}" if kind else few(of_target(checkpoint.shapes))
     raise ValueError(
-        f"{name} is an EAGLE-1 or EAGLE-2 drafter: it reads one hidden state, and has no hidden_norm. Only EAGLE-3 is "
-        "drafted with here; expected a drafter with hidden_norm and the hidden states of several layers"
+        f"{name} holds a target's own prediction heads ({found}): those are not drafted with here; expected a drafter "
+        "in files of its own"
     )
 
 
@@ -122,46 +157,64 @@ def _may_be_refused(config: Mapping[str, Any]) -> bool:
 
 
 def _is_refused(checkpoint: Checkpoint) -> bool:
-    if kind := speculators_type(checkpoint):
-        return kind in ("eagle", "mtp")
-    names = checkpoint.shapes
-    older = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names.keys()
-    return bool(_of_target(names)) or (older and not any("hidden_norm" in name for name in names))
+    return speculators_type(checkpoint) == "mtp" or bool(of_target(checkpoint.shapes))
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
     """Whether the first layer reads a state and an embedding; the licence of EAGLE-4 lets no other program read it."""
     layer = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
-    names = checkpoint.shapes
     others = speculators_type(checkpoint) or "Eagle4" in str(checkpoint.config.get("architectures"))
-    return not others and "fc.weight" in names and any(name in names for name in layer)
+    return not others and any(name in checkpoint.shapes for name in layer)
 
 
-def _of_target(names: Mapping[str, Any]) -> list[str]:
+def of_target(names: Mapping[str, Any]) -> list[str]:
     return [name for name in names if "eh_proj" in name or name.startswith(("mtp.", "mtp_layers."))]
 
 
-_COMMON = {
+def _has_head(files: Files, _: Any) -> bool:
+    """Whether there are output rows: their own, or the embedding's (`not_among_weights`). A part of them must be."""
+    top, usual = files.top, USUAL_DRAFTED if speculators_type(files.checkpoint) else None
+    tied = top.values.get("tie_word_embeddings") is True and files.shape("embed_tokens.weight") is not None
+    is_whole = top.values.get("draft_vocab_size", usual) in (None, files.layers.values.get("vocab_size"))
+    return files.shape("lm_head.weight") is not None or tied or not is_whole
+
+
+def _read_taps(files: Files, each: Field[Any]) -> tuple[int, ...] | None:
+    """The hidden states: those named, or without `fc` the last one, or the last of which only the number is known."""
+    if files.shape("fc.weight") is None:
+        return (-1,)
+    ids = {_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}
+    return taps(ids, None, least=-1, is_sorted=True)(files, each)
+
+
+def _shown_twice(name: str) -> Row:
+    """The row of whether a product reads twice the width of states."""
+    return lambda files, _: (files.shape(name) or (0, 0))[-1] == 2 * files.top.integer("hidden_size")
+
+
+COMMON = {
     "windows": _windows,
-    "rope": rope(),
-    **same("norm_before_residual", "norm_output", default=OURS),
+    "rope": rope(in_part=True),
+    **same("norm_before_residual", "norm_output", "logit_scale", default=OURS),
     "own_embedding": shown("embed_tokens.weight"),
+    "fc_bias": shown("fc.bias"),
+    "own_head": _has_head,
 }
-# Switches without effect here: on training, caches, and the class that saved the file.
-_HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
 _OF_SPECULATORS = {
-    **_COMMON,
+    **COMMON,
     "target_tap_layers": taps({_IDS: 0}, None),
     **same("norm_before_fc", "fc_norm", "norm_output_told", default=OURS),
-    "num_draft_steps": _proposed,
+    "num_draft_steps": proposed,
 }
-# From copies of a Hunyuan target's configuration: AngelSlim's class always rotates.
-_OF_HUNYUAN = ("use_qk_norm", "use_rotary_pos_emb")
-_TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
+TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
+IGNORED = tuple(FOREIGN["of EAGLE"])
+EXPECTED = {name: neutral for name, (neutral, _) in FOREIGN["changing EAGLE"].items()}
 
 FORMATS = (
     *(
-        speculators(kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=_TYPES, ignored=_HARMLESS)
+        speculators(
+            kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=TYPES, ignored=IGNORED, expected=EXPECTED
+        )
         for kind, own in (("eagle3", {}), ("peagle", same("mask_token_id")))
     ),
     PublishedFormat(
@@ -170,22 +223,28 @@ FORMATS = (
         _is_eagle3,
         EagleDrafter,
         {
-            **_COMMON,
+            **COMMON,
             **same("vocab_size"),
             "target_hidden_size": told("target_hidden_size", "hidden_size"),
-            "sizes": sizes,
-            "num_hidden_layers": _layers,
+            "sizes": _sizes,
+            "num_hidden_layers": layers,
             "draft_vocab_size": told("draft_vocab_size", "vocab_size"),
-            "target_tap_layers": taps({_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}, None, least=-1),
+            "target_tap_layers": _read_taps,
+            "last_tap_is_normed": lambda files, _: files.shape("fc.weight") is None,
+            "has_fc": shown("fc.weight"),
+            "all_read_embeddings": _shown_twice("layers.1.self_attn.q_proj.weight"),
             "norm_before_fc": shown("input_norm.weight"),
             "fc_norm": shown("fc_norm.0.weight"),
             "norm_output_told": _output_told,
             "mask_token_id": _mask,
             "num_draft_steps": _trained_depth,
         },
-        # The tensors decide about norms.
-        ignored=(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting"),
-        tensors={"layers.0.": ("midlayer.",)},
+        ignored=IGNORED,
+        expected=EXPECTED,
+        tensors={
+            "layers.0.": ("midlayer.",),
+            **{f"fc_norm.{index}.": (f"aux_norm_{name}.",) for index, name in enumerate(("low", "mid", "high"))},
+        },
         given={"mask_token_id": 0},
         needed=("hidden_size", "vocab_size"),
     ),
@@ -193,4 +252,4 @@ FORMATS = (
 
 for _form in FORMATS:
     _form.register()
-register_format(Format("EAGLE-1, EAGLE-2", 71, _is_refused, _refuse, possible=_may_be_refused, loads=False))
+register_format(Format("heads of a target", 72, _is_refused, _refuse, possible=_may_be_refused, loads=False))

@@ -73,13 +73,13 @@ class DraftedRows(DraftedNodes):
         return numbers
 
     def of_roots(self) -> torch.Tensor:
-        return self._network.logits(self.states[:, :1])
+        return self._network.logits(self.states[:, :1], self._weights)
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
         depths = torch.full_like(tokens[0], level - 1)
         numbers = self.extend(self._network.fed_back(above), self._weights.embed(tokens), parents, depths)
-        return self._network.logits(self.states[:, -tokens.shape[1] :]), numbers
+        return self._network.logits(self.states[:, -tokens.shape[1] :], self._weights), numbers
 
 
 class EagleSession(LevelSession):
@@ -131,4 +131,4 @@ class EagleSession(LevelSession):
             embeds = weights.embed(torch.full_like(depths, mask)).expand(len(rows), -1, -1)
             parents = torch.zeros_like(depths).expand(len(rows), -1)
             drafted.extend(network.mask_states().expand_as(embeds), embeds, parents, depths, causal=True)
-        return ParallelExpansion(network.logits(drafted.states), temperature=temperature, race=race)
+        return ParallelExpansion(network.logits(drafted.states, weights), temperature=temperature, race=race)

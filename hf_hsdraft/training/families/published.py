@@ -22,7 +22,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ...drafters.eagle.configuration import EagleConfig
-from ...drafters.eagle.drafter import EagleDrafter
+from ...drafters.eagle.drafter import EagleDrafter, check_can_be_written
 from ..loss.predictions import Predictions, StatePredictions, trained
 from .family import OPTIONS, Choose, TrainableFamily, name_of
 
@@ -240,6 +240,7 @@ class EagleFamily(PublishedFamily):
         return config
 
     def check_trainable(self, config: EagleConfig) -> None:
+        check_can_be_written(config)
         _ = config.window  # raises where layers differ
 
     def by_columns(self, config: EagleConfig) -> bool:
