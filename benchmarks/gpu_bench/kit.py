@@ -71,17 +71,15 @@ def collect(folder: Path, python: str) -> None:
             continue
         found[name] = f"{name}=={version(name)}"
         waiting += [Requirement(each) for each in (requires(name) or []) if name != WEIGHTS]
-    kinds = [f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "1")]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--python-version={python}"]
-        + [*kinds, "--dest", str(folder), *found.values()],
-        check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command += [f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "1")]
+    subprocess.run([*command, f"--python-version={python}", *found.values()], check=True)
 
 
 def unpack(folder: Path) -> list[str]:
-    """Unpacks wheels of other versions than installed ones beside them, for this process; returns their names."""
+    """Unpacks wheels of versions that are not installed, for this process; returns their names."""
     site, done = folder / "site", []
+    sys.path.insert(0, str(site))
     for wheel in sorted(folder.glob("*.whl")):
         name, release = wheel.name.split("-")[:2]
         try:
@@ -92,7 +90,6 @@ def unpack(folder: Path) -> list[str]:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
         done.append(f"{name} {release}")
-    sys.path[:0] = [str(site)]
     return done
 
 
@@ -103,13 +100,14 @@ def prepare(wheels: Path) -> list[str]:
     """
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    for line in (f"{wheels}: uses {', '.join(done)}" for done in [unpack(wheels)] if done):
-        print(line, flush=True)
+    if wheels.is_dir() and (done := unpack(wheels)):
+        print(f"{wheels}: unpacked {', '.join(done)}", flush=True)
     found = dict(problems())
-    lines, may_run = list(found.values()), ("torch", WEIGHTS, "gguf", "accelerate")
-    if "torch" in found and "missing" not in found["torch"]:
-        lines.append("an older torch may lack what compiled parts need; other parts are tried")
-    if any(name not in may_run or (name == "torch" and "missing" in line) for name, line in found.items()):
-        lines.append("on a machine with a network: python benchmarks/gpu.py --collect wheels; copy the folder here")
+    lines = list(found.values())
+    too_old = "torch" in found and "missing" not in found["torch"]
+    if too_old:
+        lines.append("torch is older than the package needs: what fails for that reason fails alone")
+    if found.keys() - {WEIGHTS, "gguf", "accelerate"} - ({"torch"} if too_old else set()):
+        lines.append("with a network: python benchmarks/gpu.py --collect wheels; then copy that folder here")
         raise SystemExit("\n".join(lines))
     return lines
