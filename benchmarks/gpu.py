@@ -29,25 +29,18 @@ import functools
 import hashlib
 import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_bench import kit
-from runner import counts, keep, names, options, prompt_texts
+from runner import counts, keep, names, options, prompt_texts, rates
 
 if TYPE_CHECKING:
     import torch
     from gpu_bench.plan import Clock, Part, Settings
-
-
-def _rates(text: str) -> list[float]:
-    found = [float(part) for part in names(text)]
-    if not all(0 <= rate <= 1 for rate in found):
-        raise ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1, as in 0.6,0.8")
-    return found
 
 
 def parser() -> ArgumentParser:
@@ -61,7 +54,7 @@ def parser() -> ArgumentParser:
         "--minutes", type=float, default=12.0, help="of the whole run; what has no time is left out; default: 12"
     )
     made.add_argument("--batches", type=counts, help="texts decoded at once; default: 1,8,32")
-    made.add_argument("--rates", type=_rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
+    made.add_argument("--rates", type=rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
     made.add_argument("--prompt-length", type=int, help="tokens of a prompt of 8b; default: 512")
     made.add_argument("--backend", help="backend of torch.compile; default: `generate()`'s; with --tiny: eager")
     made.add_argument("--tiny", action="store_true", help="small random targets and few tokens, for any machine")

@@ -41,6 +41,14 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def rates(text: str) -> list[float]:
+    """Reads a comma-separated list of numbers from 0 to 1."""
+    found = [float(part) for part in names(text)]
+    if not all(0 <= rate <= 1 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1, as in 0.6,0.8")
+    return found
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "target": {"help": "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct"},
     "drafter": {"action": "append", "help": "Hub name or folder; repeat for several"},
