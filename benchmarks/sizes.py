@@ -118,7 +118,7 @@ def quantise(target: Any, kind: str, file: Path) -> None:
             rows.copy_(held)
             found.append(blocks)
         raw = torch.cat(found).numpy()
-        title = known.get_name(name, try_suffixes=(".weight",)) + ".weight"
+        title = known.get_name(name, try_suffixes=(".weight",))
         writer.add_tensor(title, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
