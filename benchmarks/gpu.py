@@ -35,7 +35,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_bench import kit
 from runner import counts, keep, names, options, prompt_texts, rates
 
 if TYPE_CHECKING:
@@ -154,6 +153,8 @@ def _in_time(clock: Clock, bench: _Bench, part: Part) -> Mapping[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is missing; returns 1 if a part failed."""
     given = parser().parse_args(arguments)
+    from gpu_bench import kit
+
     if given.collect:
         kit.collect(given.collect, given.python)
         return 0
