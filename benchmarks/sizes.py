@@ -10,12 +10,13 @@ rounds multiply by them too, by the blocks where the processor has a kernel for 
 
 The cost model is one of bytes: a step or round reads all products' weights once, at the bandwidth of a sum over memory,
 measured beside it; "of bytes" is that share of the measured time. The rest is operators, attention and, in a round, the
-draft. Memory is the process's peak. 3b takes 16 GB. Needs an idle machine.
+draft. Memory is the process's peak in each way's first call; copies come on top of the weights. 3b takes 16 GB. Needs
+an idle machine.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import tempfile
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from runner import decoded, keep, names, options, print_table, rates
+from runner import Decoded, decoded, in_turns, keep, names, options, print_table, rates
 
 if TYPE_CHECKING:
     import torch
@@ -129,72 +130,75 @@ def bandwidth() -> float:
     """Bytes a second of a sum over more memory than the caches hold."""
     import torch
 
-    held, times = torch.ones(2**27, dtype=torch.int64), []
-    for _ in range(4):
+    held, times = torch.ones(2**26, dtype=torch.int64), []
+    for _ in range(3):
         begin = time.perf_counter()
         held.sum()
         times.append(time.perf_counter() - begin)
     return held.numel() * 8 / min(times)
 
 
-@contextlib.contextmanager
-def by_copies(target: Any) -> Iterator[None]:
-    from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
-
-    with PackedWeights(linears_to_pack(target, True)).in_use():
-        yield
-
-
-def ways(target: Any, given: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """By title what plain decoding runs in, or a drafter."""
+def ways(target: Any, given: Any) -> dict[str, Callable[[int], Decoded]]:
+    """By title what decodes so many tokens."""
+    import torch
     from gpu_bench.targets import random_drafter, with_nodes
     from oracles.forced_drafter import ForcedDrafter, pattern
 
-    found: dict[str, tuple[Callable[[], Any], Any]] = {
-        "plain": (contextlib.nullcontext, None),
-        "packed": (lambda: by_copies(target), None),
-    }
+    from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
+
+    ids = torch.randint(1, target.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(given.seed))
+    decode = functools.partial(decoded, target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    copies = PackedWeights(linears_to_pack(target, True))  # made by the first product; drafted calls share them
+
+    def packed(tokens: int) -> Decoded:
+        with copies.in_use():
+            return decode(tokens)
+
+    found: dict[str, Callable[[int], Decoded]] = {"plain": decode, "packed": packed}
     vocabulary = list(range(min(32000, target.config.vocab_size)))
     drafter = random_drafter(target, num_draft_steps=_DEPTH, draft_vocab_ids=vocabulary)
     for rate in given.rates:
         forced = ForcedDrafter(drafter, pattern(rate, _DEPTH))
         with_nodes(forced, given.nodes, 1)
         forced.generation_config.packed_weights, forced.generation_config.compiled_layers = True, False
-        found[f"drafted, acceptance {rate:g}"] = contextlib.nullcontext, forced
+        found[f"drafted, acceptance {rate:g}"] = functools.partial(decode, drafter=forced)
     return found
 
 
 def rows_of(target: Any, shape: str, kind: str, given: Any) -> Iterator[dict[str, Any]]:
-    """Measures each way; times are medians after a warm-up, without the first token."""
-    import torch
-
+    """Measures all ways in turns; times are medians without the first token."""
     from hf_hsdraft.bench.machine import PeakMemory
 
-    ids = torch.randint(1, target.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(given.seed))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    read, plain = sum(each.numel() for each in products(target).values()), None
-    for way, (within, drafter) in ways(target, given).items():
+    peaks, speeds = {}, []
+    calls = ways(target, given)
+    for way, decode in calls.items():  # packs, and tries the target
         gc.collect()
         memory = PeakMemory(target.device)
         known = memory.start() is not None
-        with within():
-            decoded(target, inputs, 12, drafter)  # packs, and tries the target
-            lengths = [1, given.max_new_tokens] * given.repeats
-            calls = [decoded(target, inputs, length, drafter) for length in lengths]
-        pairs, tokens = zip(calls[::2], calls[1::2], strict=True), given.max_new_tokens - 1
-        seconds, found = median(whole.seconds - first.seconds for first, whole in pairs), calls[-1].statistics
-        rounds = tokens if found is None else found.target_forwards - 1
-        speed, plain = tokens / seconds, plain or tokens / seconds
-        parts = {} if found is None else {
-            name: 1e3 * getattr(found, f"{name}_seconds") / rounds for name in ("verify", "draft")
-        }  # fmt: skip
+        decode(12)
+        peaks[way] = memory.peak() if known else None
+
+    def both(way: str) -> tuple[float, Any]:
+        first, whole = calls[way](1), calls[way](given.max_new_tokens)
+        speeds.append(bandwidth())
+        return whole.seconds - first.seconds, whole.statistics
+
+    timed = in_turns({way: functools.partial(both, way) for way in calls}, given.repeats, warm_up=0)
+    read, tokens = sum(each.numel() for each in products(target).values()), given.max_new_tokens - 1
+    plain = median(seconds for seconds, _ in timed["plain"])
+    for way, found in timed.items():
+        seconds, statistics = median(seconds for seconds, _ in found), found[-1][1]
+        rounds = tokens if statistics is None else statistics.target_forwards - 1
         size = read * (2.0 if way == "plain" else BYTES[kind])
-        yield {
-            "target": shape, "weights": kind, "way": way, "tau": tokens / rounds, "tokens/s": speed,
-            "over plain": speed / plain, "step, ms": 1e3 * seconds / rounds,
-            "verify, ms": parts.get("verify"), "draft, ms": parts.get("draft"), "GB read": size / 1e9,
-            "of bytes": size / bandwidth() / (seconds / rounds), "peak GB": memory.peak() / 1e9 if known else None,
+        row = {
+            "target": shape, "weights": kind, "way": way, "tau": tokens / rounds, "tokens/s": tokens / seconds,
+            "over plain": plain / seconds, "step, ms": 1e3 * seconds / rounds, "GB read": size / 1e9,
+            "of bytes": size / median(speeds) / (seconds / rounds),
+            "peak GB": None if peaks[way] is None else peaks[way] / 1e9,
         }  # fmt: skip
+        for part in ("verify", "draft"):
+            row[f"{part}, ms"] = statistics and 1e3 * getattr(statistics, f"{part}_seconds") / rounds
+        yield row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
