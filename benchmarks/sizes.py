@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,8 +82,8 @@ def in_q4_k(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 QUANTISED = {"Q8_0": in_q8_0, "Q4_K": in_q4_k}
 
 
-def random_target(shape: str) -> Any:
-    """A target that counts."""
+def random_target(shape: str, file: Path | None = None) -> Any:
+    """A target that counts, with weights of a file if there is one."""
     import torch
     from oracles.forced_drafter import let_count
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -92,10 +93,31 @@ def random_target(shape: str) -> Any:
     with torch.device("meta"):  # the weights are drawn once, by `let_count`
         config = LlamaConfig(**fields, eos_token_id=None, pad_token_id=0)
         target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if file is not None and file.is_file():
+        target.load_state_dict(torch.load(file, mmap=True), assign=True)
+        target.model.rotary_emb.inv_freq = torch.logspace(0.0, -1.0, config.head_dim // 2)
+        return target
     target = target.to_empty(device="cpu")
     for norm in (each for each in target.parameters() if each.dim() == 1):
         norm.fill_(1.0)
     return let_count(target)
+
+
+def target_of(shape: str, kind: str, folder: Path) -> Any:
+    """The target with products of a kind; a folder keeps both for later runs."""
+    import torch
+
+    from hf_hsdraft.cpu.gguf_blocks import remember_file
+
+    state, blocks = folder / f"{shape}-{kind}.pt", folder / f"{shape}-{kind}.gguf"
+    target = random_target(shape, state if state.is_file() else folder / f"{shape}-bfloat16.pt")
+    if not state.is_file():
+        if kind in QUANTISED:
+            quantise(target, kind, blocks)
+        torch.save(target.state_dict(), state)
+    if kind in QUANTISED:
+        remember_file(target, blocks)
+    return target
 
 
 def products(target: Any) -> dict[str, torch.nn.Parameter]:
@@ -107,8 +129,6 @@ def quantise(target: Any, kind: str, file: Path) -> None:
     """Rounds the products' weights to those of blocks, which a GGUF file gets."""
     import gguf
     import torch
-
-    from hf_hsdraft.cpu.gguf_blocks import remember_file
 
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, target.config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, "llama")
@@ -123,7 +143,6 @@ def quantise(target: Any, kind: str, file: Path) -> None:
         writer.add_tensor(title, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    remember_file(target, file)
 
 
 def bandwidth() -> float:
@@ -207,6 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", type=names, default=list(BYTES), help=f"default: {','.join(BYTES)}")
     parser.add_argument("--rates", type=rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
     parser.add_argument("--nodes", type=int, default=8, help="nodes of a draft; default: 8")
+    parser.add_argument("--folder", type=Path, help="keeps the targets, 3 to 12 GB each, for later runs")
+    parser.add_argument("--make", action="store_true", help="only make what --folder keeps")
     given = parser.parse_args(arguments)
     for name, known in (("shapes", SHAPES), ("weights", BYTES)):
         if wrong := set(getattr(given, name)) - known.keys():
@@ -220,21 +241,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads, {bandwidth() / 1e9:.1f} GB/s\n")
     rows: list[dict[str, Any]] = []
 
-    def measured() -> Iterator[list[Any]]:
-        for shape in given.shapes:
+    def measured(folder: Path) -> Iterator[list[Any]]:
+        for shape, kind in itertools.product(given.shapes, given.weights):
             torch.manual_seed(given.seed)
-            target = random_target(shape)
-            for kind in sorted(given.weights, key=list(BYTES).index):  # each of what the one before has left
-                with tempfile.TemporaryDirectory() as folder:
-                    if kind in QUANTISED:
-                        quantise(target, kind, Path(folder) / "blocks.gguf")
-                    for row in rows_of(target, shape, kind, given):
-                        rows.append(row)
-                        keep(given.json, {"rows": rows})
-                        yield [row[name] for name in _COLUMNS]
+            target = target_of(shape, kind, folder)
+            for row in () if given.make else rows_of(target, shape, kind, given):
+                rows.append(row)
+                keep(given.json, {"rows": rows})
+                yield [row[name] for name in _COLUMNS]
 
-    with torch.no_grad():
-        print_table(_COLUMNS, measured())
+    with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
+        print_table(_COLUMNS, measured(given.folder or Path(temporary)))
 
 
 if __name__ == "__main__":
