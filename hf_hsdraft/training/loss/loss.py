@@ -188,7 +188,7 @@ class ChainLoss:
                     return score(logits, teacher, place, best, chosen)
 
             size = max(1, self.scored_logits // logits.shape[1])
-            return _sum_over_chunks(precisely, [logits, teacher, place], [], size)
+            return sum_over_chunks(precisely, [logits, teacher, place], [], size)
 
         total, values, places = torch.zeros((), device=device), list[torch.Tensor](), _places(hidden_states)
         # Depths whose logits do not depend on the paths are compared apart from the others.
@@ -198,7 +198,7 @@ class ChainLoss:
             parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
             # Predictions of the same token are adjacent, so that the target's logits are computed once.
             order = rows[parts[1]].argsort()
-            more, further = _sum_over_chunks(
+            more, further = sum_over_chunks(
                 compare,
                 [part[order] for part in parts],
                 predictions.parameters,
@@ -273,7 +273,7 @@ def loss_parts(
     )
 
 
-def _sum_over_chunks(
+def sum_over_chunks(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     rows: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
