@@ -60,7 +60,7 @@ FULL: dict[str, Any] = {
 # The same batches, drafts and rates.
 TINY: dict[str, Any] = FULL | {
     "prompt_length": 16,
-    "max_new_tokens": 24,
+    "max_new_tokens": 16,
     "repeats": 1,
     "train_length": 64,
     "train_batch": 2,
