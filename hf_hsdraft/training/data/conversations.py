@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,7 @@ class Prompt:
     key: str
     turns: tuple[str, ...]
     category: str = ""
+    answers: ClassVar[Sequence[str]] = ()  # as a `Conversation` has
 
     @classmethod
     def of(cls, turns: Sequence[str], category: str = "") -> Prompt:
@@ -46,11 +47,13 @@ class Conversation:
         messages: messages as they were given, for the chat template.
         template: further arguments of the chat template, such as `tools`.
         place: file and line, for errors; empty for none.
+        category: the label in the source file.
     """
 
     messages: tuple[Message, ...]
     template: Mapping[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
+    category: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, messages: Any, template: Mapping[str, Any] | None = None) -> Conversation:
@@ -81,8 +84,17 @@ class Conversation:
         pairs = tuple((message["role"], message.get("content")) for message in self.messages)
         return pairs if plain else (self.messages, self.template)
 
-    def texts(self, role: str) -> list[str]:
-        """Returns the texts of a role's messages."""
+    @property
+    def turns(self) -> Sequence[str]:
+        """The texts of the user's messages."""
+        return self._texts("user")
+
+    @property
+    def answers(self) -> Sequence[str]:
+        """The texts of the assistant's messages."""
+        return self._texts("assistant")
+
+    def _texts(self, role: str) -> list[str]:
         return [_text(message.get("content")) for message in self.messages if message["role"] == role]
 
     def first_request(self, tokenizer: Any) -> str:
@@ -270,23 +282,8 @@ def _user_turns(value: Any) -> list[str]:
     return [turn.strip() for turn in turns if turn.strip()]
 
 
-@dataclass(frozen=True)
-class Chat:
-    """The user's turns and the assistant's of a chat; a prompt has no answers. `kind` is a label, `""` for none."""
-
-    asked: tuple[str, ...]
-    answers: tuple[str, ...] = ()
-    kind: str = ""
-
-    @classmethod
-    def of(cls, found: Conversation | Prompt, kind: str = "") -> Chat:
-        if isinstance(found, Prompt):
-            return cls(found.turns, (), kind or found.category)
-        return cls(tuple(found.texts("user")), tuple(found.texts("assistant")), kind)
-
-
-def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
-    """Reads chats and prompts.
+def read_chats(path: str | os.PathLike[str]) -> list[Conversation | Prompt]:
+    """Reads chats and prompts; their category is the line's, or else its `source`.
 
     Args:
         path: a JSONL file whose lines hold `messages` or `turns`; a folder of rows, as `hsdraft train` makes in `data`;
@@ -296,8 +293,8 @@ def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
         FileNotFoundError: there is no such file or folder.
         ValueError: it holds no chats.
     """
-    rows = _rows_of(Path(path))
-    chats = [Chat.of(found, str(row.get("category") or row.get("source") or "")) for row, found in rows]
+    labelled = ((str(row.get("category") or row.get("source") or ""), found) for row, found in _rows_of(Path(path)))
+    chats = [replace(found, category=label) for label, found in labelled]
     if not chats:
         raise ValueError(f"{path} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
     return chats

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .conversations import Chat
+from .conversations import Conversation, Prompt
 
 DISTINCT = (1, 2, 4)
 COVERED = (1, 2, 3)
@@ -21,6 +21,7 @@ DEFINITION = (
     "n-grams of the other texts, repetitions counted, that occur in the training answers. All n-grams are of tokens."
 )
 
+Chats = Sequence[Conversation | Prompt]
 Tokenize = Callable[[str], Sequence[int] | Sequence[str]]
 Tokens = Sequence[int] | Sequence[str]
 
@@ -46,10 +47,10 @@ class CoveredCounts:
     covered: tuple[float, ...]
 
 
-def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
+def count_kinds(chats: Chats, tokenize: Tokenize) -> list[KindCounts]:
     """Counts each kind, the largest first, and then all chats together."""
     tokenized = [
-        (chat.kind, [tokenize(text) for text in chat.asked], [tokenize(text) for text in chat.answers])
+        (chat.category, [tokenize(text) for text in chat.turns], [tokenize(text) for text in chat.answers])
         for chat in chats
     ]
 
@@ -66,11 +67,11 @@ def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
     return [*rows, counted("all", tokenized)]
 
 
-def count_covered(train: Sequence[Chat], others: Sequence[Chat], tokenize: Tokenize) -> list[CoveredCounts]:
+def count_covered(train: Chats, others: Chats, tokenize: Tokenize) -> list[CoveredCounts]:
     """Returns coverage of other texts (answers of chats, user turns of prompts) by kind, and then of all."""
     answers = [tokenize(text) for chat in train for text in chat.answers]
     known = {n: set(_grams(answers, n)) for n in COVERED}
-    texts = [(chat.kind, tokenize(text)) for chat in others for text in chat.answers or chat.asked]
+    texts = [(chat.category, tokenize(text)) for chat in others for text in chat.answers or chat.turns]
 
     def counted(kind: str, members: Sequence[Tokens]) -> CoveredCounts:
         shares = tuple(_share([gram in known[n] for gram in _grams(members, n)]) for n in COVERED)

@@ -20,7 +20,6 @@ from ...runtime.target_loading import is_sharded
 from ..loop.progress import Reporter
 from .answers import Answered, OnSkip, answer_prompts, prompts_that_fit, row_of
 from .conversations import (
-    Chat,
     Conversation,
     Message,
     Prompt,
@@ -91,7 +90,7 @@ def read_sources(
 
 def judges_of(plan: TrainingPlan) -> PromptIndex | None:
     """Returns the prompts that a plan excludes, if any."""
-    found = [chat.asked for path in plan.exclude_near for chat in read_chats(path)]
+    found = [chat.turns for path in plan.exclude_near for chat in read_chats(path)]
     return PromptIndex(found) if plan.exclude_near else None
 
 
@@ -99,7 +98,7 @@ def leave_near_out(judges: PromptIndex | None, chats: list[Asked], report: Repor
     """Leaves out near-duplicates of the prompts that a plan excludes, and reports how many."""
     if judges is None or not chats:
         return chats
-    kept = [chat for chat in chats if not judges.is_near(Chat.of(chat).asked)]
+    kept = [chat for chat in chats if not judges.is_near(chat.turns)]
     report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
     return kept
 
@@ -252,7 +251,7 @@ class Answering:
 
     def _near(self, chat: Conversation | Prompt) -> bool:
         """Whether a chat is a near-duplicate of a prompt that the plan excludes."""
-        return self._judges is not None and self._judges.is_near(Chat.of(chat).asked)
+        return self._judges is not None and self._judges.is_near(chat.turns)
 
     def _rows(self, name: str, title: str, recipe: dict[str, Any], alike: bool) -> RowFolder:
         """Rows in a folder of the run; `alike` says whether all processes make the same ones, so that one writes."""

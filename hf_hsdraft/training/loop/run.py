@@ -183,7 +183,7 @@ class _Run:
         plan.check_publishes(len(prompts))
         if plan.invents:
             kinds_to_invent(plan, self.tokenizer)
-        several = plan.invented_turns or any(len(chat.texts("assistant")) > 1 for chat in finished)
+        several = plan.invented_turns or any(len(chat.answers) > 1 for chat in finished)
         if (several or any(len(prompt.turns) > 1 for prompt in prompts)) and not keeps_turns(self.tokenizer):
             self.report("the chat template changes earlier turns once later ones follow: only the last one is learned")
         return finished, prompts
@@ -413,7 +413,7 @@ class _Run:
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs of held-out chats up to the user's first message, where they leave room for an answer."""
         window = getattr(self.target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        asked = [chat for chat in chats if chat.texts("user")][: self.plan.eval_prompts]
+        asked = [chat for chat in chats if chat.turns][: self.plan.eval_prompts]
         texts = [chat.first_request(self.tokenizer) for chat in asked]
         found = [self.tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in texts]
         names = "input_ids", "attention_mask"
