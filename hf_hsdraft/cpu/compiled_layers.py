@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,17 +115,12 @@ class _Layer:
 
     def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str) -> None:
         self._owner, self.description = owner, description
-        parts = [vars(module) for module in layer.modules()]
-        self._own, self._parts = parts[0], parts
-        self._attributes = [(part, name, part[name]) for part in parts for name in part if name not in OF_EVERY_MODULE]
-        self._attributes += [(part["_modules"], name, own) for part in parts for name, own in part["_modules"].items()]
-        self._before = [each["_forward_pre_hooks"] for each in parts]
-        self._inside = [each["_forward_hooks"] for each in parts[1:]]
+        self._hooks, self._watch = layer._forward_hooks, Watch([layer])
         self._entries: dict[Form, Entry] = {}
         self._bound: dict[tuple[int, bool, bool], _Bound] = {}
 
     def run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or self._is_watched():
+        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or self._watch.sees():
             return NotImplemented
         found = self._owner.form_of(args[0], kwargs)
         if found is None:
@@ -148,7 +143,7 @@ class _Layer:
         if not bound.fits():
             return NotImplemented
         output = bound(tensors, cache_of(kwargs), kwargs.get(MASK))
-        return _after_hooks(layer, args, kwargs, output) if self._own["_forward_hooks"] else output
+        return _after_hooks(layer, args, kwargs, output) if self._hooks else output
 
     def _tried(
         self, layer: Any, program: Program, entry: Entry, form: Form, tensors: list[torch.Tensor]
@@ -167,13 +162,28 @@ class _Layer:
         self._owner.runs(bound.groups)
         return bound
 
-    def _is_watched(self) -> bool:
-        """Whether the layer was changed within the call, or a hook sees what passes through its parts."""
-        if any(self._before) or any("forward" in part for part in self._parts):
+
+class Watch:
+    """Notices what was changed in layers since, and hooks that see what passes through their parts."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        places, self._before, self._inside = list[tuple[dict[str, Any], str, Any]](), list[Any](), list[Any]()
+        for layer in layers:
+            for module in layer.modules():
+                own = vars(module)
+                places += [(own, name, own[name]) for name in own if name not in OF_EVERY_MODULE]
+                places += [(held, name, held[name]) for held in (own["_modules"],) for name in held]
+                places.append((own, "forward", own.get("forward")))
+                self._before.append(own["_forward_pre_hooks"])
+                if module is not layer:
+                    self._inside.append(own["_forward_hooks"])
+        self._held, self._names, self._values = zip(*places, strict=True)
+
+    def sees(self) -> bool:
+        """Whether there is a change, or a hook that may see or change something."""
+        if any(self._before) or not all(map(operator.is_, map(dict.get, self._held, self._names), self._values)):
             return True
-        if any(part.get(name) is not value for part, name, value in self._attributes):
-            return True
-        return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
+        return any(not all(map(_is_silent, hooks.values())) for hooks in filter(None, self._inside))
 
 
 def _is_silent(hook: Any) -> bool:

@@ -266,13 +266,13 @@ def test_what_replaces_attention_or_code_between_calls_counts(monkeypatch):
 @pytest.mark.parametrize("what", ["scaling", "mlp"])
 def test_what_is_changed_in_a_call_runs_as_it_is(what):
     layers = list(make_target().model.layers)
-    held = compiled_layers.CompiledLayers(layers, True)._layers[layers[1]]
-    assert not held._is_watched()
+    watch = compiled_layers.Watch(layers)
+    assert not watch.sees()
     if what == "scaling":
         layers[1].self_attn.scaling = 0.6
     else:
         layers[1].mlp = nn.Identity()
-    assert held._is_watched()
+    assert watch.sees()
 
 
 def test_a_graph_for_some_numbers_of_tokens_is_refused():
