@@ -66,21 +66,32 @@ class GrowingLayer(DynamicLayer):
         self.values = self._appended(1, self.values, value_states)
         return self.keys, self.values
 
+    def rooms(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Buffers that begin with the keys and values held and have room for `count` more; `None` if none are held."""
+        if not self.is_initialized or self.keys.numel() == 0:
+            return None
+        return self._room(0, self.keys, count), self._room(1, self.values, count)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
         self._rooms = [None, None]  # the buffers held the other rows too
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
-        room, length = self._rooms[which], held.shape[-2]
+        room, length = self._room(which, held, new.shape[-2]), held.shape[-2]
         end = length + new.shape[-2]
+        room[..., length:end, :] = new
+        return room[..., :end, :]
+
+    def _room(self, which: int, held: torch.Tensor, count: int) -> torch.Tensor:
+        room, length = self._rooms[which], held.shape[-2]
+        end = length + count
         if room is None or end > room.shape[-2] or not _begins(room, held):
             spare = TUNING.spare_tokens + end // TUNING.spare_part
             room = held.new_empty(*held.shape[:-2], end + spare, held.shape[-1])
             room[..., :length, :] = held
             self._rooms[which] = room
-        room[..., length:end, :] = new
-        return room[..., :end, :]
+        return room
 
 
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
