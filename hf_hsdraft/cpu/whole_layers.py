@@ -203,7 +203,7 @@ class Chain:
         self.layers, self.waits = layers, False
         self._description, self._report, self._watch = description, report, Watch(layers, weights=True)
         names = _norms_of(layers[0])
-        self._norms = [[name and layer.get_submodule(name) for name in names] for layer in layers]
+        self._norms: list[list[Any]] = [[name and layer.get_submodule(name) for name in names] for layer in layers]
         self._groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]
         self._firsts = [group[0] for group in self._groups]
         self._packed, self._weights = list[Any](), list[torch.Tensor]()
@@ -259,10 +259,8 @@ class Chain:
         found = form_of(x, kwargs)
         if found is None or not _is_usual(x, kwargs):
             return NotImplemented
-        parts = self._parts_in(x)
-        cache, mask = cache_of(kwargs), kwargs.get(MASK)
-        rooms = None if parts is None else self._rooms(cache, x)
-        if rooms is None:
+        parts, cache, mask = self._parts_in(x), cache_of(kwargs), kwargs.get(MASK)
+        if parts is None or (rooms := self._rooms(cache, x)) is None:
             return NotImplemented
         held, buffers, length = rooms
         end = length + x.shape[1]
@@ -281,7 +279,7 @@ class Chain:
 
         `None` while some are not packed, and where a weight was written to.
         """
-        packed = list(map(in_use.get().get, self._firsts))
+        packed: list[Any] = list(map(in_use.get().get, self._firsts))
         if packed != self._packed:
             self._parts, self._packed = None, []
             if not self._are_ready(packed):
