@@ -257,7 +257,11 @@ class Tuning:
     # Number of keys of a single text from which on the heads of a tree that share keys are read as one
     # - History: over 200 keys joining cost 0.8 to 1.4 ms of 9 and 13 nodes; over 800 it took 7.0 instead of 8.1 ms.
     many_keys: int = 1024
-    few_queries: int = 192  # number of queries of a text and a key head that our operator takes - by hand
+    # Number of queries of a text and a key head that our operator takes; the same in bfloat16 beside AMX
+    # - by hand; measured: 27 queries over 200 keys took 41 instead of 63 microseconds with AMX, 51 over 1,000 keys 385
+    # instead of 307.
+    few_queries: int = 192
+    few_queries_beside_tiles: int = 32
 
     # --- Compiled roll-outs ---
     # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.

@@ -10,23 +10,22 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils import output_capturing
 
 from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
-from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of, description_of, form_of
+from .layer_form import MASK, Form, arguments_of, cache_of, description_of, form_of
 from .layer_operators import Step
 from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
+from .small_weights import KERNEL
 from .stand_ins import is_compiled, standing_in
-
-Group = tuple[nn.Linear, ...]
+from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
 
 
 class CompiledLayers:
@@ -35,13 +34,17 @@ class CompiledLayers:
     Args:
         layers: decoder layers of the target.
         asked_for: the option `compiled_layers`.
+        may_pack: returns whether weights are packed, or may be in this call; layers of the common form wait for that.
 
     Attributes:
-        running: whether a program runs.
+        running: whether a program or our operator runs.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], asked_for: bool | None) -> None:
-        self._at_once, self.running, self._groups = bool(asked_for), False, list[Group]()
+    def __init__(
+        self, layers: Sequence[nn.Module], asked_for: bool | None, may_pack: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._at_once, self._may_pack, self.running, self._groups = bool(asked_for), may_pack, False, list[Group]()
+        self._chains, self.whole = list[Chain](), True
         self._layers: dict[Any, _Layer] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
@@ -60,13 +63,30 @@ class CompiledLayers:
                 continue
         if len({each.description for each in self._layers.values()}) > TUNING.most_kinds_of_layers:
             self._layers.clear()
+        if len(self._layers) == len(layers):
+            self._chains = chains_of([(layer, each.description) for layer, each in self._layers.items()], self.joins)
+        for chain in self._chains:
+            for place, layer in enumerate(chain.layers):
+                self._layers[layer].chain, self._layers[layer].place = chain, place
 
-    def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Within, in this thread, layers run as programs, where there are any."""
-        return standing_in(self._layers) if self._layers and is_in_place() else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def in_use(self, whole: bool = True) -> Iterator[None]:
+        """Within, in this thread, layers run by our operator, if the `whole` target runs, or as programs."""
+        self.whole = whole
+        if not self._layers or not is_in_place():
+            yield
+            return
+        try:
+            with standing_in(self._layers):
+                yield
+        finally:
+            for chain in self._chains:
+                chain.leave()
 
     def after_forward(self) -> bool:
         """Counts a forward, and returns whether layers run as programs from the next one on that did not before."""
+        if self._at_once and any(chain.waits for chain in self._chains):
+            KERNEL.operators(wait=True)
         ready = [entry.after_forward(layer, form, self._at_once) for entry, layer, form in self._waiting.values()]
         self._waiting.clear()
         return any(ready)
@@ -76,10 +96,13 @@ class CompiledLayers:
         groups, self._groups = self._groups, []
         return groups
 
-    def runs(self, groups: Sequence[Group]) -> None:
-        """Notes that a program runs that joins these products."""
-        self.running = True
+    def joins(self, groups: Sequence[Group]) -> None:
+        """Notes what runs only if these products are joined, or joins them itself."""
         self._groups += groups
+
+    def waits(self, chain: Chain | None) -> bool:
+        """Whether layers will run by our operator soon, and need no program."""
+        return chain is not None and chain.waits and self._may_pack()
 
     def form_of(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Form, list[torch.Tensor]] | None:
         """As `layer_form.form_of`; most layers of a forward are called with the same keywords."""
@@ -115,17 +138,27 @@ class _Layer:
 
     def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str) -> None:
         self._owner, self.description = owner, description
-        parts = [vars(module) for module in layer.modules()]
-        self._own, self._parts = parts[0], parts
-        self._attributes = [(part, name, part[name]) for part in parts for name in part if name not in OF_EVERY_MODULE]
-        self._attributes += [(part["_modules"], name, own) for part in parts for name, own in part["_modules"].items()]
-        self._before = [each["_forward_pre_hooks"] for each in parts]
-        self._inside = [each["_forward_hooks"] for each in parts[1:]]
+        self.chain: Chain | None = None
+        self.place = 0
+        self._hooks, self._watch = layer._forward_hooks, Watch([layer], weights=False)
         self._entries: dict[Form, Entry] = {}
         self._bound: dict[tuple[int, bool, bool], _Bound] = {}
 
     def run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or self._is_watched():
+        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return NotImplemented
+        output = NotImplemented
+        if self.chain is not None and self._owner.whole:
+            output = self.chain.run(self.place, args[0], kwargs, self._owner.form_of)
+        if output is NotImplemented:
+            output = self._by_program(layer, args, kwargs)
+            if output is NotImplemented:
+                return output
+        self._owner.running = True
+        return _after_hooks(layer, args, kwargs, output) if self._hooks else output
+
+    def _by_program(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._watch.sees():
             return NotImplemented
         found = self._owner.form_of(args[0], kwargs)
         if found is None:
@@ -136,7 +169,8 @@ class _Layer:
             entry = self._entries[form] = entry_of(self.description, form)
         program = entry.program
         if program is None:
-            self._owner.wait_for(entry, layer, form)
+            if not self._owner.waits(self.chain):
+                self._owner.wait_for(entry, layer, form)
             return NotImplemented
         sizes = args[0].shape[0] > 1, args[0].shape[1] > 1
         bound = self._bound.get((id(entry), *sizes))
@@ -147,8 +181,7 @@ class _Layer:
             self._bound[id(entry), *sizes] = bound
         if not bound.fits():
             return NotImplemented
-        output = bound(tensors, cache_of(kwargs), kwargs.get(MASK))
-        return _after_hooks(layer, args, kwargs, output) if self._own["_forward_hooks"] else output
+        return bound(tensors, cache_of(kwargs), kwargs.get(MASK))
 
     def _tried(
         self, layer: Any, program: Program, entry: Entry, form: Form, tensors: list[torch.Tensor]
@@ -164,28 +197,8 @@ class _Layer:
             entry.program, entry.why_not = None, entry.why_not or "its program computes something else"
             return None
         entry.tried.add(sizes)
-        self._owner.runs(bound.groups)
+        self._owner.joins(bound.groups)
         return bound
-
-    def _is_watched(self) -> bool:
-        """Whether the layer was changed within the call, or a hook sees what passes through its parts."""
-        if any(self._before) or any("forward" in part for part in self._parts):
-            return True
-        if any(part.get(name) is not value for part, name, value in self._attributes):
-            return True
-        return any(hooks and not all(map(_is_silent, hooks.values())) for hooks in self._inside)
-
-
-def _is_silent(hook: Any) -> bool:
-    """Whether a hook is one by which transformers captures outputs, of a kind that this forward does not capture."""
-    if getattr(hook, "__module__", None) != output_capturing.__name__:
-        return False
-    try:
-        key = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["key"].cell_contents
-    except (AttributeError, KeyError, TypeError):  # another version of transformers
-        return False
-    wanted = output_capturing._active_collector.get()
-    return wanted is None or key not in wanted
 
 
 class _Bound:
@@ -212,29 +225,12 @@ class _Bound:
         """Whether it computes what the layer does, but for rounding, for these inputs without a past."""
         rows, count = tensors[0].shape[:2]
         mask = torch.ones(count, count, dtype=torch.bool).tril().expand(rows, 1, count, count)
-        nothing = _Nothing()
+        nothing = Nothing()
         hidden_states, kwargs = arguments_of(form, tensors, mask, nothing)
         expected = type(layer).forward(layer, hidden_states, **kwargs)
         found = self(tensors, nothing, mask)
         pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True)
-        return all(_are_close(a, b, hidden_states) for a, b in pairs)
-
-
-class _Nothing:
-    """A cache that returns its input."""
-
-    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return keys, values
-
-
-def _are_close(expected: torch.Tensor, found: torch.Tensor, entered: torch.Tensor) -> bool:
-    """Whether outputs differ by no more than rounding, relative to what the layer has added to its inputs."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return False
-    added = expected.float() - (entered.float() if entered.shape == expected.shape else 0.0)
-    largest = TUNING.rounded_sums * torch.finfo(expected.dtype).eps
-    rounding = torch.finfo(expected.dtype).eps * expected.float().norm()
-    return bool((expected.float() - found.float()).norm() <= largest * added.norm() + rounding)
+        return all(are_close(a, b, hidden_states) for a, b in pairs)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:

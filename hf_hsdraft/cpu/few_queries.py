@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from ..core.tuning import TUNING
 from .private_operators import works
 from .small_weights import KERNEL
 
@@ -23,9 +24,23 @@ def attend_few(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor | None:
     """As `grouped_attention.attend`; `None` where the operator is not there, or torch's kernel is as fast."""
-    if not _fits(query, key, value, mask) or (operators := KERNEL.operators()) is None or not _is_right(query.dtype):
+    queries = query.shape[1] // key.shape[1] * query.shape[2]
+    if not _fits(query, key, value, mask) or (operators := KERNEL.operators()) is None:
+        return None
+    if not attends(query.dtype, queries):
         return None
     return operators.attend(query, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def attends(dtype: torch.dtype, queries: int) -> bool:
+    """Whether the operator, which is there, is quicker for so many queries of a text and a key head, and right."""
+    return queries <= _most_queries(dtype) and _is_right(dtype)
+
+
+def _most_queries(dtype: torch.dtype) -> int:
+    """AMX multiplies larger matrices of bfloat16 more quickly, and torch's kernel uses that."""
+    tiles = dtype == torch.bfloat16 and KERNEL.operators().has_tiles()
+    return TUNING.few_queries_beside_tiles if tiles else TUNING.few_queries
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -50,12 +65,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tor
 
 @cache
 def _is_right(dtype: torch.dtype) -> bool:
-    """Whether the operator computes what torch's kernel does in this dtype, and as quickly.
-
-    AMX multiplies matrices of bfloat16 more quickly than it does, and torch's kernel uses that.
-    """
-    if dtype == torch.bfloat16 and KERNEL.operators().has_tiles():
-        return False
+    """Whether the operator computes what torch's kernel does in this dtype."""
     return works("attention of few queries", lambda: _attends(dtype))
 
 

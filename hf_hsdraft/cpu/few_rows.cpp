@@ -4,15 +4,21 @@
 // dot products of AVX-512 and AMX read them. They are dequantised to the inputs' dtype in registers.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <immintrin.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <type_traits>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -430,6 +436,7 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
 }
 
 #include "few_queries.h"
+#include "decoder.h"
 
 }  // namespace
 
@@ -443,10 +450,15 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
         " -> Tensor");                                                                                          \
     library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
     library.def("attend(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor");       \
+    library.def(                                                                                                \
+        "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] rooms, int length,"    \
+        " int[] formats, int[] form, float[] scales) -> Tensor[]");                                              \
   }                                                                                                             \
   TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
     library.impl("product", &product);                                                                          \
     library.impl("blocks_of", &blocks_of);                                                                      \
     library.impl("attend", &attend);                                                                            \
-  }
+    library.impl("decode", &decode);                                                                            \
+  }                                                                                                             \
+  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { library.impl("decode", &decode); /* of torch's packed copies */ }
 DEFINE(HSDRAFT_LIBRARY)

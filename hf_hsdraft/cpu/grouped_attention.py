@@ -99,7 +99,7 @@ def _install() -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # First, as a context variable would break a compiled graph in each layer.
         ours = None if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not _SDPA else _grouped.get()
-        if ours and query.device.type == "cpu" and not args and all(map(_is_known, kwargs, kwargs.values())):
+        if ours and query.device.type == "cpu" and not args and all(map(is_known, kwargs, kwargs.values())):
             mixed = ours(query, key, value, attention_mask, kwargs.get("scaling"))
             if mixed is not None:
                 return mixed, None
@@ -115,7 +115,7 @@ def is_in_place() -> bool:
     return registered and F.scaled_dot_product_attention is _SDPA
 
 
-def _is_known(name: str, value: Any) -> bool:
+def is_known(name: str, value: Any) -> bool:
     """Whether `attend` may ignore a keyword, or handles it."""
     return value is None or name in _KNOWN or (name in _OFF and not value)
 
@@ -139,16 +139,21 @@ def attend(
     """
     batch, heads, n, size = query.shape
     groups = heads // key.shape[1]
-    if groups * n <= TUNING.few_queries and (found := attend_few(query, key, value, mask, scaling)) is not None:
+    if (found := attend_few(query, key, value, mask, scaling)) is not None:
         return found
     of_all_heads = mask is None or mask.shape[1] == 1
-    worth_it = n == 1 or batch > 1 or key.shape[2] >= TUNING.many_keys
-    if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):
+    if of_all_heads and joins_heads(batch, heads, key.shape[1], n, key.shape[2]):
         query = query.reshape(batch, -1, groups * n, size)
         mask = mask if mask is None or n == 1 else mask.repeat(1, 1, groups, 1)  # of one query it is broadcast
     shared = query.shape[1] != key.shape[1]
     mixed = _SDPA(query, key, value, mask, scale=scaling, enable_gqa=shared)
     return mixed.reshape(batch, heads, n, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def joins_heads(batch: int, heads: int, key_heads: int, n: int, length: int) -> bool:
+    """Whether torch's kernel is quicker where the heads that share keys are rows of one."""
+    worth_it = n == 1 or batch > 1 or length >= TUNING.many_keys
+    return heads > key_heads and worth_it and _are_fewer_together(batch * key_heads, heads // key_heads, n)
 
 
 def _are_fewer_together(key_heads: int, groups: int, n: int) -> bool:

@@ -67,6 +67,12 @@ class Kernel:
                 self._thread.join()
         return self._found
 
+    @property
+    def may_come(self) -> bool:
+        """Whether operators that are not there yet may be later."""
+        begun = self._process == os.getpid()
+        return self._found is None and self._may_run and (not begun or self._thread.is_alive())
+
     def _run(self, at_once: bool) -> None:
         try:
             while not is_own(self._file) and self._compile(at_once):  # another process may make it too

@@ -171,6 +171,11 @@ class PackedWeight:
         """Whether the copy has been made, or has failed."""
         return self._copy is not None or self._failed
 
+    @property
+    def copy(self) -> _Copy | None:
+        """The copy, if it has been made."""
+        return self._copy
+
     def holds(self, *weights: torch.Tensor) -> bool:
         """Whether the copy still matches the weights, compared by value to detect writes to `.data`."""
         if self._failed or _stamps_of(weights) != self._stamps:
@@ -246,6 +251,17 @@ class PackedLinears(PackedWeight):
     def unchanged(self) -> bool:
         """As `holds`, for the layers' weights now."""
         return self.holds(*(linear.weight for linear in self.linears))
+
+    @property
+    def unchanged_now(self) -> bool:
+        """Whether the layers have the weights that were copied, and no version counts a write to them."""
+        same = all(linear.weight is weight for linear, weight in zip(self.linears, self._weights, strict=True))
+        return same and _stamps_of(self._weights) == self._stamps
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors that hold the weights."""
+        return [part for weight in self._weights for part in _parts(weight)]
 
     def run(self, linear: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) != 1 or kwargs:

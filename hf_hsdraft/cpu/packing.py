@@ -45,6 +45,11 @@ class Packing:
         self.weights: PackedWeights | None = None
         self._settled = asked_for is False  # nothing changes in this call any more
 
+    @property
+    def may_pack(self) -> bool:
+        """Whether weights are packed, or may be later in this call."""
+        return self.weights is not None or not self._settled
+
     def begin(self, room: int) -> bool:
         """Takes earlier calls' copies, or packs if that was asked for; returns whether this call packs.
 

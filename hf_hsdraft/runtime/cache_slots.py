@@ -104,14 +104,25 @@ class GrowingLayer(DynamicLayer):
         self.values = self._appended(1, self.values, value_states)
         return self.keys, self.values
 
+    def rooms(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Buffers that begin with the keys and values held and have room for `count` more; `None` if none are held."""
+        if not self.is_initialized or self.keys.numel() == 0:
+            return None
+        return self._room(0, self.keys, count), self._room(1, self.values, count)
+
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
-        room, length = self._rooms[which], held.shape[-2]
+        room, length = self._room(which, held, new.shape[-2]), held.shape[-2]
         end = length + new.shape[-2]
-        if room is None or end > room.shape[-2] or not _begins(room, held):
-            room = self._rooms[which] = self.buffers[which].room(self._place, held, end)
         room[..., length:end, :] = new
         return room[..., :end, :]
+
+    def _room(self, which: int, held: torch.Tensor, count: int) -> torch.Tensor:
+        room, length = self._rooms[which], held.shape[-2]
+        end = length + count
+        if room is None or end > room.shape[-2] or not _begins(room, held):
+            room = self._rooms[which] = self.buffers[which].room(self._place, held, end)
+        return room
 
 
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:

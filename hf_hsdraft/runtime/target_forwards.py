@@ -118,7 +118,10 @@ class Acceleration:
         self.packed = self._packing.weights is not None
         if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
             with contextlib.suppress(ValueError):  # no list of layers
-                self._layers = CompiledLayers(list(decoder_list(self._target)[1]), programs)
+                layers = list(decoder_list(self._target)[1])
+                self._layers = CompiledLayers(
+                    layers, programs, lambda: self._packing is not None and self._packing.may_pack
+                )
 
     def after_round(self) -> bool:
         """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
@@ -151,7 +154,7 @@ class Acceleration:
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())
             if self._layers is not None:
-                stack.enter_context(self._layers.in_use())
+                stack.enter_context(self._layers.in_use(whole=model is None))
             return (self._target if model is None else model)(**inputs, return_dict=True)
 
 

@@ -22,6 +22,7 @@ from hf_hsdraft.cpu import background, compiled_layers, layer_programs
 from hf_hsdraft.cpu.layer_compiler import traced
 from hf_hsdraft.cpu.layer_form import CannotCompile, description_of, form_of
 from hf_hsdraft.cpu.layer_operators import running
+from hf_hsdraft.cpu.whole_layers import Watch
 
 IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -264,13 +265,13 @@ def test_what_replaces_attention_or_code_between_calls_counts(monkeypatch):
 @pytest.mark.parametrize("what", ["scaling", "mlp"])
 def test_what_is_changed_in_a_call_runs_as_it_is(what):
     layers = list(make_target().model.layers)
-    held = compiled_layers.CompiledLayers(layers, True)._layers[layers[1]]
-    assert not held._is_watched()
+    watch = Watch(layers, weights=False)
+    assert not watch.sees()
     if what == "scaling":
         layers[1].self_attn.scaling = 0.6
     else:
         layers[1].mlp = nn.Identity()
-    assert held._is_watched()
+    assert watch.sees()
 
 
 def test_a_graph_for_some_numbers_of_tokens_is_refused():

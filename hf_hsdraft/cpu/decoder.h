@@ -1,0 +1,254 @@
+// Consecutive decoder layers over a few tokens in one call: norms, products, rotations, attention, activations, sums.
+//
+// Everything but products and attention rounds where transformers' operators do. New keys and values are written behind
+// those of the text, into the room that the cache has.
+#pragma once
+
+using Maybe = std::optional<at::Tensor>;
+
+// Attention by our operator, or by torch's, of each head or of all that share keys.
+enum Way : int64_t { kOurs, kByHead, kByKeys };
+// All but kBefore and kMiddle may be missing.
+enum Norm { kBefore, kQuery, kKey, kAfter, kMiddle, kEnd, kNorms };
+// Products: of queries, keys and values; of attention; of gate and up; of the activation.
+enum Place { kIn, kOut, kUp, kDown, kProducts };
+constexpr int kLinears = 7, kFirstBias[] = {0, 3, 4, 6, 7};
+constexpr int64_t kOfLayer = kNorms + 2 * kProducts + kLinears;  // norms, copies, scales, biases of linear layers
+
+struct Decoder {
+  int64_t heads, key_heads, size, way;
+  bool gelu, from_zero;  // activation; whether a norm's weights are added to 1
+  double eps, head_eps, scaling;
+};
+
+template <typename T>
+WIDE INLINE void put(void* to, __m512 from) {
+  if constexpr (sizeof(T) == 2) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(from);
+    std::memcpy(to, &rounded, 32);
+  } else {
+    _mm512_storeu_ps(to, from);
+  }
+}
+
+// As a tensor of T would hold it.
+template <typename T>
+WIDE INLINE __m512 rounded(__m512 from) {
+  if constexpr (sizeof(T) == 2)
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(from)), 16));
+  return from;
+}
+
+template <typename T>
+WIDE void norm_row(const T* x, const T* weight, T* to, int64_t size, double eps, bool from_zero) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t at = 0; at < size; at += 16) {
+    const __m512 found = numbers<T>(x + at);
+    squares = _mm512_fmadd_ps(found, found, squares);
+  }
+  const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + static_cast<float>(eps)));
+  for (int64_t at = 0; at < size; at += 16) {
+    const __m512 levelled = _mm512_mul_ps(numbers<T>(x + at), factor), own = numbers<T>(weight + at);
+    put<T>(to + at, from_zero ? _mm512_mul_ps(levelled, _mm512_add_ps(own, _mm512_set1_ps(1)))
+                              : _mm512_mul_ps(rounded<T>(levelled), own));
+  }
+}
+
+template <typename T>
+WIDE INLINE __m512 times(__m512 x, const T* y) {
+  return rounded<T>(_mm512_mul_ps(x, numbers<T>(y)));
+}
+
+// x to x cos + (-second half of x, first half of x) sin.
+template <typename T>
+WIDE void rotate(const T* x, const T* cos, const T* sin, T* to, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t at = 0; at < half; at += 16) {
+    const __m512 a = numbers<T>(x + at), b = numbers<T>(x + half + at);
+    const __m512 low = _mm512_sub_ps(times(a, cos + at), times(b, sin + at));
+    const __m512 high = _mm512_add_ps(times(b, cos + half + at), times(a, sin + half + at));
+    put<T>(to + at, low), put<T>(to + half + at, high);
+  }
+}
+
+// 1 / (1 + e^-x).
+WIDE INLINE __m512 sigmoid(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1), small = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  return _mm512_div_ps(_mm512_mask_mov_ps(one, negative, small), _mm512_add_ps(one, small));
+}
+
+template <typename T>
+WIDE void activate(const T* gate, const T* up, T* to, int64_t size, bool gelu) {
+  for (int64_t at = 0; at < size; at += 16) {
+    const __m512 x = numbers<T>(gate + at);
+    __m512 inside = x;
+    if (gelu) {  // x / 2 (1 + tanh(y / 2)) is x sigmoid(y)
+      const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+      inside = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x), _mm512_set1_ps(1.5957691216f));
+    }
+    put<T>(to + at, _mm512_mul_ps(rounded<T>(_mm512_mul_ps(x, sigmoid(inside))), numbers<T>(up + at)));
+  }
+}
+
+template <typename T>
+WIDE void add_row(const T* a, const T* b, T* to, int64_t size) {
+  for (int64_t at = 0; at < size; at += 16) put<T>(to + at, _mm512_add_ps(numbers<T>(a + at), numbers<T>(b + at)));
+}
+
+template <typename T>
+const T* read(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <typename T>
+T* written(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Calls `each` with every row of `size` numbers, by several threads if there are many.
+template <typename Each>
+void by_rows(int64_t rows, int64_t size, const Each& each) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) each(row);
+  });
+}
+
+// The parts of one layer, and what it does to hidden states `[B, n, size]`.
+template <typename T>
+struct Layer {
+  const Decoder& form;
+  const Maybe* parts;
+  const int64_t* formats;  // of the products; -1 for torch's packed copies
+
+  at::Tensor product(Place place, const at::Tensor& x) const {
+    std::vector<at::Tensor> biases;
+    for (int linear = kFirstBias[place]; linear < kFirstBias[place + 1]; ++linear)
+      if (const Maybe& bias = parts[kNorms + 2 * kProducts + linear]) biases.push_back(*bias);
+    const Maybe bias = biases.empty() ? Maybe() : biases.size() == 1 ? biases[0] : at::cat(biases);
+    const at::Tensor& copy = *parts[kNorms + place];
+    const int64_t format = formats[place];
+    if (format >= 0)
+      return ::product(x, copy, parts[kNorms + kProducts + place], bias, copy.size(0) * kOutputs, format, true);
+    using Packed = at::Tensor(const at::Tensor&, const at::Tensor&, const Maybe&, std::string_view,
+                              c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+    static const auto packed =
+        c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").template typed<Packed>();
+    return packed.call(x, copy, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  }
+
+  at::Tensor norm(Norm part, const at::Tensor& x) const {
+    const int64_t size = x.size(-1);
+    at::Tensor to = at::empty(x.sizes(), x.options());
+    const T *from = read<T>(x), *weight = read<T>(*parts[part]);
+    T* y = written<T>(to);
+    by_rows(x.numel() / size, size, [&](int64_t row) {
+      norm_row(from + row * size, weight, y + row * size, size, form.eps, form.from_zero);
+    });
+    return to;
+  }
+
+  // `x` plus what the layer has made of it.
+  at::Tensor added(const at::Tensor& x, at::Tensor made, Norm after) const {
+    if (parts[after]) made = norm(after, made);
+    const int64_t size = x.size(-1);
+    at::Tensor to = at::empty(x.sizes(), x.options());
+    const T *a = read<T>(x), *b = read<T>(made);
+    T* y = written<T>(to);
+    by_rows(x.numel() / size, size,
+            [&](int64_t row) { add_row(a + row * size, b + row * size, y + row * size, size); });
+    return to;
+  }
+
+  // Rotates queries in place; puts keys and values into the cache's last slots.
+  void enter(const at::Tensor& joint, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
+             const at::Tensor& values, int64_t length) const {
+    const int64_t n = joint.size(1), size = form.size, heads = form.heads + 2 * form.key_heads;
+    const T *cosines = read<T>(cos), *sines = read<T>(sin);
+    T *x = written<T>(joint), *k = written<T>(keys), *v = written<T>(values);
+    by_rows(joint.size(0) * n, heads * size, [&](int64_t row) {
+      const int64_t text = row / n, place = row % n, angle = (cos.size(0) == 1 ? place : row) * size;
+      T* from = x + row * heads * size;
+      const auto turned = [&](T* head, T* to, Norm part) {
+        if (parts[part]) norm_row(head, read<T>(*parts[part]), head, size, form.head_eps, form.from_zero);
+        rotate(head, cosines + angle, sines + angle, to, size);
+      };
+      for (int64_t head = 0; head < form.heads; ++head, from += size) turned(from, from, kQuery);
+      for (int64_t head = 0; head < form.key_heads; ++head, from += size)
+        turned(from, k + text * keys.stride(0) + head * keys.stride(1) + (length + place) * keys.stride(2), kKey);
+      for (int64_t head = 0; head < form.key_heads; ++head, from += size)
+        std::memcpy(v + text * values.stride(0) + head * values.stride(1) + (length + place) * values.stride(2), from,
+                    size * sizeof(T));
+    });
+  }
+
+  at::Tensor attended(const at::Tensor& joint, const at::Tensor& keys, const at::Tensor& values,
+                      const Maybe& mask) const {
+    const int64_t texts = joint.size(0), n = joint.size(1), size = form.size, groups = form.heads / form.key_heads;
+    at::Tensor query = joint.narrow(2, 0, form.heads * size).view({texts, n, form.heads, size}).transpose(1, 2);
+    if (form.way == kOurs) return attend(query, keys, values, mask, form.scaling).view({texts, n, -1});
+    Maybe seen = mask;
+    if (form.way == kByKeys) {
+      query = query.reshape({texts, form.key_heads, groups * n, size});
+      if (mask && n > 1) seen = mask->repeat({1, 1, groups, 1});
+    }
+    const at::Tensor mixed = at::scaled_dot_product_attention(query, keys, values, seen, 0, false, form.scaling,
+                                                              query.size(1) != form.key_heads);
+    return mixed.reshape({texts, form.heads, n, size}).transpose(1, 2).reshape({texts, n, -1});
+  }
+
+  at::Tensor operator()(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
+                        const at::Tensor& key_room, const at::Tensor& value_room, int64_t length) const {
+    const at::Tensor joint = product(kIn, norm(kBefore, x));
+    enter(joint, cos, sin, key_room, value_room, length);
+    const int64_t all = length + x.size(1);
+    const at::Tensor mixed = attended(joint, key_room.narrow(2, 0, all), value_room.narrow(2, 0, all), mask);
+    const at::Tensor middle = added(x, product(kOut, mixed), kAfter);
+    const at::Tensor both = product(kUp, norm(kMiddle, middle));
+    const int64_t inner = both.size(-1) / 2;
+    at::Tensor active = at::empty({x.size(0), x.size(1), inner}, x.options());
+    const T* from = read<T>(both);
+    T* to = written<T>(active);
+    by_rows(x.size(0) * x.size(1), inner, [&](int64_t row) {
+      activate(from + 2 * row * inner, from + (2 * row + 1) * inner, to + row * inner, inner, form.gelu);
+    });
+    return added(middle, product(kDown, active), kEnd);
+  }
+};
+
+// The outputs of each layer. `parts` has kOfLayer tensors for each, `rooms` that of its keys and that of its values,
+// [B, key heads, more, size], of which `length` slots are filled.
+std::vector<at::Tensor> decode(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
+                               const c10::List<Maybe>& parts, at::TensorList rooms, int64_t length,
+                               at::IntArrayRef formats, at::IntArrayRef form, at::ArrayRef<double> scales) {
+  const int64_t layers = rooms.size() / 2, texts = x.size(0), n = x.size(1);
+  TORCH_CHECK(form.size() == 6 && scales.size() == 3, "no such form");
+  const Decoder decoder{form[0],      form[1],   form[2],   form[3],  form[4] != 0,
+                        form[5] != 0, scales[0], scales[1], scales[2]};
+  const auto type = x.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
+  TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && x.size(2) % 16 == 0 && decoder.size % 32 == 0, "no such sizes");
+  for (const at::Tensor* each : {&cos, &sin})
+    TORCH_CHECK(each->scalar_type() == type && each->is_contiguous() && each->size(-1) == decoder.size &&
+                    (each->numel() == n * decoder.size || each->numel() == texts * n * decoder.size),
+                "no such angles");
+  TORCH_CHECK(static_cast<int64_t>(parts.size()) == layers * kOfLayer, "not of these layers");
+  TORCH_CHECK(static_cast<int64_t>(formats.size()) == layers * kProducts, "not of these layers");
+  for (const at::Tensor& room : rooms)
+    TORCH_CHECK(room.scalar_type() == type && room.size(0) == texts && room.size(1) == decoder.key_heads &&
+                    room.size(2) >= length + n && room.size(3) == decoder.size && room.stride(3) == 1,
+                "no such room");
+  const std::vector<Maybe> all = parts.vec();
+  std::vector<at::Tensor> outputs;
+  for (int64_t i = 0; i < layers; ++i) {
+    const at::Tensor& from = i ? outputs.back() : x;
+    const auto run = [&](const auto& layer) {
+      return layer(from, cos, sin, mask, rooms[2 * i], rooms[2 * i + 1], length);
+    };
+    const Maybe* own = &all[i * kOfLayer];
+    const int64_t* their = &formats[i * kProducts];
+    outputs.push_back(type == at::kFloat ? run(Layer<float>{decoder, own, their})
+                                         : run(Layer<uint16_t>{decoder, own, their}));
+  }
+  return outputs;
+}

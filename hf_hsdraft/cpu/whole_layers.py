@@ -1,0 +1,406 @@
+"""On CPUs with our kernel, consecutive decoder layers of the most common form run in one call of an operator.
+
+Such a layer adds attention and an MLP to its input, both after a norm; decoder.h computes it. The first of the layers
+runs all of them, and each later one returns what is known, if it is called with what the one before returned.
+Otherwise the later layers' keys and values leave the cache again, and layers run by themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.utils import output_capturing
+
+from ..core.tuning import TUNING
+from .few_queries import attends
+from .grouped_attention import is_known, joins_heads
+from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of
+from .packed_weights import PackedLinears
+from .small_weights import KERNEL, SmallCopy
+from .stand_ins import in_use
+
+Group = tuple[nn.Linear, ...]
+
+_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma3")  # of transformers, whose layers have this form
+_CODE = Path(transformers.__file__).parent
+_PRODUCTS = (  # in the order of decoder.h
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+_ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+_ANGLES = "position_embeddings"
+_MOST_REPORTS = 3  # forwards after which products that are not joined yet will not be
+_BY_US, _BY_HEAD, _BY_KEYS = range(3)  # how decoder.h attends
+_VERSION = operator.attrgetter("_version")
+_tried: dict[Any, bool] = {}  # whether the operator computes what a layer does, by description and sizes
+
+
+class Watch:
+    """Notices what was changed in layers since, and hooks that see what passes through their parts.
+
+    `weights`: whether another weight in the place of one is a change.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], weights: bool) -> None:
+        places, self._before, self._inside = list[tuple[dict[str, Any], str, Any]](), list[Any](), list[Any]()
+        for layer in layers:
+            for module in layer.modules():
+                own = vars(module)
+                places += [(own, name, own[name]) for name in own if name not in OF_EVERY_MODULE]
+                places += [(own["_modules"], name, part) for name, part in own["_modules"].items()]
+                if weights:
+                    places += [(own["_parameters"], name, weight) for name, weight in own["_parameters"].items()]
+                places.append((own, "forward", own.get("forward")))
+                self._before.append(own["_forward_pre_hooks"])
+                if module is not layer:
+                    self._inside.append(own["_forward_hooks"])
+        self._held, self._names, self._values = zip(*places, strict=True)
+
+    def sees(self) -> bool:
+        """Whether there is a change, or a hook that may see or change something."""
+        if any(self._before) or not all(map(operator.is_, map(dict.get, self._held, self._names), self._values)):
+            return True
+        return any(not all(map(_is_silent, hooks.values())) for hooks in filter(None, self._inside))
+
+
+def _is_silent(hook: Any) -> bool:
+    """Whether a hook is one by which transformers captures outputs, of a kind that this forward does not capture."""
+    if getattr(hook, "__module__", None) != output_capturing.__name__:
+        return False
+    try:
+        key = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["key"].cell_contents
+    except (AttributeError, KeyError, TypeError):  # another version of transformers
+        return False
+    wanted = output_capturing._active_collector.get()
+    return wanted is None or key not in wanted
+
+
+class Nothing:
+    """A cache that returns its input."""
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return keys, values
+
+
+def are_close(expected: torch.Tensor, found: torch.Tensor, entered: torch.Tensor) -> bool:
+    """Whether outputs differ by no more than rounding, relative to what the layer has added to its inputs."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    added = expected.float() - (entered.float() if entered.shape == expected.shape else 0.0)
+    largest = TUNING.rounded_sums * torch.finfo(expected.dtype).eps
+    rounding = torch.finfo(expected.dtype).eps * expected.float().norm()
+    return bool((expected.float() - found.float()).norm() <= largest * added.norm() + rounding)
+
+
+def chains_of(described: Sequence[tuple[Any, str]], report: Callable[[Sequence[Group]], None]) -> list[Chain]:
+    """Chains of those among layers, each with its description, that follow each other and have the same one.
+
+    `report` gets linear layers whose products the operator joins.
+    """
+    chains, first = list[Chain](), 0
+    for place in range(1, len(described) + 1):
+        if place == len(described) or described[place][1] != described[first][1]:
+            layers = [layer for layer, _ in described[first:place]]
+            if _is_common(layers[0]):
+                chains.append(Chain(layers, described[first][1], report))
+            first = place
+    return chains
+
+
+def _is_common(layer: Any) -> bool:
+    """Whether a layer has the form that the operator computes."""
+    names = {name for name, _ in layer.named_modules()} - {"", "self_attn", "mlp", "mlp.act_fn"}
+    if not any(name.startswith("self_attn.") for name in names):
+        return False
+    linears, norms = {name for group in _PRODUCTS for name in group}, set(filter(None, _norms_of(layer)))
+    if (
+        names != linears | norms
+        or len(norms) % 2
+        or not all(map(_is_transformers_own, set(map(type, layer.modules()))))
+    ):
+        return False
+    module, config, attention = sys.modules[type(layer).__module__], layer.self_attn.config, layer.self_attn
+    functions = [getattr(module, name, None) for name in ("apply_rotary_pos_emb", "rotate_half")]
+    sizes = {attention.head_dim % 32, attention.o_proj.out_features % 16, layer.mlp.down_proj.in_features % 16}
+    return (
+        all(map(_is_code_of_transformers, functions))
+        and config._attn_implementation == "sdpa"
+        and not layer.training
+        and not getattr(config, "attn_logit_softcapping", None)
+        and sizes == {0}
+        and attention.head_dim <= 256
+        and _activation_of(layer) is not None
+    )
+
+
+def _norms_of(layer: Any) -> list[str | None]:
+    """The names of a layer's norms as the operator takes them; `None` for those that it lacks."""
+    of_attention = ["self_attn.q_norm", "self_attn.k_norm"] if hasattr(layer.self_attn, "q_norm") else [None, None]
+    middle, end = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    if not hasattr(layer, middle):
+        return ["input_layernorm", *of_attention, None, "post_attention_layernorm", None]
+    return ["input_layernorm", *of_attention, "post_attention_layernorm", middle, end]
+
+
+def _activation_of(layer: Any) -> int | None:
+    kinds = [number for name, number in _ACTIVATIONS.items() if type(layer.mlp.act_fn) is type(ACT2FN[name])]
+    return kinds[0] if kinds else None
+
+
+def _is_transformers_own(kind: type) -> bool:
+    """Whether a class is torch's linear layer, or a known model's of transformers, with its forward as it came."""
+    if kind is nn.Linear:
+        return True
+    place, forward = kind.__module__.split("."), getattr(kind, "forward", None)
+    known = place[:2] == ["transformers", "activations"] or (
+        place[:2] == ["transformers", "models"] and place[2] in _MODELS
+    )
+    return known and forward is not None and _is_code_of_transformers(forward)
+
+
+def _is_code_of_transformers(function: Any) -> bool:
+    """Whether a function, and all that it wraps, is from a file of transformers."""
+    while isinstance(function, types.FunctionType):
+        if not Path(function.__code__.co_filename).is_relative_to(_CODE):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+@dataclass
+class _Ahead:
+    """What was computed for layers that are called later."""
+
+    outputs: Sequence[torch.Tensor]
+    kwargs: dict[str, Any]
+    held: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache, and its keys and values before
+    next: int = 1
+
+
+class Chain:
+    """Layers of the common form and of one description, which follow each other.
+
+    Attributes:
+        layers: these.
+        waits: whether a later forward may run them, as their weights or the kernel are not ready yet.
+    """
+
+    def __init__(self, layers: list[Any], description: str, report: Callable[[Sequence[Group]], None]) -> None:
+        self.layers, self.waits = layers, False
+        self._description, self._report, self._watch = description, report, Watch(layers, weights=True)
+        names = _norms_of(layers[0])
+        self._norms: list[list[Any]] = [[name and layer.get_submodule(name) for name in names] for layer in layers]
+        self._groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]
+        self._firsts = [group[0] for group in self._groups]
+        self._packed, self._weights = list[Any](), list[torch.Tensor]()
+        self._parts: tuple[list[Any], list[int]] | None = None
+        self._written = self._stamps()
+        self._ahead: _Ahead | None = None
+        self._apart, self._reports = False, 0
+        attention, norm = layers[0].self_attn, layers[0].input_layernorm
+        size, from_zero = attention.head_dim, hasattr(norm, "eps")  # Gemma's norm
+        self._heads = [attention.q_proj.out_features // size, attention.k_proj.out_features // size, size]
+        self._kind = [_activation_of(layers[0]), int(from_zero)]
+        eps = [norm.eps if from_zero else norm.variance_epsilon for norm in (norm, getattr(attention, "q_norm", norm))]
+        self._scales = [*map(float, eps), float(attention.scaling)]
+
+    def run(self, place: int, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
+        """The output of the layer at `place`, or `NotImplemented`."""
+        ahead = self._ahead
+        if ahead is not None:
+            if self._follows(ahead, place, x, kwargs):
+                ahead.next += 1
+                if place == len(self.layers) - 1:
+                    self._ahead = None
+                return ahead.outputs[place]
+            self.leave()
+        return NotImplemented if place or self._apart else self._begin(x, kwargs, form_of)
+
+    def leave(self) -> None:
+        """Takes keys and values of layers that were not called out of the cache; then layers run by themselves."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._apart = True
+            for layer, keys, values in ahead.held[ahead.next :]:
+                layer.keys, layer.values = keys, values
+
+    @staticmethod
+    def _follows(ahead: _Ahead, place: int, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        return (
+            place == ahead.next
+            and x is ahead.outputs[place - 1]
+            and x._version == 0
+            and kwargs.keys() == ahead.kwargs.keys()
+            and all(map(operator.is_, kwargs.values(), ahead.kwargs.values()))
+        )
+
+    def _begin(self, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
+        self.waits = False
+        if self._watch.sees():
+            return NotImplemented
+        operators = KERNEL.operators()
+        if operators is None:
+            self.waits = KERNEL.may_come
+            return NotImplemented
+        found = form_of(x, kwargs)
+        if found is None or not _is_usual(x, kwargs):
+            return NotImplemented
+        parts, cache, mask = self._parts_in(x), cache_of(kwargs), kwargs.get(MASK)
+        if parts is None or (rooms := self._rooms(cache, x)) is None:
+            return NotImplemented
+        held, buffers, length = rooms
+        end = length + x.shape[1]
+        if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
+            return NotImplemented
+        if not self._agrees(operators, parts, x, kwargs, *found):
+            return NotImplemented
+        outputs = self._decoded(operators, parts, x, kwargs, mask, buffers, length)
+        for (layer, _, _), keys, values in zip(held, buffers[::2], buffers[1::2], strict=True):
+            layer.keys, layer.values = keys[:, :, :end], values[:, :, :end]
+        self._ahead = None if len(outputs) == 1 else _Ahead(outputs, kwargs, held)
+        return outputs[0]
+
+    def _parts_in(self, x: torch.Tensor) -> tuple[list[Any], list[int]] | None:
+        """The tensors of all layers, as the operator takes them, and the formats of their products' copies.
+
+        `None` while some are not packed, and where a weight was written to.
+        """
+        packed: list[Any] = list(map(in_use.get().get, self._firsts))
+        if packed != self._packed:
+            self._parts, self._packed = None, []
+            if not self._are_ready(packed):
+                return None
+            self.waits = False
+            self._packed, self._parts = packed, self._bound(packed)
+            self._written = self._stamps()
+        if self._parts is None or self._stamps() != self._written:
+            return None
+        of_torch = all(format < 0 for format in self._parts[1])
+        return self._parts if of_torch or x.shape[0] * x.shape[1] <= TUNING.small_rows else None
+
+    def _are_ready(self, packed: Sequence[Any]) -> bool:
+        """Whether each product has a packed copy; reports products that have to be joined."""
+        are_packed = [isinstance(copy, PackedLinears) for copy in packed]
+        if not all(are_packed):
+            self.waits = not any(are_packed)
+            return False
+        if not all(copy.linears == group for copy, group in zip(packed, self._groups, strict=True)):
+            self._reports += 1
+            self.waits = self._reports <= _MOST_REPORTS
+            self._report(self._groups if self.waits else [])
+            return False
+        self.waits = True
+        return all(copy.made for copy in packed)
+
+    def _stamps(self) -> tuple[list[int], list[int]]:
+        """What changes when a packed weight is written to, or put somewhere else."""
+        return list(map(torch.Tensor.data_ptr, self._weights)), list(map(_VERSION, self._weights))
+
+    def _bound(self, packed: Sequence[PackedLinears]) -> tuple[list[Any], list[int]] | None:
+        """As `_parts_in`; `None` where they are others than the operator takes."""
+        copies, parts = [copy.copy for copy in packed], list[Any]()
+        biases = [[linear.bias for linear in group] for group in self._groups]
+        if any(copy is None for copy in copies) or not all(copy.unchanged_now for copy in packed):
+            return None
+        for place, norms in enumerate(self._norms):
+            of_layer = slice(4 * place, 4 * place + 4)
+            parts += [None if norm is None else norm.weight for norm in norms]
+            parts += [copy.blocks if isinstance(copy, SmallCopy) else copy for copy in copies[of_layer]]
+            parts += [copy.scales if isinstance(copy, SmallCopy) else None for copy in copies[of_layer]]
+            parts += [bias for group in biases[of_layer] for bias in group]
+        self._weights = [part for copy in packed for part in copy.parts]
+        own = [norm.weight for norms in self._norms for norm in norms if norm is not None]
+        own += [bias for group in biases for bias in group if bias is not None]
+        dtype = packed[0].linears[0].weight.dtype
+        plain = all(each.dtype == dtype and each.is_contiguous() for each in own)
+        joint = all(len({bias is None for bias in group}) == 1 for group in biases)
+        if not (plain and joint) or any(map(torch.Tensor.is_inference, self._weights)):
+            return None
+        return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
+
+    def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:
+        """The layers of the cache, buffers with room for the tokens of `x`, and the number of those held."""
+        held, buffers, kinds = list[Any](), list[torch.Tensor](), set[Any]()
+        for layer in self.layers:
+            own = cache.layers[layer.self_attn.layer_idx]
+            rooms = own.rooms(x.shape[1]) if hasattr(own, "rooms") else None
+            if rooms is None:
+                return None
+            held.append((own, own.keys, own.values))
+            buffers += rooms
+            kinds |= {(each.shape, each.dtype) for each in (own.keys, own.values)}
+        (batch, key_heads, length, size), dtype = kinds.pop()
+        fits = not kinds and dtype == x.dtype and (batch, key_heads, size) == (x.shape[0], *self._heads[1:])
+        return (held, buffers, length) if fits else None
+
+    def _decoded(
+        self,
+        operators: Any,
+        parts: tuple[list[Any], list[int]],
+        x: torch.Tensor,
+        kwargs: dict[str, Any],
+        mask: torch.Tensor | None,
+        rooms: Sequence[torch.Tensor],
+        length: int,
+    ) -> list[torch.Tensor]:
+        heads, key_heads, _ = self._heads
+        batch, n = x.shape[:2]
+        way = _BY_US
+        if not attends(x.dtype, heads // key_heads * n):
+            way = _BY_KEYS if joins_heads(batch, heads, key_heads, n, length + n) else _BY_HEAD
+        layers, form = len(rooms) // 2, [*self._heads, way, *self._kind]
+        size = len(parts[0]) // len(self.layers) * layers
+        given = parts[0][:size], rooms, length, parts[1][: 4 * layers], form, self._scales
+        return operators.decode(x, *kwargs[_ANGLES], mask, *given)
+
+    def _agrees(
+        self,
+        operators: Any,
+        parts: Any,
+        x: torch.Tensor,
+        kwargs: dict[str, Any],
+        form: Form,
+        tensors: list[torch.Tensor],
+    ) -> bool:
+        """Whether the operator computes what the first layer does, but for rounding, without a past; tried once."""
+        (batch, count), key = x.shape[:2], (self._description, x.dtype, x.shape[0] > 1, x.shape[1] > 1)
+        if key not in _tried:
+            mask = torch.ones(count, count, dtype=torch.bool).tril().expand(batch, 1, count, count)
+            hidden_states, given = arguments_of(form, tensors, mask, Nothing())
+            layer = self.layers[0]
+            expected = type(layer).forward(layer, hidden_states, **given)
+            rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
+            try:
+                [found] = self._decoded(operators, parts, x, kwargs, mask.contiguous(), rooms, 0)
+            except RuntimeError:  # torch's packed product takes something else
+                _tried[key] = False
+            else:
+                _tried[key] = isinstance(expected, torch.Tensor) and are_close(expected, found, x)
+        return _tried[key]
+
+
+def _is_usual(x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a call gives a layer no more than the operator reads."""
+    angles, mask = kwargs.get(_ANGLES), kwargs.get(MASK)
+    if x.is_inference() or not (isinstance(angles, tuple) and len(angles) == 2):
+        return False
+    if any(each.dtype != x.dtype or each.dim() != 3 or not each.is_contiguous() for each in angles):
+        return False
+    if mask is not None and (mask.dim() != 4 or mask.stride(3) != 1 or mask.dtype not in (torch.bool, x.dtype)):
+        return False
+    cache = cache_of(kwargs)
+    return all(name in (_ANGLES, MASK) or value is cache or is_known(name, value) for name, value in kwargs.items())

@@ -1,0 +1,172 @@
+"""Layers of the common form in one call: plain decoding's texts and states; elsewhere layers run as they are."""
+
+import pytest
+import torch
+from conftest import LLAMA, VOCAB, make_drafter, model_of
+from torch import nn
+from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
+
+from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.cpu import layer_programs, whole_layers
+from hf_hsdraft.cpu.small_weights import KERNEL
+from hf_hsdraft.runtime.cache_slots import make_room
+from hf_hsdraft.runtime.target_forwards import Acceleration
+
+pytestmark = pytest.mark.skipif(KERNEL.operators(wait=True) is None, reason="no compiler, or another processor")
+IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+SIZES = {**LLAMA, "hidden_size": 64, "head_dim": 32}
+KINDS = {
+    "llama": lambda: model_of("llama", **SIZES),
+    "biases": lambda: model_of("llama", **SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: model_of("qwen2", **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen3": lambda: model_of("qwen3", **SIZES),
+    "gemma3": lambda: model_of("gemma3_text", **SIZES, sliding_window=6, layer_types=["full_attention"] * 3),
+}
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch):
+    """Numbers of layers of each call of the operator. No programs are compiled."""
+    found, decode = [], whole_layers.Chain._decoded
+
+    def decoded(self, operators, parts, x, kwargs, mask, rooms, length):
+        found.append(len(rooms) // 2)
+        return decode(self, operators, parts, x, kwargs, mask, rooms, length)
+
+    monkeypatch.setattr(whole_layers.Chain, "_decoded", decoded)
+    monkeypatch.setattr(whole_layers, "_tried", {})
+    monkeypatch.setattr(layer_programs.Entry, "after_forward", lambda *_: False)
+    return found
+
+
+def asking(target):
+    drafter = make_drafter(target)
+    drafter.generation_config.compiled_layers = drafter.generation_config.packed_weights = True
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_and_states_are_plain_decodings(runs, kind, rows):
+    target = KINDS[kind]()
+    call = {**GREEDY, "return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
+    plain = target.generate(IDS[:rows], **call)
+    drafted = target.generate(IDS[:rows], assistant_model=asking(target), **call)
+    assert drafted.statistics.compiled_layers and 3 in runs
+    assert torch.equal(drafted.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
+    for before, after in zip(plain.hidden_states[1:], drafted.hidden_states[1:], strict=True):
+        torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
+
+
+def reading(target, count: int = 5):
+    """The logits of a tree's forward, as it is and accelerated until all layers run at once, and the acceleration."""
+    ids = IDS[:1, :count]
+    mask = torch.ones(1, 1, count, 9 + count, dtype=torch.bool).tril(9)
+
+    with torch.no_grad():
+        prompt = target(IDS[:1], use_cache=True)[CACHE]
+    states = [(layer.keys, layer.values) for layer in prompt.layers]
+
+    def read(acceleration):
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            for layer, state in zip(cache.layers, states, strict=True):
+                layer.update(*map(torch.clone, state))
+            make_room(cache)
+            given = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(9, 9 + count)[None]}
+            logits = acceleration.forward({**given, CACHE: cache}, comes_again=False).logits
+        assert {layer.keys.shape[2] for layer in cache.layers} == {9 + count}
+        return logits
+
+    acceleration, plain = Acceleration(target), Acceleration(target)
+    acceleration.begin(True, 100, lambda: False, True)
+    for _ in range(3):
+        read(acceleration)
+        acceleration.after_round()
+    return lambda: read(plain), lambda: read(acceleration)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_layers_are_one_call(runs, dtype):
+    plain, accelerated = reading(KINDS["llama"]().to(dtype))
+    runs.clear()
+    found, expected = accelerated(), plain()
+    assert runs == [3]
+    assert (found - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.03) * expected.norm()
+
+
+def louder(module, args, output):
+    return output * 1.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda target: target.model.layers[1].register_forward_hook(louder),
+        lambda target: target.model.layers[1].mlp.register_forward_hook(louder),
+        lambda target: target.model.layers[2].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,)),
+        lambda target: setattr(target.model.layers[1].self_attn, "scaling", 0.7),
+        lambda target: setattr(target.model.layers[1], "mlp", nn.Identity()),
+        lambda target: target.model.layers[1].input_layernorm.weight.data.mul_(2.0),
+        lambda target: target.model.layers[2].mlp.up_proj.weight.detach().mul_(2.0),
+        lambda target: setattr(target.model.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(64, 64))),
+    ],
+    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "written", "replaced"],
+)
+def test_what_is_changed_within_a_call_counts_at_once(change):
+    target = KINDS["llama"]()
+    plain, accelerated = reading(target)
+    before = accelerated()
+    change(target)
+    found, expected = accelerated(), plain()
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
+def test_layers_that_are_not_called_leave_no_keys(runs):
+    target, caches = KINDS["llama"](), []
+    _, accelerated = reading(target)
+    runs.clear()
+
+    def stop(module, args, kwargs, output):
+        caches.append(kwargs[CACHE])
+        raise KeyboardInterrupt
+
+    target.model.layers[1].register_forward_hook(stop, with_kwargs=True)
+    with pytest.raises(KeyboardInterrupt):
+        accelerated()
+    assert [layer.keys.shape[2] for layer in caches[0].layers] == [14, 14, 9] and runs == [3]
+
+
+def test_states_that_are_changed_between_layers_are_read(runs):
+    target = KINDS["llama"]()
+    target.model.layers[0].register_forward_hook(lambda module, args, output: output.add_(1.0))
+    plain, accelerated = reading(target)
+    torch.testing.assert_close(accelerated(), plain(), atol=1e-3, rtol=1e-3)
+    assert 3 in runs
+
+
+def test_code_of_others_is_not_taken_for_the_common_form(monkeypatch):
+    layer = KINDS["llama"]().model.layers[0]
+    assert whole_layers._is_common(layer)
+    original = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", lambda self, *args, **kwargs: original(self, *args, **kwargs)
+    )
+    assert not whole_layers._is_common(layer)
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    assert not whole_layers._is_common(layer)
+
+
+def test_an_operator_that_computes_something_else_is_not_used(runs, monkeypatch):
+    decode = whole_layers.Chain._decoded
+    monkeypatch.setattr(
+        whole_layers.Chain, "_decoded", lambda self, *args: [1.01 * each for each in decode(self, *args)]
+    )
+    plain, accelerated = reading(KINDS["llama"]())
+    torch.testing.assert_close(accelerated(), plain(), atol=1e-3, rtol=1e-3)
+    assert set(runs) == {1}
