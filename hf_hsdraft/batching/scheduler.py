@@ -22,7 +22,6 @@ from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_output import DraftStatistics
 from ..engine.drafting import Drafting, history_for
 from ..engine.loop import decode_round
-from ..pace.pacing import slower_packed
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_runtime import TargetRuntime
 from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
@@ -290,8 +289,7 @@ class ContinuousBatching:
         )
         batch.begin(drafting)
         acceleration, options = text.runtime.acceleration, self._options
-        slower = lambda: slower_packed(target, batch.kind(drafting.session))  # noqa: E731
-        acceleration.begin(options.packed_weights, _ROOM, slower, options.compiled_layers)
+        acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
         batch.set_pace(drafting)  # which depends on the acceleration
         keeper = BatchKeeper(batch, self.statistics, device)
         keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))

@@ -100,7 +100,7 @@ def overlap(
         raise typer.Exit(1)
 
 
-def _brief(turns: tuple[str, ...]) -> str:
+def _brief(turns: Sequence[str]) -> str:
     return escape(printable(" ".join(turns[0].split()), 60) if turns else "")
 
 
