@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -79,7 +78,7 @@ class ProcessorTime:
         self._measures = device.type == "cpu"
         if self._measures:
             warn_of_quota(torch.get_num_threads())
-        self._begin, (self._ran, self._waited) = time.perf_counter(), _times()
+        self._ran, self._waited = _times()
 
     def share(self) -> float | None:
         """The part that they got of what they wanted, 0 to 1; `None` where the system does not say it."""
@@ -89,7 +88,7 @@ class ProcessorTime:
         if ran <= 0 or waited < 0:
             return None
         share = ran / (ran + waited)
-        if share < TUNING.least_share and time.perf_counter() - self._begin >= TUNING.noticed_seconds:
+        if share < TUNING.least_share and ran + waited >= 1e9 * TUNING.noticed_seconds:
             _warn_of_share(torch.get_num_threads(), share)
         return share
 

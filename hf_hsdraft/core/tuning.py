@@ -167,8 +167,8 @@ class Tuning:
     cost_length: int = 1024
 
     # --- Processors ---
-    # Part of the processor time that threads wanted, below which a call of so many seconds warns - by hand: one other
-    # busy process on 2 cores leaves two threads 0.67, and idle compilers leave them more than 0.95.
+    # Part of the processor time that threads wanted, below which a call that wanted so many seconds warns - by hand:
+    # one other busy process on 2 cores leaves two threads 0.67, and idle compilers leave them more than 0.95.
     least_share: float = 0.85
     noticed_seconds: float = 1.0
 
