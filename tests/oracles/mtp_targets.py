@@ -27,6 +27,7 @@ _LAYERS = {
     "qwen3_next": 1,
     "qwen3_5_text": 1,
 }
+_OWN_LISTS = ("deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")  # types that do not run with full attention alone
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
 LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPING}  # sarvam since 5.24
 
@@ -34,8 +35,10 @@ LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPI
 @cache
 def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
     """A target and random layers for multi-token prediction."""
-    config = tiny_config(type(AutoConfig.for_model(model_type)), "full")
+    config = tiny_config(type(AutoConfig.for_model(model_type)), "anew" if model_type in _OWN_LISTS else "full")
     text = config.get_text_config()
+    if model_type == "glm_ocr":
+        text.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     if text.model_type not in KINDS or hasattr(text, "num_mtp_layers"):
         text.num_mtp_layers = count
     if model_type in ("step3p7", "mellum"):

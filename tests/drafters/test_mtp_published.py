@@ -1,0 +1,104 @@
+"""Layers for multi-token prediction by their published names, in a target's files, quantised, and alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from oracles import mtp_parity
+from oracles.plain_texts import padded
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.finding import find
+from hf_hsdraft.drafters.base.protocol import Call
+from hf_hsdraft.drafters.base.registry import recognise
+from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
+from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from hf_hsdraft.hub.checkpoint import Checkpoint
+
+
+@pytest.mark.parametrize("case", mtp_parity.CASES, ids=lambda case: case.name)
+def test_layers_by_published_names_draft_as_the_formula(case):
+    assert mtp_parity.parity(case).difference < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Step-3.7 layers", "GLM-5 layers", "MiMo-V2 layers", "EXAONE 4.5 layers"])
+def test_texts_with_published_layers_are_those_of_plain_decoding(name, tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.name == name)
+    target, inputs = mtp_parity.published(case, tmp_path).target, padded(2)
+    call = {"max_new_tokens": 12, "do_sample": False}
+    drafted = target.generate(**inputs, **call, assistant_model="mtp")
+    assert drafted.tolist() == target.generate(**inputs, **call).tolist()
+    [found, *_], _ = find(TargetInfo.of_model(target, local_files_only=True), local_files_only=True)
+    assert found.kind == "MtpDrafter"
+
+
+def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+    target = mtp_parity.published(case, tmp_path / "target").target
+    tensors = load_file(tmp_path / "target/model.safetensors")
+    alone = {name.replace(".3.", ".0.", 1): each for name, each in tensors.items() if ".layers.3." in name}
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+    alone |= {f"model.layers.0.{name}": tensors["lm_head.weight"] for name in shared}
+    folder = tmp_path / "nextn"
+    folder.mkdir()
+    save_file({name: each.clone() for name, each in alone.items()}, folder / "model.safetensors")
+    config = {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1, "model_type": "deepseek_v3"}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    drafter = AutoDrafter.from_pretrained(folder, beam_width=3)
+    inputs, call = padded(2), {"max_new_tokens": 12, "do_sample": False}
+    drafted = target.generate(**inputs, **call, assistant_model=drafter)
+    assert drafted.tolist() == target.generate(**inputs, **call).tolist()
+    own = MtpDrafter.for_target(target).layers.model.layers.state_dict()
+    read = drafter.session(Call(target, 1, DraftOptions.of(drafter)))._layers.model.layers.state_dict()
+    assert own.keys() == read.keys() and all(torch.equal(own[name], read[name]) for name in own)
+    checkpoint = Checkpoint.open(folder)
+    assert recognise(checkpoint).fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES
+    other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
+    with pytest.raises(DraftingRefused, match="cannot be read from"):
+        other.generate(**inputs, assistant_model=drafter)
+
+
+def test_layers_that_nothing_here_computes_are_told_apart():
+    config = tiny_config(type(AutoConfig.for_model("longcat_flash")))
+    target = tiny_model(AutoModelForCausalLM._model_mapping[type(config)], config)
+    with pytest.raises(DraftingRefused, match="one attention, where the model's own layers have two"):
+        MtpDrafter.for_target(target)
+
+
+def test_layers_with_scales_are_read_as_the_numbers_that_they_stand_for(tmp_path):
+    """As in DeepSeek's files, in blocks of 128 rows and columns; the target may be loaded quantised."""
+    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+    mtp_parity.published(case, tmp_path)
+    file, expected = tmp_path / "model.safetensors", {}
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".layers.3." in name and name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        expected[name] = tensors[name].float() * scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    target = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    if importlib.util.find_spec("hf_hsdraft.hub.quantised") is None:
+        with pytest.raises(DraftingRefused, match=r"unknown: .*weight_scale_inv"):
+            MtpDrafter.for_target(target)
+        return
+    target.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    [layer] = MtpDrafter.for_target(target).layers.model.layers
+    found = layer.mtp_block.self_attn.o_proj.weight
+    torch.testing.assert_close(
+        found, expected["model.layers.3.self_attn.o_proj.weight"].to(found), atol=1e-3, rtol=1e-2
+    )
