@@ -96,7 +96,9 @@ class Drafting:
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """Drafts of a session, without nodes that would be verified in vain."""
-        trees = _checked(session, session.draft(asks), asks, self._vocab_size)
+        trees = session.draft(asks)
+        if type(session) is not NgramSession:  # whose tokens are in the vocabulary
+            _check(session, trees, asks, self._vocab_size)
         return [self._pruned(tree, ask) for ask, tree in zip(asks, trees, strict=True)]
 
     def _pruned(self, tree: DraftTree, ask: Ask) -> DraftTree:
@@ -105,9 +107,7 @@ class Drafting:
 
     def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Wanted) -> DraftTree:
         """The tree to verify, where n-grams extend its end."""
-        limit = replace(ask, depth=ask.reach)
-        longer = _checked(ngrams, [ngrams.continued(tree, limit)], [limit], self._vocab_size)
-        return self._pruned(longer[0], ask)
+        return self._pruned(ngrams.continued(tree, replace(ask, depth=ask.reach)), ask)
 
     def _tell(self, rows: Sequence[int], expansion: Expansion) -> None:
         for each in self._listeners:
@@ -162,8 +162,8 @@ def _past_texts(call: Call) -> Session:
     return HistorySession(call, call.history)
 
 
-def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> Sequence[DraftTree]:
-    """Returns the trees of a session, or raises a ValueError for what the target could not read correctly."""
+def _check(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> None:
+    """Raises a ValueError for drafts of a session that the target could not read correctly."""
     name, found = type(session).__name__, len(trees) if isinstance(trees, Sequence) else type(trees).__name__
     if found != len(asks):
         raise ValueError(f"{name}.draft returned {found}: expected a list with {len(asks)} trees, one for each ask")
@@ -171,7 +171,6 @@ def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int)
         fault = _fault(tree, ask, vocab_size)
         if fault:
             raise ValueError(f"{name}.draft returned a wrong tree for text {ask.row}: {fault}")
-    return trees
 
 
 def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
