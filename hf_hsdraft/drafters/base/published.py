@@ -96,6 +96,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             ids = drafted_ids(checkpoint, config.vocab_size)
             maps["d2t"] = ids - torch.arange(len(ids))
         state = {ours[theirs]: each for theirs, each in checkpoint.tensors(ours.keys())} | maps
+        state = form.weights(checkpoint, config, state)
         drafter.load_state_dict({**state, **{name: make(state) for name, make in apart.items()}}, assign=True)
         drafter.to(placement.dtype or drafter.dtype).eval()
         drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder

@@ -258,6 +258,7 @@ class PublishedFormat:
         ignored: names of switches, in any table, that change nothing that a drafter computes.
         expected: allowed values of further fields, `table.name`; others are refused.
         tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.
+        converted: what makes weights by our names of those in the files, where more than names differ.
         given: arguments of `from_pretrained` that rows read, with values that stand in where nothing is loaded.
         needed: fields without which a config.json has another format.
         possible: as in `Format`, beside `needed`.
@@ -274,6 +275,7 @@ class PublishedFormat:
     ignored: Collection[str] = ()
     expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    converted: Callable[[Files, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
 
@@ -284,6 +286,10 @@ class PublishedFormat:
         found = {name: row(files, known[name]) if callable(row) else row for name, row in self.rows.items()}
         files.finish()
         return kind(**found)
+
+    def weights(self, checkpoint: Checkpoint, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of a network from those in the files, by our names."""
+        return state if self.converted is None else self.converted(Files(self, checkpoint, {}), config, state)
 
     def stored_name(self, name: str, stored: Collection[str]) -> str:
         """Returns the name in the files of a tensor by ours."""

@@ -185,6 +185,11 @@ class BlockDrafter(PublishedNetwork):
         attention = cast(BlockLayer, self.layers[index]).self_attn
         return attention.keys(states, rope), attention.values(states)
 
+    @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """Scores `[heads]` of each layer's attention sinks, if it has any."""
+        return [cast(BlockLayer, layer).self_attn.attention_sink_bias for layer in self.layers]
+
     def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` after the final norm, from their embeddings and positions `[B, slots]`."""
         x, rope = embeds, self.rotary(positions, embeds.dtype)
@@ -232,7 +237,8 @@ class BlockDrafter(PublishedNetwork):
         blocks = self.block_embeds(anchors, anchors[0] if mask_embeds is None else mask_embeds.to(anchors))
         slots = torch.arange(self.config.block_size, device=taps.device)
         positions = position_ids[starts, None] + 1 + slots
-        attend = training_attention(context, self.config.sights, position_ids, document_ids, starts, positions)
+        of_blocks = position_ids, document_ids, starts, positions, self.sinks
+        attend = training_attention(context, self.config.sights, *of_blocks)
         hidden = self.run(blocks, positions, attend)[:, self.config.first_slot :]
         rolled = len(starts) if num_rolled is None else num_rolled
         drafts = tuple(hidden[: len(starts) if depth == 0 else rolled, depth] for depth in range(hidden.shape[1]))
@@ -420,6 +426,7 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
         and last == (config.target_num_hidden_layers or last),
         "layers of Gemma 4": config.sizes.gemma,
+        "attention sinks": config.sizes.sinks,
         "a bias by a recurrent network": config.domino_rank > 0,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
     }
