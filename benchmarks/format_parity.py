@@ -18,9 +18,9 @@ _COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting")
 
 def cases() -> dict[str, Callable[[], Any]]:
     """Returns the comparison of each case, by its name."""
-    from oracles import block_parity, eagle_parity, flashmap_parity
+    from oracles import block_parity, block_variants, eagle_parity, flashmap_parity
 
-    families = block_parity, eagle_parity, flashmap_parity
+    families = block_parity, block_variants, eagle_parity, flashmap_parity
     return {case.name: partial(family.parity, case) for family in families for case in family.CASES}
 
 

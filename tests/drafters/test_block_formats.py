@@ -13,7 +13,7 @@ from conftest import edited
 from family_helpers import drafts_much, make_block_drafter
 from format_parity import main as print_formats
 from lm_helpers import drafts_of
-from oracles import block_parity
+from oracles import block_parity, block_variants
 from oracles.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
 from oracles.format_parity import Case, loaded_by_speculators, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
@@ -53,6 +53,13 @@ def test_drafts_are_those_of_the_reference(case):
     found = parity(case, every=EVERY)
     assert found.difference < CLOSE
     assert found.rounds > 20 and found.rejected > 0 and found.accepted > 0
+
+
+@pytest.mark.parametrize("case", block_variants.CASES, ids=lambda case: case.name)
+def test_drafts_of_variants_are_those_of_the_formulas(case):
+    found = parity(case, every=EVERY)
+    assert found.difference < CLOSE
+    assert found.rounds > 20 and found.rejected > 0
 
 
 def test_the_command_prints_a_line_for_a_format(capsys):
