@@ -168,9 +168,9 @@ def test_nothing_of_the_target_is_kept(saved, target):
     folder = saved("DeepSpec, vanilla")
     assert "lm_head.weight" in load_file(folder / "model.safetensors")
     drafter = AutoDrafter.from_pretrained(folder)
-    assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     weights = drafter.borrow(embedding, head)
+    assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())
     assert weights.head.data_ptr() == head.weight.data_ptr()
     assert torch.equal(weights.embed(torch.tensor([3])), embedding.weight[[3]])
 
@@ -288,7 +288,9 @@ def reshape(name):
         ("z-lab DFlash", None, reshape("fc.weight"), r"fc.weight \[31, 96\] instead of \[32, 96\]"),
         ("z-lab DFlash", in_dflash(target_layer_ids=[0, 2]), None, r"fc.weight \[32, 96\] instead of \[32, 64\]"),
         ("z-lab DFlash", in_dflash(target_layer_ids=[2, 0, 4]), None, r"target_layer_ids=\[2, 0, 4\].*ascending"),
-        ("z-lab DFlash", in_dflash(target_layer_ids=None), None, "no target_layer_ids"),
+        ("z-lab DFlash", lambda config: (config.pop("num_target_layers"), config["dflash_config"].pop(
+            "target_layer_ids")), None, "no target_layer_ids"),
+        ("z-lab DFlash", in_dflash(mask_token_id=None), None, r"no mask_token_id: pass mask_token_id=\.\.\."),
         ("z-lab DFlash", in_dflash(mask_token_id=97), None, "mask_token_id=97 is invalid.*below vocab_size=97"),
         ("z-lab DFlash", in_dflash(embed_norm=True), None, "embed_norm=true"),
         ("z-lab DFlash", in_dflash(projector_type="domino"), None, "no emb_dim"),

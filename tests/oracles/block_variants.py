@@ -44,6 +44,7 @@ class Variant:
     scale: float = 1.0  # of all logits
     markov: str = ""  # type of the head that reads the token before
     markov_size: int = VOCABULARY  # rows of that head
+    markov_rows: int = 0  # of its last product, if fewer
     confidence: bool = False
     mask: int = MASK
     mask_row: Any = None  # what is saved as `mask_embedding.pt`, made of the row `[D]`
@@ -82,7 +83,7 @@ def tensors_of(variant: Variant) -> Tensors:
     if variant.drafted is not None:
         found["d2t"] = torch.tensor(variant.drafted) - torch.arange(len(variant.drafted))
     if variant.markov:
-        rows, rank = len(variant.drafted or ()) or variant.markov_size, 8
+        rows, rank = len(variant.drafted or ()) or variant.markov_rows or variant.markov_size, 8
         found["markov_head.markov_w1.weight"] = drawn(variant.markov_size, rank)
         found["markov_head.markov_w2.weight"] = drawn(rows, rank)
         if variant.markov == "gated":
@@ -112,7 +113,8 @@ def slots_of(
         joined = torch.stack(turned, dim=-1).flatten(-2) if variant.neighbours else torch.cat(turned, dim=-1)
         return torch.cat([joined, x[..., count:]], dim=-1)
 
-    embedding, ids = target.get_input_embeddings(), torch.tensor([text[anchor], *[variant.mask] * (SLOTS - 1)])
+    mask = 0 if variant.mask_row is not None else variant.mask
+    embedding, ids = target.get_input_embeddings(), torch.tensor([text[anchor], *[mask] * (SLOTS - 1)])
     if variant.embedding:
         x = tensors["embed_tokens.weight"][ids]
     else:
@@ -184,6 +186,10 @@ def of_variant(variant: Variant, target: Any) -> BlockReference:
     return BlockReference("vLLM's and SGLang's formulas", save, slots, variant.taps, first_slot=int(not variant.markov))
 
 
+DSPARK = {"architectures": ["DSparkDraftModel"], "markov_rank": 8, "markov_head_type": "vanilla"}
+RANK = {"markov_rank": 8, "markov_head_type": "gated"}
+MODELOPT = {"markov_head.": "", "confidence_head.proj.": "confidence_proj."}
+LAYERS, DRAFTED = [tap - 1 for tap in TAPS], tuple(range(3, VOCABULARY, 3))
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention", "full_attention"]
 _SWA = {"use_swa": True, "swa_window_size": 6}
 _NEAR = ((6, False), (6, False))  # windows of both layers, in which slots see later ones
@@ -219,5 +225,55 @@ VARIANTS = {
     "use_gemma_norm, is_neox_style false": Variant(
         {"use_gemma_norm": True, "is_neox_style": False}, gemma=True, neighbours=True),
     "logit_scale (Cohere)": Variant({"logit_scale": 0.0625}, scale=0.0625),
+    # Tables of the drafter's own: vLLM's `process_eagle_weight` and `Qwen3DSparkForCausalLM`
+    "own embed_tokens": Variant(embedding=VOCABULARY),
+    "own lm_head": Variant(head=VOCABULARY),
+    "own embed_tokens and lm_head": Variant(embedding=VOCABULARY, head=VOCABULARY),
+    "d2t": Variant({"draft_vocab_size": 32}, head=32, drafted=DRAFTED),
+    "d2t, has_lm_head, own embed_tokens": Variant(
+        {"draft_vocab_size": 32, "has_lm_head": True}, head=32, drafted=DRAFTED, embedding=VOCABULARY),
+    "vocabulary padded": Variant({"vocab_size": 103}),
+    "vocabulary padded, own tables": Variant({"vocab_size": 103}, embedding=103, head=103),
+    "vocabulary padded, d2t": Variant({"vocab_size": 103, "draft_vocab_size": 32}, head=32, drafted=DRAFTED),
+    "own embed_tokens, mask beyond the target's": Variant(
+        {"vocab_size": 103, "draft_vocab_size": VOCABULARY}, embedding=103, mask=102),
+    "own embed_tokens with more rows than vocab_size": Variant(embedding=103, mask=102),
+    "DSpark, own embed_tokens, mask beyond the target's": Variant(
+        {**DSPARK, "vocab_size": 103, "draft_vocab_size": VOCABULARY}, embedding=103, mask=102, markov="vanilla",
+        markov_size=103, markov_rows=VOCABULARY),
+    "DSpark, vocabulary padded": Variant({**DSPARK, "vocab_size": 103}, markov="vanilla", markov_size=103),
+    "DSpark, vocabulary padded, own tables": Variant(
+        {**DSPARK, **RANK, "vocab_size": 103}, embedding=103, head=103, markov="gated", markov_size=103),
+    "DSpark, d2t": Variant({**DSPARK, "draft_vocab_size": 32}, head=32, drafted=DRAFTED, markov="vanilla"),
+    "DSpark, logit_scale": Variant({**DSPARK, **RANK, "logit_scale": 0.0625}, markov="gated", scale=0.0625),
+    # Names
+    "DSpark, markov_head, no projector_type": Variant({"architectures": ["DSparkDraftModel"]}, RANK, markov="gated"),
+    "DSpark, ModelOpt's names, confidence head": Variant(
+        own={**RANK, "projector_type": "dspark", "shift_label": True, "use_confidence_head": True},
+        renamed=MODELOPT, markov="gated", confidence=True),
+    "DSpark, ModelOpt's names, no confidence head": Variant(
+        own={**RANK, "projector_type": "dspark", "shift_label": True, "use_confidence_head": False},
+        renamed=MODELOPT, markov="gated"),
+    "DSpark, ModelOpt's names, no projector_type": Variant(own=RANK, renamed=MODELOPT, markov="gated"),
+    "DSpark, fields with prefix": Variant(
+        {"dspark_markov_rank": 8, "dspark_markov_head_type": "gated", "dspark_noise_token_id": MASK,
+         "dspark_target_layer_ids": LAYERS, "dspark_block_size": SLOTS, "architectures": ["DSparkDraftModel"]},
+        without=("mask_token_id", "target_layer_ids", "block_size"), markov="gated"),
+    "mask token as ptd_token_id": Variant({"ptd_token_id": MASK}, without=("mask_token_id",)),
+    "mask token as pard_token": Variant({"pard_token": MASK}, without=("mask_token_id",)),
+    "layers as eagle_aux_hidden_state_layer_ids": Variant(
+        {"eagle_aux_hidden_state_layer_ids": list(TAPS)}, without=("target_layer_ids",)),
+    "layers as layer_ids": Variant(own={"layer_ids": list(TAPS)}, without=("target_layer_ids",)),
+    "layers not named": Variant(without=("target_layer_ids",), taps=(2, 4)),
+    "mask_embedding.pt: a tensor": Variant(mask_row=lambda row: row),
+    "mask_embedding.pt: a dict": Variant(
+        mask_row=lambda row: {"embedding": row[None], "mask_token_id": MASK, "per_position": False}),
+    "mask_embedding.pt, mask beyond the vocabulary": Variant(
+        mask=VOCABULARY, mask_row=lambda row: {"embedding": row, "mask_token_id": VOCABULARY}),
+    # Switches that a target's configuration has, and z-lab's class does not read
+    "copied switches": Variant({
+        "attn_output_gate": True, "use_aux_hidden_state": True, "is_decoder": True, "has_lm_head": False,
+        "output_hidden_states": True, "use_qk_norm": True, "tie_word_embeddings": True, "num_experts": 8,
+        "output_router_logits": True}, {"use_aux_hidden_state": True}),
 }  # fmt: skip
 CASES = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in VARIANTS.items())

@@ -62,13 +62,23 @@ class PublishedConfig(PlainConfig):
         size, drafted, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
         valid = drafted is None if size is None else drafted is not None and drafted <= size
         demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
-        valid = mask is None or size is None or mask < size
+        valid = mask is None or size is None or mask < self.num_embedded
         demand(valid, "mask_token_id", mask, f"expected a token id below vocab_size={size}")
 
     @property
     def is_reduced(self) -> bool:
         """Whether only a part of the target's vocabulary can be drafted."""
         return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
+
+    @property
+    def padding(self) -> int:
+        """The greatest number of rows for tokens beyond the target's vocabulary, by which tables are padded."""
+        return 0
+
+    @property
+    def num_embedded(self) -> int:
+        """The number of tokens that have an embedding, where the vocabulary is known."""
+        return self.vocab_size or 0
 
     @property
     def num_taps(self) -> int:

@@ -126,7 +126,7 @@ def misfit(config: Any, target: Any) -> str:
 
     `target` is anything with a `config` of transformers.
     """
-    if wrong := misfit_of(config, target, unknown=True):
+    if wrong := misfit_of(config, target, unknown=True, padding=getattr(config, "padding", 0)):
         return wrong
     layers = decoder_layers(text_config(target))
     taps = config.taps_of(layers) if hasattr(config, "taps_of") else ()

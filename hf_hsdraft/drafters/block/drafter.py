@@ -141,7 +141,9 @@ class BlockDrafter(PublishedNetwork):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.rotary = rotary_of(dict(config.rope), sizes)
-        vocab_size, draft_size, width = config.vocab_size or 0, config.draft_vocab_size or 0, sizes.hidden_size
+        vocab_size = config.num_input_tokens or config.vocab_size or 0
+        draft_size, width = config.draft_vocab_size or 0, sizes.hidden_size
+        self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
         self.markov_head = self.candidate_selector = self.domino = self.confidence_head = self.lm_head = None
         if config.markov_rank:
             self.markov_head = MARKOV_HEADS[config.markov_head_type](vocab_size, draft_size, width, config.markov_rank)
@@ -156,7 +158,9 @@ class BlockDrafter(PublishedNetwork):
             self.confidence_head = ConfidenceHead(width + extra)
         if config.has_own_head:
             self.lm_head = nn.Linear(width, draft_size, bias=False)
-            self.lm_head.weight.requires_grad = False  # the target's rows
+            self.lm_head.weight.requires_grad = False  # the target's rows, or a copy that was trained further
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.requires_grad = False
         self.add_vocabulary()
         if config.learned_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(width))
@@ -249,47 +253,72 @@ class BlockDrafter(PublishedNetwork):
         """Returns draft logits `[..., V']` of slots `[..., D]`, before any token information."""
         head = weights.head if self.lm_head is None else self.lm_head.weight
         assert head is not None
-        logits, cap = F.linear(hidden, head), self.config.final_logit_softcapping
+        logits, cap = F.linear(hidden, head)[..., : len(weights.vocab_ids)], self.config.final_logit_softcapping
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         return logits if cap == 0 else torch.tanh(logits / cap) * cap
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
-        """Collects the target's embedding, and its output rows if needed; copies only to another dtype or device."""
+        """Collects the target's embedding, and its output rows if needed; copies only to another dtype or device.
+
+        The drafter's own tables are used where they differ from the target's. Tokens beyond the target's vocabulary, by
+        which they may be padded, are left out.
+        """
+        self._drop_copies(embedding, output_head)
         scale = self.config.embedding_scale
-        is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)
-        as_made = scale is None and not is_normed
+        is_normed, own = isinstance(getattr(embedding, "embed_norm", None), nn.Module), self.embed_tokens
+        as_made = scale is None and not is_normed and own is None
         if scale is None:  # except the norm
-            scale = float(getattr(embedding, "embed_scale", 1.0)) if is_normed else 1.0
+            scale = 1.0 if as_made else float(getattr(embedding, "embed_scale", 1.0))
+        tokens = len(cast(torch.Tensor, embedding.weight))
+        ids = self.draft_vocab_ids(tokens)[: None if self.config.is_reduced else tokens]
+        if self.token_head is not None:
+            self.token_head.columns = len(ids)
         head = output_head if self.lm_head is None and with_head else None
-        ids = self.draft_vocab_ids(len(cast(torch.Tensor, embedding.weight)))
         weights = borrow(cast(nn.Embedding, embedding), head, ids, self.device, self.dtype, scaled=as_made)
+        if own is not None:
+            weights = replace(weights, embed=lambda tokens: own(tokens.to(self.device)))
         if scale == 1.0:
             return weights
-        return replace(weights, embed=lambda tokens: weights.embed(tokens) * scale)
+        embed = weights.embed
+        return replace(weights, embed=lambda tokens: embed(tokens) * scale)
+
+    def _drop_copies(self, embedding: nn.Module, output_head: nn.Module) -> None:
+        """Drops tables that are the target's, as many files have them."""
+
+        def is_copy(own: nn.Module | None, theirs: nn.Module) -> bool:
+            there = getattr(theirs, "weight", None)
+            weight = None if own is None else cast(torch.Tensor, own.weight)
+            if weight is None or not isinstance(there, torch.Tensor) or weight.shape != there.shape:
+                return False
+            readable = there.is_floating_point() and "meta" not in (there.device.type, weight.device.type)
+            return readable and torch.equal(weight, there.detach().to(weight))
+
+        if is_copy(self.embed_tokens, embedding):
+            self.embed_tokens, self.config = None, replace(self.config, own_embedding=False)
+        if self.config.own_head and not self.config.is_reduced and is_copy(self.lm_head, output_head):
+            self.lm_head, self.config = None, replace(self.config, own_head=False)
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. Masks may have an embedding in a file beside the weights."""
         return {"mask_embedding": lambda _: self._mask_in(checkpoint)} if self.config.learned_mask else {}
 
     def _mask_in(self, checkpoint: Checkpoint) -> torch.Tensor:
-        tensor, width = checkpoint.loose_tensor(LOOSE_MASK), self.config.target_hidden_size
+        (tensor, about), width = checkpoint.loose_tensor(LOOSE_MASK), self.config.sizes.hidden_size
+        name, mask = printable(checkpoint.name), self.config.mask_token_id
         if tensor.numel() != width or not tensor.is_floating_point():
             found = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(
-                f"{LOOSE_MASK} in {printable(checkpoint.name)} is {found}: expected {width} floating numbers"
-            )
+            raise ValueError(f"{LOOSE_MASK} in {name} is {found}: expected {width} floating numbers")
+        if about.get("mask_token_id", mask) != mask:
+            found = printable(str(about["mask_token_id"]))
+            raise ValueError(f"{LOOSE_MASK} in {name} is of token {found}: expected mask_token_id={mask}")
         return tensor.reshape(width)
 
     def may_hold(self) -> dict[str, Shape]:
         """Returns the shapes of copies of the target's tensors that files may have."""
-        width, size, drafted = self.config.target_hidden_size, self.config.vocab_size, self.config.draft_vocab_size
+        width, drafted = self.config.target_hidden_size, self.config.draft_vocab_size
         found: dict[str, Shape] = {"verifier_norm.weight": (width,), **super().may_hold()}
-        if size is not None and drafted is not None:
-            found |= {"embed_tokens.weight": (size, width), "verifier_lm_head.weight": (drafted, width)}
-            if not self.config.is_reduced:
-                found["lm_head.weight"] = (size, width)
-        return found
+        return found if drafted is None else {**found, "verifier_lm_head.weight": (drafted, width)}
 
     @classmethod
     def for_target(cls, target: Any, draft_vocab_ids: Sequence[int] | None = None, **overrides: Any) -> BlockDrafter:
@@ -346,7 +375,10 @@ class BlockDrafter(PublishedNetwork):
     def check(self, target: Any) -> None:
         super().check(target)
         tokens, mask = text_config(target).vocab_size, self.config.mask_token_id
-        if mask >= tokens:
+        known = max(tokens, self.config.num_embedded if self.config.own_embedding or self.config.learned_mask else 0)
+        if self.config.is_reduced and int(self.draft_vocab_ids().max()) >= tokens:
+            self.refuse(f"the drafter drafts token {int(self.draft_vocab_ids().max())}, the target has {tokens} tokens")
+        if mask >= known:
             self.refuse(f"the drafter reads token {mask} as its mask, the target has {tokens} tokens")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:

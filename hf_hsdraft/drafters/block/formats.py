@@ -6,24 +6,29 @@ from functools import partial
 
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
-from ..base.published_format import OURS, PublishedFormat, rope, same, speculators, taps, told
+from ..base.published_format import OURS, PublishedFormat, rope, same, shown, speculators, taps, told
 from .drafter import BlockDrafter
 from .rows import (
     OWN,
     STORED,
+    anchor_first,
     block_sizes,
     confidence,
     converted,
     gemma_sizes,
+    input_tokens,
     learned_mask,
+    mask_token,
     multiplier,
     nested,
     of_anchor,
+    output_tokens,
     reaching,
     shown_confidence,
     sight,
     sights_of_dflash,
     taps_of_dflash,
+    tokens,
     windows_of,
 )
 
@@ -32,11 +37,20 @@ _COPIED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text
 _ASSISTANT = "muse_glimmer_assistant"
 
 
-_COMMON = {"output_multiplier": multiplier, "learned_mask": learned_mask, **same("mask_token_id")}
+_COMMON = {
+    "output_multiplier": multiplier,
+    "learned_mask": learned_mask,
+    "mask_token_id": mask_token,
+    "own_embedding": shown("embed_tokens.weight"),
+    "own_head": shown("lm_head.weight"),
+}
 _TRUNK = {
-    **same("vocab_size", "num_hidden_layers", "block_size"),
-    "draft_vocab_size": told("vocab_size"),
-    "target_hidden_size": told("hidden_size"),
+    **same("num_hidden_layers"),
+    "vocab_size": tokens,
+    "draft_vocab_size": output_tokens,
+    "num_input_tokens": input_tokens,
+    "block_size": nested("block_size"),
+    "target_hidden_size": told("target_hidden_size", "hidden_size"),
     "sizes": block_sizes,
     "target_num_hidden_layers": told("num_target_layers", default=None),
 }
@@ -76,8 +90,7 @@ _OF_DFLASH = {
     "target_tap_layers": taps_of_dflash,
     "target_num_hidden_layers": nested("num_target_layers", None),
     "block_size": nested("block_size", 16),
-    "mask_token_id": nested("mask_token_id"),
-    "sample_from_anchor": False,
+    "sample_from_anchor": anchor_first(False),
     "sights": sights_of_dflash,
     "rope": _ROPE,
     # Embeddings have the target's factor, if any.
@@ -87,13 +100,12 @@ _OF_DFLASH = {
 }
 _HEADS_OF_DFLASH = {
     "SpecForge DSpark": {
-        "sample_from_anchor": told(f"{OWN}.shift_label", default=True),
+        "sample_from_anchor": anchor_first(True),
         "markov_rank": nested("markov_rank", 0),
         "markov_head_type": nested("markov_head_type", OURS),
         "confidence_head": shown_confidence,
     },
     "SpecForge Domino": {
-        "sample_from_anchor": told(f"{OWN}.shift_label", default=False),
         "domino_rank": nested("emb_dim"),
         "gru_size": nested("gru_hidden_dim"),
         "free_depths": nested("pure_draft_prefix_len", 0),  # the first slots that draft go without it
@@ -107,9 +119,9 @@ _OF_DEEPSPEC = {
     **_COMMON,
     **_TRUNK,
     **_MARKOV,
-    "target_tap_layers": taps({"target_layer_ids": 1}, least=-1),
-    **same("markov_rank"),
-    **same("sample_from_anchor", default=True),
+    "target_tap_layers": taps({"target_layer_ids": 1, "dspark_target_layer_ids": 1}, least=-1),
+    "markov_rank": nested("markov_rank"),
+    "sample_from_anchor": anchor_first(True),
     "sights": lambda files, _: tuple(map(reaching, windows_of(files))),
     "rope": rope("sliding_attention", whole_heads=True),
     "confidence_head": confidence(False),
@@ -124,6 +136,10 @@ def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
     if title == "z-lab DFlash2":
         return any(name.startswith("candidate_selector.") for name in names)
     projector = own.get("projector_type") if isinstance(own, dict) else None
+    if projector is None:
+        written_by, heads = str(checkpoint.config.get("architectures")), ("markov_head.markov_w1.", "markov_w1.")
+        is_dspark = "DSpark" in written_by or any(name.startswith(heads) for name in names)
+        projector = "domino" if "Domino" in written_by else "dspark" if is_dspark else "dflash"
     return not title.startswith("SpecForge") or f"SpecForge {projector}".lower() == title.lower()
 
 
@@ -139,6 +155,12 @@ _SELECTOR = "candidate_selector."
 _CODEBOOKS = {
     f"{_SELECTOR}{each}_codebook": (f"{_SELECTOR}{each}_codebook.weight",) for each in ("predecessor", "successor")
 }
+_OF_MODELOPT = {
+    "markov_head.": ("markov_head.", ""),
+    "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
+}
+_TENSORS_TELL = ("enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head")
+_GIVEN = {"mask_token_id": 0}
 
 FORMATS = (
     *(
@@ -177,8 +199,10 @@ FORMATS = (
         _is_deepspec,
         BlockDrafter,
         _OF_DEEPSPEC,
-        ignored=("num_anchors", "attn_output_gate", "norm_topk_prob", *STORED),
+        ignored=("num_anchors", "attn_output_gate", "norm_topk_prob", *_TENSORS_TELL, *STORED),
+        tensors=_OF_MODELOPT,
         converted=converted,
+        given=_GIVEN,
         expected={"model_type": _COPIED},
     ),
     PublishedFormat(
@@ -191,6 +215,7 @@ FORMATS = (
             **_TRUNK,
             "vocab_size": None,
             "draft_vocab_size": None,
+            "num_input_tokens": None,
             "target_tap_layers": taps({"target_layer_ids": 1}),
             "sample_from_anchor": False,
             "sights": lambda files, _: tuple(map(sight, windows_of(files))),
@@ -209,10 +234,11 @@ FORMATS = (
             BlockDrafter,
             {**_OF_DFLASH, **heads},
             checked=(OWN,),
-            ignored=("enable_confidence_head", "confidence_head_with_markov", *STORED),  # the tensors decide
+            ignored=(*_TENSORS_TELL, *STORED),
             converted=converted,
             expected={f"{OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
-            tensors={**{name: (f"{name}.weight",) for name in _CODEBOOKS}, "domino.": ("logit_head.", "")},
+            tensors={**_CODEBOOKS, **_OF_MODELOPT, "domino.": ("logit_head.", "")},
+            given=_GIVEN,
         )
         for index, (title, heads) in enumerate(_HEADS_OF_DFLASH.items())
     ),

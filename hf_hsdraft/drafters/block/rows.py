@@ -12,18 +12,57 @@ from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.published_config import MOST_LAYERS
 from ..base.published_format import REQUIRED, Files, Row, read_windows, sizes, taps, told
-from .configuration import BlockConfig, Sight
+from .configuration import BlockConfig, Sight, spread_layers
 
 OWN = "dflash_config"  # fields that it lacks may be at the top
 
 
-def nested(name: str, default: Any = REQUIRED) -> Row:
-    return told(f"{OWN}.{name}", name, default=default)
+def nested(name: str, default: Any = REQUIRED, *others: str) -> Row:
+    """The row of a field that SGLang reads from these places, the first that has it."""
+    return told(f"{OWN}.{name}", name, f"dspark_config.{name}", f"dspark_{name}", *others, default=default)
+
+
+def mask_token(files: Files, each: Any) -> int:
+    """The mask token, by all names that vLLM knows, or as the caller says."""
+    names = "dspark_noise_token_id", "pard_token", "ptd_token_id"
+    found = nested("mask_token_id", files.given.get("mask_token_id"), *names)(files, each)
+    if found is None:
+        raise ValueError(
+            f"{CONFIG} names no mask_token_id: pass mask_token_id=... to from_pretrained. SGLang takes the id of "
+            "mask_token, by default '<|MASK|>', in the target's tokenizer"
+        )
+    return found
 
 
 def taps_of_dflash(files: Files, each: Any) -> tuple[int, ...]:
+    """Layers by all names that vLLM knows; without any, those that z-lab derives from the numbers of layers."""
+    names = {f"{OWN}.layer_ids": 0, "dspark_target_layer_ids": 1, "eagle_aux_hidden_state_layer_ids": 0}
     place = f"{OWN}." if "target_layer_ids" in files.table(OWN) else ""
-    return taps({f"{place}target_layer_ids": 1})(files, each)
+    layers = max(table.integer("num_target_layers", 0, most=4096) for table in (files.table(OWN), files.top))
+    usual = spread_layers(layers, files.layers.integer("num_hidden_layers", most=MOST_LAYERS)) if layers else REQUIRED
+    return taps({f"{place}target_layer_ids": 1, **names}, usual)(files, each)
+
+
+def output_tokens(files: Files, each: Any) -> int:
+    """The number of tokens with output rows: of a part of the vocabulary, if there is a map of it."""
+    return told("draft_vocab_size", "vocab_size")(files, each)
+
+
+def tokens(files: Files, each: Any) -> int:
+    """The size of the target's vocabulary. Without a map, tokens beyond the output rows are inputs only."""
+    return told("vocab_size")(files, each) if files.shape("d2t") is not None else output_tokens(files, each)
+
+
+def input_tokens(files: Files, each: Any) -> int | None:
+    """The rows of the tables of tokens that are read, if they are more than those of the vocabulary."""
+    shape, size = files.shape("embed_tokens.weight"), told("vocab_size")(files, each)
+    most = max(size, shape[0] if shape else 0)
+    return most if most > tokens(files, each) else None
+
+
+def anchor_first(default: bool) -> Row:
+    """The row of `sample_from_anchor`, which SpecForge and ModelOpt call `shift_label`."""
+    return nested("sample_from_anchor", default, f"{OWN}.shift_label")
 
 
 def block_sizes(files: Files, _: Any) -> LayerSizes:
@@ -81,7 +120,8 @@ def sights_of_dflash(files: Files, _: Any) -> tuple[Sight, ...]:
             f"swa_window_size={swa} in dflash_config and sliding_window={window} in {CONFIG} contradict each other"
         )
     window = window if swa is None else swa
-    layers = Fields({**top.values, "sliding_window": window}, CONFIG)
+    kinds = table.values.get("layer_types") or top.values.get("layer_types")
+    layers = Fields({**top.values, "sliding_window": window, "layer_types": kinds}, CONFIG)
     windows = read_windows(layers, layers.integer("num_hidden_layers", most=MOST_LAYERS))
     causal, by_types = _causal(files), any(windows)
     if forced and not by_types:
@@ -129,7 +169,8 @@ def multiplier(files: Files, each: Any) -> float:
 
 
 # Read by `converted`, so that the network needs no code for them.
-STORED = ("use_gemma_norm", "rope_is_neox_style", "is_neox_style")
+_NEOX = ("rope_is_neox_style", "is_neox_style")
+STORED = ("use_gemma_norm", "attention_value_scale", *_NEOX)
 
 
 def converted(files: Files, config: BlockConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,7 +184,7 @@ def converted(files: Files, config: BlockConfig, state: dict[str, torch.Tensor])
     | `logit_scale` | factor of all logits, the previous token's bias included | vLLM |
     """
     layers, size = files.layers, config.sizes.head_dim
-    found = [flag for name in STORED[1:] if (flag := layers.flag(name, None)) is not None]
+    found = [flag for name in _NEOX if (flag := layers.flag(name, None)) is not None]
     pairs = torch.arange(size).view(-1, 2).T.flatten() if found[:1] == [False] else None
     gemma, values = layers.flag("use_gemma_norm", False), files.table(OWN).number("attention_value_scale", 1.0)
     bias = layers.number("logit_scale", 1.0)

@@ -117,8 +117,8 @@ class BlockSession(ParallelSession):
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = sizes, layers, config.block_size, *ends, *extra, *place
-        mask = torch.tensor(config.mask_token_id, device=drafter.device)
-        self._mask = weights.embed(mask)
+        learned = config.learned_mask  # that the target has no embedding of
+        self._mask = weights.embed(torch.tensor(0 if learned else config.mask_token_id, device=drafter.device))
         self._slots = torch.arange(config.block_size, device=drafter.device)
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
