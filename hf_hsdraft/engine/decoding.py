@@ -72,6 +72,8 @@ def speculative_decoding(
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
+    if not synced_gpus:  # else all processes would have to try it
+        drafter.settle(target, _first_prompt(input_ids, model_kwargs.get("attention_mask")))
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
@@ -123,6 +125,12 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     statistics.compiled_layers = runtime.acceleration.programs
+
+
+def _first_prompt(input_ids: torch.Tensor, mask: Any) -> list[int]:
+    """The tokens of the first row's prompt, without padding."""
+    whole = not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape
+    return (input_ids[0] if whole else input_ids[0][mask[0].bool()]).tolist()
 
 
 def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:

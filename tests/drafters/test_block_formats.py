@@ -299,7 +299,7 @@ def reshape(name):
         ("z-lab DFlash", at_top(hidden_size=2**40), None, "hidden_size=1099511627776"),
         ("z-lab DFlash", at_top(num_attention_heads=3), None, "num_key_value_heads=2 is invalid"),
         ("z-lab DFlash", at_top(head_dim=7), None, "head_dim=7 is invalid"),
-        ("z-lab DFlash", at_top(partial_rotary_factor=0.25), None, "partial_rotary_factor=0.25"),
+        ("z-lab DFlash", at_top(partial_rotary_factor=1.5), None, "partial_rotary_factor=1.5"),
         ("z-lab DFlash", at_top(block_size=1), None, "block_size=1 is invalid"),
         ("z-lab DFlash", at_top(rope_theta=0), None, "rope_theta=0 in config.json is invalid"),
         ("z-lab DFlash", at_top(rope_scaling="yarn"), None, "rope_scaling='yarn' in config.json is invalid"),

@@ -49,7 +49,7 @@ class Variant:
     mask: int = MASK
     mask_row: Any = None  # what is saved as `mask_embedding.pt`, made of the row `[D]`
     embed_scale: float | None = None  # factor of the target's rows; None for embeddings as the target makes them
-    normed: bool = True  # whether the last tap is read after the final norm
+    given: Mapping[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
     taps: Sequence[int] = TAPS
 
 
@@ -183,7 +183,14 @@ def of_variant(variant: Variant, target: Any) -> BlockReference:
             torch.save(variant.mask_row(tensors["mask_row"].clone()), folder / "mask_embedding.pt")
 
     slots = partial(slots_of, variant, tensors, target)
-    return BlockReference("vLLM's and SGLang's formulas", save, slots, variant.taps, first_slot=int(not variant.markov))
+    return BlockReference(
+        "vLLM's and SGLang's formulas",
+        save,
+        slots,
+        variant.taps,
+        first_slot=int(not variant.markov),
+        given=variant.given,
+    )
 
 
 DSPARK = {"architectures": ["DSparkDraftModel"], "markov_rank": 8, "markov_head_type": "vanilla"}
@@ -224,6 +231,18 @@ VARIANTS = {
     "use_gemma_norm (MiniMax)": Variant({"use_gemma_norm": True}, gemma=True),
     "use_gemma_norm, is_neox_style false": Variant(
         {"use_gemma_norm": True, "is_neox_style": False}, gemma=True, neighbours=True),
+    # Rotary widths: z-lab ignores the factor, vLLM applies it, which a trial decides; SGLang's `rope_dim` is told
+    "partial_rotary_factor, ignored": Variant({"partial_rotary_factor": 0.5}),
+    "partial_rotary_factor, told to be applied": Variant(
+        {"partial_rotary_factor": 0.5}, rotated=SIZE // 2, given={"rotates_whole_heads": False}),
+    "rope_dim of a whole head, copied factor": Variant(
+        {"rope_parameters": {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.25,
+                             "rope_dim": SIZE, "mrope_section": [1, 1, 2]}}, without=("rope_theta",)),
+    "rope_dim of half a head, neighbours": Variant(
+        {"rope_scaling": {"rope_type": "default", "rope_dim": SIZE // 2}, "is_neox_style": False},
+        rotated=SIZE // 2, neighbours=True),
+    "last layer, told to be before the norm": Variant(
+        taps=(1, 3, 7), own={"target_layer_ids": [0, 2, 5]}, given={"last_tap_is_normed": False}),
     "logit_scale (Cohere)": Variant({"logit_scale": 0.0625}, scale=0.0625),
     # Tables of the drafter's own: vLLM's `process_eagle_weight` and `Qwen3DSparkForCausalLM`
     "own embed_tokens": Variant(embedding=VOCABULARY),

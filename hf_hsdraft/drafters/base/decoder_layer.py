@@ -175,17 +175,22 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
     """Builds the rotary embeddings from a drafter's `fields`.
 
     These are `rope_parameters`, or the older `rope_theta` and `rope_scaling`, and `max_position_embeddings`. Missing
-    ones take transformers' defaults, `rope_theta` 10,000. Raises a ValueError if transformers cannot build it.
+    ones take transformers' defaults, `rope_theta` 10,000. A `partial_rotary_factor`, there or in a table, is the part
+    of each head that is rotated. Raises a ValueError if transformers cannot build it.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
-    known = {name: fields[name] for name in names if fields.get(name) is not None}
-    given = copy.deepcopy(known)  # transformers modifies the tables
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    known, part = copy.deepcopy(given), fields.get("partial_rotary_factor", 1.0)  # the tables are modified
     try:
+        for table in (known.get("rope_parameters"), known.get("rope_scaling")):
+            if table is not None and "proportional" not in (table.get("rope_type"), table.get("type")):
+                part = table.get("partial_rotary_factor", part)
+                table.pop("partial_rotary_factor", None)  # transformers' plain type would rotate all
         config = LlamaConfig(
             hidden_size=sizes.hidden_size,
             num_attention_heads=sizes.num_attention_heads,
             num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
+            head_dim=int(getattr(sizes, "rotary_dim", sizes.head_dim) * part),
             **known,
         )
         return Rotary(config)
@@ -197,7 +202,12 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half)."""
+    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half).
+
+    If `rope` is narrower than the heads, it rotates their first part only.
+    """
     cos, sin = (part[..., None, :] for part in rope)
+    if cos.shape[-1] < x.shape[-1]:
+        return torch.cat([rotate(x[..., : cos.shape[-1]], rope), x[..., cos.shape[-1] :]], dim=-1)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

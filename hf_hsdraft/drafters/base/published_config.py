@@ -44,6 +44,10 @@ class PublishedConfig(PlainConfig):
     mask_token_id: int | None = setting(
         "the token whose embedding stands for tokens that are not drafted yet", None, integer(2**31, 0), optional=True
     )
+    rotates_whole_heads: bool = setting("whether a `partial_rotary_factor` in `rope` is ignored", False, FLAG)
+    untold: Sequence[str] = setting(
+        "fields of this configuration that the files leave open; a trial on the target decides, see `readings`", ()
+    )
     last_tap_is_normed: bool = setting(
         "whether the target's last hidden state is read after its final norm, as transformers gives it", False, FLAG
     )
@@ -69,6 +73,16 @@ class PublishedConfig(PlainConfig):
     def is_reduced(self) -> bool:
         """Whether only a part of the target's vocabulary can be drafted."""
         return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
+
+    @property
+    def rotation(self) -> dict[str, Any]:
+        """The fields of `rotary_of`."""
+
+        def kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+            left = {name: kept(each) if isinstance(each, Mapping) else each for name, each in fields.items()}
+            return {name: each for name, each in left.items() if name != "partial_rotary_factor"}
+
+        return kept(self.rope) if self.rotates_whole_heads else dict(self.rope)
 
     @property
     def padding(self) -> int:

@@ -153,32 +153,37 @@ def sizes(files: Files, _: Any = None, layer: Fields | None = None, **special: A
     return LayerSizes(**{**found, **special})
 
 
-def rope(kind: str = "", whole_heads: bool = False) -> Row:
+def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Row:
     """Returns the row of `rope`, see `read_rope`."""
-    return lambda files, _: read_rope(files.layers, kind, whole_heads)
+    return lambda files, _: read_rope(files.layers, kind, whole_heads, in_part)
 
 
-def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
-    """Reads the rotary embedding in the form that `rotary_of` takes; raises a ValueError if heads are rotated in part.
+def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False, in_part: bool = False) -> dict[str, Any]:
+    """Reads the rotary embedding in the form that `rotary_of` takes.
+
+    Raises a ValueError if heads are rotated in part, and neither `whole_heads` nor `in_part` says what to do then.
 
     Args:
         kind: layer type whose entry is read if `rope_parameters` has one per type.
         whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
+        in_part: rotate only the first part of each head.
     """
     found = {name: value for name in ("rope_theta",) if (value := layer.number(name, None)) is not None}
     if (longest := layer.integer("max_position_embeddings", None)) is not None:
         found["max_position_embeddings"] = longest
-    if not whole_heads:
+    if in_part:
+        found["partial_rotary_factor"] = layer.number("partial_rotary_factor", 1.0, most=1.0)
+    elif not whole_heads:
         layer.expect("partial_rotary_factor", 1, 1.0)
     for name in ("rope_scaling", "rope_parameters"):
         table = layer.table(name, None)
         if table is not None:
             table = (table.table(kind, None) if kind else None) or table
-            found[name] = _rotation(table, whole_heads)
+            found[name] = _rotation(table, whole_heads, in_part)
     return found
 
 
-def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
+def _rotation(table: Fields, whole_heads: bool, in_part: bool) -> dict[str, Any]:
     """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
     named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
     if any(not isinstance(each, str) for each in named.values()):
@@ -189,7 +194,7 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
         table.number(name, None)
     if whole_heads and set(named.values()) <= {"default", "mrope"}:
         found.pop("partial_rotary_factor", None)
-    elif "proportional" in named.values():  # rotates whole heads, parts of them by angle 0
+    elif in_part or "proportional" in named.values():  # the latter rotates whole heads, parts of them by angle 0
         table.number("partial_rotary_factor", None, most=1.0)
     else:
         table.expect("partial_rotary_factor", 1, 1.0)
@@ -224,7 +229,7 @@ def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
     if not isinstance(kind, str) or kind not in (types if len(types) > 1 else CONFIG_MAPPING):
         wanted = " or ".join(types) if len(types) > 1 else f"a model_type of transformers, such as {types[0]}"
         raise ValueError(f"model_type={short(kind)} in {given.place} is invalid: expected {wanted}")
-    read_rope(given, "sliding_attention")  # before transformers replaces some invalid values
+    read_rope(given, "sliding_attention", in_part=True)  # before transformers replaces some invalid values
     rotation = {name: given.values[name] for name in _ROPE if name in given}
     left = ("model_type", *_ROPE)
     kept = {name: value for name, value in given.values.items() if value is not None and name not in left}
@@ -239,6 +244,12 @@ def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
     found = Fields({**made, **given.values, **rotation}, given.place)
     found.ignore(*(name for name, value in found.values.items() if name in defaults and defaults[name] == value))
     return found
+
+
+def _is_open(files: Files, names: Any) -> bool:
+    if callable(names):
+        return bool(names(files))
+    return not any(own in table for table, own in map(files.placed, names))
 
 
 @dataclass(frozen=True)
@@ -259,6 +270,8 @@ class PublishedFormat:
         expected: allowed values of further fields, `table.name`; others are refused.
         tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.
         converted: what makes weights by our names of those in the files, where more than names differ.
+        open: fields that the files may leave open (`readings.QUESTIONS`), by the names in the files that tell them, or
+            by a function that says whether it is open; they are arguments of `from_pretrained` too.
         given: arguments of `from_pretrained` that rows read, with values that stand in where nothing is loaded.
         needed: fields without which a config.json has another format.
         possible: as in `Format`, beside `needed`.
@@ -276,6 +289,7 @@ class PublishedFormat:
     expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
     converted: Callable[[Files, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    open: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
 
@@ -284,8 +298,10 @@ class PublishedFormat:
         kind = self.drafter.config_class
         files, known = Files(self, checkpoint, given), {each.name: each for each in fields(kind)}
         found = {name: row(files, known[name]) if callable(row) else row for name, row in self.rows.items()}
+        listed = files.top.values.get("untold")  # in drafters that were saved here
+        untold = [name for name, names in self.open.items() if _is_open(files, names) or name in (listed or ())]
         files.finish()
-        return kind(**found)
+        return kind(**found, **({"untold": tuple(untold)} if untold else {}))
 
     def weights(self, checkpoint: Checkpoint, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the weights of a network from those in the files, by our names."""

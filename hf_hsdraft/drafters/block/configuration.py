@@ -88,7 +88,8 @@ class BlockConfig(PublishedConfig):
 
     @property
     def num_draft_steps(self) -> int:
-        return self.block_size - self.first_slot
+        """The greatest depth, by any reading that the files leave open."""
+        return self.block_size - (1 if "sample_from_anchor" in self.untold else self.first_slot)
 
     @property
     def first_slot(self) -> int:

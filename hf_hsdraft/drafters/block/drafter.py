@@ -140,7 +140,7 @@ class BlockDrafter(PublishedNetwork):
         self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.rotary = rotary_of(dict(config.rope), sizes)
+        self.rotary = rotary_of(config.rotation, sizes)
         vocab_size = config.num_input_tokens or config.vocab_size or 0
         draft_size, width = config.draft_vocab_size or 0, sizes.hidden_size
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
@@ -164,6 +164,17 @@ class BlockDrafter(PublishedNetwork):
         self.add_vocabulary()
         if config.learned_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(width))
+
+    @property
+    def rows_of_trial(self) -> int:  # type: ignore[override]
+        return self.config.block_size
+
+    def trial_states(
+        self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
+    ) -> Sequence[torch.Tensor]:
+        mask = None if self.config.learned_mask else weights.embed(torch.tensor(self.config.mask_token_id))
+        positions = torch.arange(len(taps), device=taps.device)
+        return self(taps, weights.embed(tokens[1:]), positions, starts, mask_embeds=mask).hidden_states
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -437,6 +448,7 @@ def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
         block_size=config.block_size,
         sample_from_anchor=config.sample_from_anchor,
         sliding_window_non_causal=not any(sight.causal for sight in config.sights),
+        **({"untold": list(config.untold)} if config.untold else {}),
         **heads,
     )
 

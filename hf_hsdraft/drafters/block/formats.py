@@ -12,6 +12,7 @@ from .rows import (
     OWN,
     STORED,
     anchor_first,
+    block_rope,
     block_sizes,
     confidence,
     converted,
@@ -19,11 +20,13 @@ from .rows import (
     input_tokens,
     learned_mask,
     mask_token,
+    may_read_last,
     multiplier,
     nested,
     of_anchor,
     output_tokens,
     reaching,
+    rotates_in_part,
     shown_confidence,
     sight,
     sights_of_dflash,
@@ -41,6 +44,7 @@ _COMMON = {
     "output_multiplier": multiplier,
     "learned_mask": learned_mask,
     "mask_token_id": mask_token,
+    "rotates_whole_heads": rotates_in_part,
     "own_embedding": shown("embed_tokens.weight"),
     "own_head": shown("lm_head.weight"),
 }
@@ -56,8 +60,13 @@ _TRUNK = {
 }
 _MARKOV = same("markov_head_type", default=OURS)
 _SIZES_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-# If rope differs by layer type, all layers use that of sliding ones.
-_ROPE = rope("sliding_attention")
+_ROTATION = {"rotates_whole_heads": rotates_in_part}
+_OPEN_IN_DFLASH = {
+    **_ROTATION,
+    "embedding_scale": (f"{OWN}.input_embedding_scale", "input_embedding_scale"),
+    "last_tap_is_normed": may_read_last,
+}
+_OPEN_IN_SPECULATORS = {"dspark": {**_ROTATION, "sample_from_anchor": ("sample_from_anchor",)}}
 
 _OF_SPECULATORS = {
     **_COMMON,
@@ -66,7 +75,7 @@ _OF_SPECULATORS = {
     **same("block_size", default=8),
     **same("sample_from_anchor", default=False),
     "sights": of_anchor(False),
-    "rope": _ROPE,
+    "rope": block_rope,
     # Only this package writes it, for drafters in z-lab's format.
     "embedding_scale": lambda files, _: None if files.top.flag("target_scales_embeddings", False) else 1.0,
 }
@@ -92,7 +101,7 @@ _OF_DFLASH = {
     "block_size": nested("block_size", 16),
     "sample_from_anchor": anchor_first(False),
     "sights": sights_of_dflash,
-    "rope": _ROPE,
+    "rope": block_rope,
     # Embeddings have the target's factor, if any.
     "embedding_scale": nested("input_embedding_scale", None),
     "final_logit_softcapping": nested("final_logit_softcapping", OURS),
@@ -159,7 +168,12 @@ _OF_MODELOPT = {
     "markov_head.": ("markov_head.", ""),
     "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
 }
-_TENSORS_TELL = ("enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head")
+# Switches that the tensors tell (DeepSpec, ModelOpt), and those of targets, which classes of DFlash do not read
+_TENSORS_TELL = (
+    "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head", "has_embed_tokens",
+    "use_aux_hidden_state", "use_qk_norm", "attention_sink_bias", "add_swa_attention_sink_bias",
+    "attn_output_gate", "output_hidden_states", "output_attentions", "output_router_logits", "norm_topk_prob",
+)  # fmt: skip
 _GIVEN = {"mask_token_id": 0}
 
 FORMATS = (
@@ -171,6 +185,7 @@ FORMATS = (
             with_defaults=("qwen3",),
             ignored=STORED,
             converted=converted,
+            open=_OPEN_IN_SPECULATORS.get(kind, _ROTATION),
         )
         for kind, heads in _HEADS_OF_SPECULATORS.items()
     ),
@@ -199,7 +214,7 @@ FORMATS = (
         _is_deepspec,
         BlockDrafter,
         _OF_DEEPSPEC,
-        ignored=("num_anchors", "attn_output_gate", "norm_topk_prob", *_TENSORS_TELL, *STORED),
+        ignored=("num_anchors", *_TENSORS_TELL, *STORED),
         tensors=_OF_MODELOPT,
         converted=converted,
         given=_GIVEN,
@@ -219,7 +234,7 @@ FORMATS = (
             "target_tap_layers": taps({"target_layer_ids": 1}),
             "sample_from_anchor": False,
             "sights": lambda files, _: tuple(map(sight, windows_of(files))),
-            "rope": _ROPE,
+            "rope": block_rope,
             "embedding_scale": None,
             "last_tap_is_normed": True,
         },
@@ -238,6 +253,7 @@ FORMATS = (
             converted=converted,
             expected={f"{OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
             tensors={**_CODEBOOKS, **_OF_MODELOPT, "domino.": ("logit_head.", "")},
+            open=_OPEN_IN_DFLASH,
             given=_GIVEN,
         )
         for index, (title, heads) in enumerate(_HEADS_OF_DFLASH.items())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ...core.checks import is_integer, short
 from ...core.fields import Fields
 from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.published_config import MOST_LAYERS
-from ..base.published_format import REQUIRED, Files, Row, read_windows, sizes, taps, told
+from ..base.published_format import REQUIRED, Files, Row, read_rope, read_windows, sizes, taps, told
 from .configuration import BlockConfig, Sight, spread_layers
 
 OWN = "dflash_config"  # fields that it lacks may be at the top
@@ -63,6 +65,36 @@ def input_tokens(files: Files, each: Any) -> int | None:
 def anchor_first(default: bool) -> Row:
     """The row of `sample_from_anchor`, which SpecForge and ModelOpt call `shift_label`."""
     return nested("sample_from_anchor", default, f"{OWN}.shift_label")
+
+
+def rotates_in_part(files: Files, _: Any = None) -> bool:
+    """Whether a partial rotary factor is told, which z-lab and speculators ignore and vLLM applies, and no width."""
+    layers = files.layers
+    tables = [layers, *(each for name in ("rope_scaling", "rope_parameters") if (each := layers.table(name, None)))]
+    tables += [inner for each in tables[1:] if (inner := each.table("sliding_attention", None))]
+    types = [(each.values.get("rope_type"), each.values.get("type")) for each in tables]
+    if any("proportional" in each for each in types) or any("rope_dim" in each for each in tables):
+        return False
+    return any(each.number("partial_rotary_factor", 1.0, most=1.0) != 1.0 for each in tables)
+
+
+def block_rope(files: Files, _: Any) -> dict[str, Any]:
+    """The rotary embedding; if it differs by layer type, that of sliding ones. `rope_dim` is SGLang's rotated width."""
+    found, size = read_rope(files.layers, "sliding_attention", in_part=True), block_sizes(files, None).head_dim
+    for table in (found.get("rope_scaling"), found.get("rope_parameters")):
+        if table is not None and (width := table.pop("rope_dim", None)) is not None:
+            if not is_integer(width) or not 0 < width <= size or width % 2:
+                raise ValueError(
+                    f"rope_dim={short(width)} in {CONFIG} is invalid: expected an even number up to {size}"
+                )
+            table["partial_rotary_factor"] = width / size
+    return found
+
+
+def may_read_last(files: Files) -> bool:
+    """Whether the last layer may be read, and how many the target has is unknown or says so."""
+    layers = max(table.integer("num_target_layers", 0, most=4096) for table in (files.table(OWN), files.top))
+    return not layers or taps_of_dflash(files, None)[-1] == layers
 
 
 def block_sizes(files: Files, _: Any) -> LayerSizes:
@@ -168,6 +200,12 @@ def multiplier(files: Files, each: Any) -> float:
     return nested("output_multiplier", 1.0)(files, each) * files.layers.number("logit_scale", 1.0)
 
 
+def rotated_part(rotation: Mapping[str, Any]) -> float:
+    """The part of a head that is rotated; see `rotary_of`."""
+    tables = (rotation.get("rope_scaling") or {}, rotation.get("rope_parameters") or {})
+    return next((each["partial_rotary_factor"] for each in (*tables, rotation) if "partial_rotary_factor" in each), 1.0)
+
+
 # Read by `converted`, so that the network needs no code for them.
 _NEOX = ("rope_is_neox_style", "is_neox_style")
 STORED = ("use_gemma_norm", "attention_value_scale", *_NEOX)
@@ -185,7 +223,9 @@ def converted(files: Files, config: BlockConfig, state: dict[str, torch.Tensor])
     """
     layers, size = files.layers, config.sizes.head_dim
     found = [flag for name in _NEOX if (flag := layers.flag(name, None)) is not None]
-    pairs = torch.arange(size).view(-1, 2).T.flatten() if found[:1] == [False] else None
+    pairs, width = None, int(size * rotated_part(config.rotation))
+    if found[:1] == [False]:
+        pairs = torch.cat([torch.arange(width).view(-1, 2).T.flatten(), torch.arange(width, size)])
     gemma, values = layers.flag("use_gemma_norm", False), files.table(OWN).number("attention_value_scale", 1.0)
     bias = layers.number("logit_scale", 1.0)
 

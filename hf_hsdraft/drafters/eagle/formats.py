@@ -79,10 +79,16 @@ def _trained_depth(files: Files, each: Field[Any]) -> int:
     return told("num_depths", default=_PARALLEL_STEPS)(files, each) if _is_parallel(files) else DRAFT_STEPS
 
 
-def _output_told(files: Files, each: Field[Any]) -> bool:
+def _output_is_open(files: Files) -> bool:
     named = files.top.values.get("architectures")
     is_known = _is_parallel(files) or (isinstance(named, list) and _OF_NEMO in named)
-    return is_known or not told("norm_output", default=False)(files, each)
+    return not is_known and bool(files.top.flag("norm_output", False))
+
+
+_OPEN = {
+    "norm_output": lambda files: files.top.values.get("norm_output_told") is False,  # saved here earlier
+    "norm_before_residual": ("norm_before_residual",),
+}
 
 
 def _mask(files: Files, each: Field[Any]) -> int | None:
@@ -152,7 +158,7 @@ _HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
 _OF_SPECULATORS = {
     **_COMMON,
     "target_tap_layers": taps({_IDS: 0}, None),
-    **same("norm_before_fc", "fc_norm", "norm_output_told", default=OURS),
+    **same("norm_before_fc", "fc_norm", default=OURS),
     "num_draft_steps": _proposed,
 }
 # From copies of a Hunyuan target's configuration: AngelSlim's class always rotates.
@@ -161,8 +167,10 @@ _TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
 
 FORMATS = (
     *(
-        speculators(kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=_TYPES, ignored=_HARMLESS)
-        for kind, own in (("eagle3", {}), ("peagle", same("mask_token_id")))
+        speculators(
+            kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=_TYPES, ignored=_HARMLESS, open=opened
+        )
+        for kind, own, opened in (("eagle3", {}, _OPEN), ("peagle", same("mask_token_id"), {}))
     ),
     PublishedFormat(
         "EAGLE-3",
@@ -179,13 +187,13 @@ FORMATS = (
             "target_tap_layers": taps({_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}, None, least=-1),
             "norm_before_fc": shown("input_norm.weight"),
             "fc_norm": shown("fc_norm.0.weight"),
-            "norm_output_told": _output_told,
             "mask_token_id": _mask,
             "num_draft_steps": _trained_depth,
         },
         # The tensors decide about norms.
         ignored=(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting"),
         tensors={"layers.0.": ("midlayer.",)},
+        open={"norm_output": _output_is_open},
         given={"mask_token_id": 0},
         needed=("hidden_size", "vocab_size"),
     ),
