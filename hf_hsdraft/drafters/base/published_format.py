@@ -80,6 +80,8 @@ class Files:
         for each in (self.top, self.layers, *map(self.table, self.form.checked)):
             each.ignore(*_HARMLESS, *self.form.ignored)
             each.refuse_unread()
+        for name in self.form.checked:
+            self.table(name).refuse_unread_numbers()
 
 
 Row = Callable[[Files, "Field[Any]"], Any]
@@ -265,7 +267,7 @@ class PublishedFormat:
         layers: the table of config.json about layers; empty if its fields are at the top.
         with_defaults: types of transformers' configurations whose defaults that table leaves out; a single one is the
             usual one of any.
-        checked: further tables of config.json, in which unknown switches are refused too.
+        checked: further tables of config.json, in which unknown switches are refused too, and unknown numbers.
         ignored: names of switches, in any table, that change nothing that a drafter computes.
         expected: allowed values of further fields, `table.name`; others are refused.
         tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
 from ..base.published_format import OURS, PublishedFormat, rope, same, shown, speculators, taps, told
+from ..base.registry import Format, register_format
+from . import rows
 from .drafter import BlockDrafter
-from .rows import (
-    OWN,
-    STORED,
-    anchor_first,
-    block_rope,
-    block_sizes,
-    confidence,
-    converted,
-    gemma_sizes,
-    input_tokens,
-    learned_mask,
-    mask_token,
-    may_read_last,
-    multiplier,
-    nested,
-    of_anchor,
-    output_tokens,
-    reaching,
-    rotates_in_part,
-    shown_confidence,
-    sight,
-    sights_of_dflash,
-    taps_of_dflash,
-    tokens,
-    windows_of,
-)
 
 # DeepSpec starts from a copy of the target's configuration, of any type, and builds Qwen3 layers from it.
 _COPIED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text")
@@ -41,85 +20,85 @@ _ASSISTANT = "muse_glimmer_assistant"
 
 
 _COMMON = {
-    "output_multiplier": multiplier,
-    "learned_mask": learned_mask,
-    "mask_token_id": mask_token,
-    "rotates_whole_heads": rotates_in_part,
+    "output_multiplier": rows.multiplier,
+    "learned_mask": rows.learned_mask,
+    "mask_token_id": rows.mask_token,
+    "rotates_whole_heads": rows.rotates_in_part,
     "own_embedding": shown("embed_tokens.weight"),
     "own_head": shown("lm_head.weight"),
 }
 _TRUNK = {
     **same("num_hidden_layers"),
-    "vocab_size": tokens,
-    "draft_vocab_size": output_tokens,
-    "num_input_tokens": input_tokens,
-    "block_size": nested("block_size"),
+    "vocab_size": rows.tokens,
+    "draft_vocab_size": rows.output_tokens,
+    "num_input_tokens": rows.input_tokens,
+    "block_size": rows.nested("block_size"),
     "target_hidden_size": told("target_hidden_size", "hidden_size"),
-    "sizes": block_sizes,
+    "sizes": rows.block_sizes,
     "target_num_hidden_layers": told("num_target_layers", default=None),
 }
 _MARKOV = same("markov_head_type", default=OURS)
 _SIZES_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-_ROTATION = {"rotates_whole_heads": rotates_in_part}
+_ROTATION = {"rotates_whole_heads": rows.rotates_in_part}
 _OPEN_IN_DFLASH = {
     **_ROTATION,
-    "embedding_scale": (f"{OWN}.input_embedding_scale", "input_embedding_scale"),
-    "last_tap_is_normed": may_read_last,
+    "embedding_scale": (f"{rows.OWN}.input_embedding_scale", "input_embedding_scale"),
+    "last_tap_is_normed": rows.may_read_last,
 }
 _OPEN_IN_SPECULATORS = {"dspark": {**_ROTATION, "sample_from_anchor": ("sample_from_anchor",)}}
 
 _OF_SPECULATORS = {
     **_COMMON,
     "target_tap_layers": taps({"aux_hidden_state_layer_ids": 0}),
-    "sizes": block_sizes,
+    "sizes": rows.block_sizes,
     **same("block_size", default=8),
     **same("sample_from_anchor", default=False),
-    "sights": of_anchor(False),
-    "rope": block_rope,
+    "sights": rows.of_anchor(False),
+    "rope": rows.block_rope,
     # Only this package writes it, for drafters in z-lab's format.
     "embedding_scale": lambda files, _: None if files.top.flag("target_scales_embeddings", False) else 1.0,
 }
 _HEADS_OF_SPECULATORS = {
     "dflash": {},
     "dflash2": {
-        "sights": of_anchor(True),
+        "sights": rows.of_anchor(True),
         **{name: told(name, default=usual) for name, usual in _SIZES_OF_DFLASH2.items()},
     },
     "dspark": {
         **_MARKOV,
         **same("sample_from_anchor", default=True),
         **same("markov_rank", default=256),
-        "confidence_head": confidence(True),
+        "confidence_head": rows.confidence(True),
     },
 }
 
 _OF_DFLASH = {
     **_COMMON,
     **_TRUNK,
-    "target_tap_layers": taps_of_dflash,
-    "target_num_hidden_layers": nested("num_target_layers", None),
-    "block_size": nested("block_size", 16),
-    "sample_from_anchor": anchor_first(False),
-    "sights": sights_of_dflash,
-    "rope": block_rope,
+    "target_tap_layers": rows.taps_of_dflash,
+    "target_num_hidden_layers": rows.nested("num_target_layers", None),
+    "block_size": rows.nested("block_size", 16),
+    "sample_from_anchor": rows.anchor_first(False),
+    "sights": rows.sights_of_dflash,
+    "rope": rows.block_rope,
     # Embeddings have the target's factor, if any.
-    "embedding_scale": nested("input_embedding_scale", None),
-    "final_logit_softcapping": nested("final_logit_softcapping", OURS),
+    "embedding_scale": rows.nested("input_embedding_scale", None),
+    "final_logit_softcapping": rows.nested("final_logit_softcapping", OURS),
     "last_tap_is_normed": True,
 }
 _HEADS_OF_DFLASH = {
     "SpecForge DSpark": {
-        "sample_from_anchor": anchor_first(True),
-        "markov_rank": nested("markov_rank", 0),
-        "markov_head_type": nested("markov_head_type", OURS),
-        "confidence_head": shown_confidence,
+        "sample_from_anchor": rows.anchor_first(True),
+        "markov_rank": rows.nested("markov_rank", 0),
+        "markov_head_type": rows.nested("markov_head_type", OURS),
+        "confidence_head": rows.shown_confidence,
     },
     "SpecForge Domino": {
-        "domino_rank": nested("emb_dim"),
-        "gru_size": nested("gru_hidden_dim"),
-        "free_depths": nested("pure_draft_prefix_len", 0),  # the first slots that draft go without it
+        "domino_rank": rows.nested("emb_dim"),
+        "gru_size": rows.nested("gru_hidden_dim"),
+        "free_depths": rows.nested("pure_draft_prefix_len", 0),  # the first slots that draft go without it
     },
-    "z-lab DFlash2": {name: nested(name) for name in _SIZES_OF_DFLASH2},
+    "z-lab DFlash2": {name: rows.nested(name) for name in _SIZES_OF_DFLASH2},
     "z-lab DFlash, JetSpec": {},
 }
 
@@ -129,17 +108,17 @@ _OF_DEEPSPEC = {
     **_TRUNK,
     **_MARKOV,
     "target_tap_layers": taps({"target_layer_ids": 1, "dspark_target_layer_ids": 1}, least=-1),
-    "markov_rank": nested("markov_rank"),
-    "sample_from_anchor": anchor_first(True),
-    "sights": lambda files, _: tuple(map(reaching, windows_of(files))),
+    "markov_rank": rows.nested("markov_rank"),
+    "sample_from_anchor": rows.anchor_first(True),
+    "sights": lambda files, _: tuple(map(rows.reaching, rows.windows_of(files))),
     "rope": rope("sliding_attention", whole_heads=True),
-    "confidence_head": confidence(False),
+    "confidence_head": rows.confidence(False),
 }
 
 
 def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
     """Whether these are files of a member of `_HEADS_OF_DFLASH`; the last one takes all."""
-    names, own = checkpoint.shapes, checkpoint.config.get(OWN)
+    names, own = checkpoint.shapes, checkpoint.config.get(rows.OWN)
     if speculators_type(checkpoint) or not (own is not None or {"fc.weight", "hidden_norm.weight"} <= names.keys()):
         return False
     if title == "z-lab DFlash2":
@@ -155,7 +134,7 @@ def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
 def _is_deepspec(checkpoint: Checkpoint, gemma: bool = False) -> bool:
     """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's has a dflash_config."""
     names = str(checkpoint.config.get("architectures"))
-    others = speculators_type(checkpoint) or OWN in checkpoint.config
+    others = speculators_type(checkpoint) or rows.OWN in checkpoint.config
     of_gemma = not gemma or "Gemma4DSparkModel" in names
     return not others and of_gemma and ("DSpark" in names or "markov_rank" in checkpoint.config)
 
@@ -174,6 +153,10 @@ _TENSORS_TELL = (
     "use_aux_hidden_state", "use_qk_norm", "attention_sink_bias", "add_swa_attention_sink_bias",
     "attn_output_gate", "output_hidden_states", "output_attentions", "output_router_logits", "norm_topk_prob",
 )  # fmt: skip
+_OF_TRAINING = (  # of SpecForge and ModelOpt, or read elsewhere
+    "num_anchors", "max_anchors", "confidence_head_alpha", "loss_decay_gamma", "loss_decay_factor", "num_hidden_layers",
+    "num_target_layers", "swa_window_size",
+)  # fmt: skip
 _GIVEN = {"mask_token_id": 0}
 
 FORMATS = (
@@ -183,8 +166,8 @@ FORMATS = (
             BlockDrafter,
             {**_OF_SPECULATORS, **heads},
             with_defaults=("qwen3",),
-            ignored=STORED,
-            converted=converted,
+            ignored=rows.STORED,
+            converted=rows.converted,
             open=_OPEN_IN_SPECULATORS.get(kind, _ROTATION),
         )
         for kind, heads in _HEADS_OF_SPECULATORS.items()
@@ -196,7 +179,7 @@ FORMATS = (
         BlockDrafter,
         {
             **_OF_DEEPSPEC,
-            "sizes": gemma_sizes,
+            "sizes": rows.gemma_sizes,
             "sights": (),
             "rope": rope("full_attention"),
             "embedding_scale": None,
@@ -214,9 +197,9 @@ FORMATS = (
         _is_deepspec,
         BlockDrafter,
         _OF_DEEPSPEC,
-        ignored=("num_anchors", *_TENSORS_TELL, *STORED),
+        ignored=("num_anchors", *_TENSORS_TELL, *rows.STORED),
         tensors=_OF_MODELOPT,
-        converted=converted,
+        converted=rows.converted,
         given=_GIVEN,
         expected={"model_type": _COPIED},
     ),
@@ -233,8 +216,8 @@ FORMATS = (
             "num_input_tokens": None,
             "target_tap_layers": taps({"target_layer_ids": 1}),
             "sample_from_anchor": False,
-            "sights": lambda files, _: tuple(map(sight, windows_of(files))),
-            "rope": block_rope,
+            "sights": lambda files, _: tuple(map(rows.sight, rows.windows_of(files))),
+            "rope": rows.block_rope,
             "embedding_scale": None,
             "last_tap_is_normed": True,
         },
@@ -248,10 +231,10 @@ FORMATS = (
             partial(_is_dflash, title=title),
             BlockDrafter,
             {**_OF_DFLASH, **heads},
-            checked=(OWN,),
-            ignored=(*_TENSORS_TELL, *STORED),
-            converted=converted,
-            expected={f"{OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
+            checked=(rows.OWN,),
+            ignored=(*_TENSORS_TELL, *_OF_TRAINING, *rows.STORED),
+            converted=rows.converted,
+            expected={f"{rows.OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
             tensors={**_CODEBOOKS, **_OF_MODELOPT, "domino.": ("logit_head.", "")},
             open=_OPEN_IN_DFLASH,
             given=_GIVEN,
@@ -260,5 +243,40 @@ FORMATS = (
     ),
 )
 
+# Relatives that compute something else, by a part of a name in config.json
+_OTHERS = {
+    "lilicorr": "LiLiCorr, which scores candidates by a network over all pairs of them",
+    "dflare": "DFlare, whose layers read different hidden states",
+    "laguna": "Laguna's DFlash, whose attention has gates and whose context is normed by layer",
+    "clover": "Clover, whose heads are recurrent layers over the target's last hidden state",
+    "k3dspark": "Kimi K3's DSpark, whose attention is multi-head latent (MLA)",
+    "deepseek_v4": "DeepSeek V4's DSpark, whose layers have several streams",
+}
+
+
+def _other(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the key of `_OTHERS`, and the field that tells it; empty strings for none."""
+    own = config.get(rows.OWN) if isinstance(config.get(rows.OWN), dict) else {}
+    fields = {name: config.get(name) for name in ("architectures", "model_type")}
+    fields |= {name: own.get(name) for name in own if name == "projector_type" or name.startswith("lilicorr")}
+    texts = [(f"{name}={value!r}", f"{name} {value}".lower()) for name, value in fields.items()]
+    found = ((key, field) for key in _OTHERS for field, text in texts if key in text)
+    return next(found, ("", ""))
+
+
+def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
+    key, field = _other(checkpoint.config)
+    raise ValueError(
+        f"{printable(checkpoint.name)} is {_OTHERS[key]} ({printable(field, 200)}): that is not drafted with here; "
+        "expected DFlash, DFlash2, DSpark, Domino or JetSpec (projector_type dflash, dflash2, dspark or domino)"
+    )
+
+
+def _is_other(checkpoint: Checkpoint) -> bool:
+    return bool(_other(checkpoint.config)[0])
+
+
 for _form in FORMATS:
     _form.register()
+_possible = lambda config: bool(_other(config)[0])  # noqa: E731
+register_format(Format("other block drafters", 15, _is_other, _refuse, possible=_possible, loads=False))
