@@ -72,7 +72,7 @@ def speculative_decoding(
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
-    if not synced_gpus:  # else all processes would have to try it
+    if not synced_gpus and not untriable:  # else all processes would have to try it, or the user's code
         drafter.settle(target, _first_prompt(input_ids, model_kwargs.get("attention_mask")))
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)

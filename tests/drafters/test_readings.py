@@ -70,6 +70,7 @@ def test_a_trial_finds_what_a_drafter_has_learned(name, value):
     drafter.reread(**{name: value})
     learn(target, drafter, text)
     drafter.reread(**{name: next(iter(QUESTIONS[name].readings))}, untold=(name,))
+    drafter.generation_config.num_assistant_tokens = 4
     drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=drafter)
     assert drafted[0].tolist() == text
     assert getattr(drafter.config, name) == value and drafter.config.untold == ()

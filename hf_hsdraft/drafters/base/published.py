@@ -122,7 +122,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     @classmethod
     def described(cls, config: Any) -> dict[str, str]:
         """Returns lines by title that `hsdraft info` shows of a configuration."""
-        return told(config, {}, config.untold)
+        return told(config, {}, getattr(config, "untold", ()))
 
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         if getattr(self.config, "untold", ()):

@@ -101,18 +101,30 @@ def settle(drafter: Any, target: Any, tokens: Sequence[int]) -> None:
             _take(drafter, asked, known[0], known[1])
             return
         drafter.trials += 1
-        text, usual = _continued(target, list(tokens)[-_MOST:]), [getattr(drafter.config, name) for name in asked]
-        states, found = _states(target, text), {}
-        for values in itertools.product(*(QUESTIONS[name].readings for name in asked)):
-            drafter.reread(**dict(zip(asked, values, strict=True)))
-            found[values] = _loss(drafter, target, states, text)
+        usual = [getattr(drafter.config, name) for name in asked]
+        try:
+            found = _losses(drafter, target, asked, tokens)
+        except Exception as error:  # of any type: the target may want more than a text
+            logger.info(f"{', '.join(asked)} cannot be tried: {printable(error)}")
+            return
+        finally:
+            drafter.reread(**dict(zip(asked, usual, strict=True)))
         best, second, *_ = sorted(found, key=lambda values: found[values])
-        why = f"the target's text has {found[best]:.2f} nats a token, otherwise {found[second]:.2f}"
-        drafter.reread(**dict(zip(asked, usual, strict=True)))
         guess = math.log(drafter.config.draft_vocab_size or text_config(target).vocab_size)
         if found[second] - found[best] >= _CLEAR and found[best] <= guess - _KNOWS:
+            why = f"the target's text has {found[best]:.2f} nats a token, otherwise {found[second]:.2f}"
             _take(drafter, asked, best, why)
             _remember(drafter, target, asked, best, why)
+
+
+def _losses(drafter: Any, target: Any, asked: Sequence[str], tokens: Sequence[int]) -> dict[tuple[Any, ...], float]:
+    """Returns the surprise of each reading, by the values of the fields; leaves the last reading on the drafter."""
+    text, found = _continued(target, list(tokens)[-_MOST:]), {}
+    states = _states(target, text)
+    for values in itertools.product(*(QUESTIONS[name].readings for name in asked)):
+        drafter.reread(**dict(zip(asked, values, strict=True)))
+        found[values] = _loss(drafter, target, states, text)
+    return found
 
 
 def _take(drafter: Any, asked: Sequence[str], values: Sequence[Any], why: str) -> None:
