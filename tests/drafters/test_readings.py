@@ -43,13 +43,13 @@ OPEN = {
 }
 
 
-def learn(target, drafter, text: list[int], steps: int = 60) -> None:
+def learn(target, drafter, text: list[int], steps: int = 60, lr: float = 3e-3) -> None:
     """Trains a drafter on a text, as it reads it."""
     tokens, depth = torch.tensor(text), 4
     taps = taps_of(target, text, drafter.taps_of(target))[:-1]
     starts = torch.arange(len(taps) - depth)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=3e-3)
+    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=lr)
     for _ in range(steps):
         states = drafter.trial_states(taps, tokens, starts, depth, weights)[:depth]
         logits = torch.stack([drafter.logits(state, weights) for state in states], dim=1)
@@ -68,7 +68,7 @@ def test_a_trial_finds_what_a_drafter_has_learned(name, value):
     text = target.generate(PROMPT, max_new_tokens=96, do_sample=False)[0].tolist()
     drafter = make(target, **fields, **({name: value} if name != "sample_from_anchor" else {}))
     drafter.reread(**{name: value})
-    learn(target, drafter, text)
+    learn(target, drafter, text, *((150, 1e-2) if name == "embedding_scale" else ()))  # layers undo a factor first
     drafter.reread(**{name: next(iter(QUESTIONS[name].readings))}, untold=(name,))
     drafter.generation_config.num_assistant_tokens = 4
     drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=drafter)
