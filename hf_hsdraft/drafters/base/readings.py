@@ -111,10 +111,15 @@ def settle(drafter: Any, target: Any, tokens: Sequence[int]) -> None:
             drafter.reread(**dict(zip(asked, usual, strict=True)))
         best, second, *_ = sorted(found, key=lambda values: found[values])
         guess = math.log(drafter.config.draft_vocab_size or text_config(target).vocab_size)
+        why = f"the target's text has {found[best]:.2f} nats a token, otherwise {found[second]:.2f}"
         if found[second] - found[best] >= _CLEAR and found[best] <= guess - _KNOWS:
-            why = f"the target's text has {found[best]:.2f} nats a token, otherwise {found[second]:.2f}"
             _take(drafter, asked, best, why)
             _remember(drafter, target, asked, best, why)
+        else:
+            drafter.tried |= {
+                name: f"{QUESTIONS[name].readings[value]}, which a trial does not decide; at best {why}"
+                for name, value in zip(asked, usual, strict=True)
+            }
 
 
 def _losses(drafter: Any, target: Any, asked: Sequence[str], tokens: Sequence[int]) -> dict[tuple[Any, ...], float]:
