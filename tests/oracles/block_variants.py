@@ -263,6 +263,8 @@ VARIANTS = {
     "DSpark, vocabulary padded": Variant({**DSPARK, "vocab_size": 103}, markov="vanilla", markov_size=103),
     "DSpark, vocabulary padded, own tables": Variant(
         {**DSPARK, **RANK, "vocab_size": 103}, embedding=103, head=103, markov="gated", markov_size=103),
+    "DSpark, draft_vocab_size padded, own lm_head": Variant(
+        {**DSPARK, "draft_vocab_size": 103}, head=103, markov="vanilla", markov_rows=103),
     "DSpark, d2t": Variant({**DSPARK, "draft_vocab_size": 32}, head=32, drafted=DRAFTED, markov="vanilla"),
     "DSpark, logit_scale": Variant({**DSPARK, **RANK, "logit_scale": 0.0625}, markov="gated", scale=0.0625),
     # Names
@@ -289,10 +291,13 @@ VARIANTS = {
         mask_row=lambda row: {"embedding": row[None], "mask_token_id": MASK, "per_position": False}),
     "mask_embedding.pt, mask beyond the vocabulary": Variant(
         mask=VOCABULARY, mask_row=lambda row: {"embedding": row, "mask_token_id": VOCABULARY}),
-    # Switches that a target's configuration has, and z-lab's class does not read
+    "tensors by names of transformers and EAGLE-3": Variant(renamed={
+        "fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}),
+    # What a target's configuration has, and z-lab's class does not read
+    "layer_types of a longer target": Variant({"layer_types": ["linear_attention", "full_attention"] * 4}),
     "copied switches": Variant({
         "attn_output_gate": True, "use_aux_hidden_state": True, "is_decoder": True, "has_lm_head": False,
         "output_hidden_states": True, "use_qk_norm": True, "tie_word_embeddings": True, "num_experts": 8,
-        "output_router_logits": True}, {"use_aux_hidden_state": True}),
+        "output_router_logits": True, "has_own_lm_head": False}, {"use_aux_hidden_state": True}),
 }  # fmt: skip
 CASES = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in VARIANTS.items())

@@ -143,6 +143,12 @@ _SELECTOR = "candidate_selector."
 _CODEBOOKS = {
     f"{_SELECTOR}{each}_codebook": (f"{_SELECTOR}{each}_codebook.weight",) for each in ("predecessor", "successor")
 }
+# Names that vLLM knows beside ours
+_OF_VLLM = {
+    "fc.weight": ("fc.weight", "encoder.fc.weight"),
+    "hidden_norm.weight": ("hidden_norm.weight", "encoder.output_norm_enc.weight"),
+    "layers.0.": ("layers.0.", "midlayer."),
+}
 _OF_MODELOPT = {
     "markov_head.": ("markov_head.", ""),
     "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
@@ -150,6 +156,7 @@ _OF_MODELOPT = {
 # Switches that the tensors tell (DeepSpec, ModelOpt), and those of targets, which classes of DFlash do not read
 _TENSORS_TELL = (
     "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head", "has_embed_tokens",
+    "has_own_lm_head", "has_own_embed_tokens",
     "use_aux_hidden_state", "use_qk_norm", "attention_sink_bias", "add_swa_attention_sink_bias",
     "attn_output_gate", "output_hidden_states", "output_attentions", "output_router_logits", "norm_topk_prob",
 )  # fmt: skip
@@ -235,7 +242,7 @@ FORMATS = (
             ignored=(*_TENSORS_TELL, *_OF_TRAINING, *rows.STORED),
             converted=rows.converted,
             expected={f"{rows.OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
-            tensors={**_CODEBOOKS, **_OF_MODELOPT, "domino.": ("logit_head.", "")},
+            tensors={**_CODEBOOKS, **_OF_MODELOPT, **_OF_VLLM, "domino.": ("logit_head.", "")},
             open=_OPEN_IN_DFLASH,
             given=_GIVEN,
         )

@@ -56,10 +56,11 @@ def tokens(files: Files, each: Any) -> int:
 
 
 def input_tokens(files: Files, each: Any) -> int | None:
-    """The rows of the tables of tokens that are read, if they are more than those of the vocabulary."""
-    shape, size = files.shape("embed_tokens.weight"), told("vocab_size")(files, each)
-    most = max(size, shape[0] if shape else 0)
-    return most if most > tokens(files, each) else None
+    """The rows of the tables of tokens that are read, if they are not as many as those of the vocabulary."""
+    size, told_size = tokens(files, each), told("vocab_size")(files, each)
+    shapes = map(files.shape, ("embed_tokens.weight", "markov_head.markov_w1.weight"))
+    rows = next((shape[0] for shape in shapes if shape), size)
+    return rows if rows != size and (rows > size or rows == told_size) else None
 
 
 def anchor_first(default: bool) -> Row:
@@ -118,8 +119,13 @@ def gemma_sizes(files: Files, _: Any) -> LayerSizes:
     return sizes(files, layer=layer, gemma=True, keys_are_values=files.shape(f"{first}v_proj.weight") is None)
 
 
-def windows_of(files: Files) -> tuple[int | None, ...]:
-    return read_windows(files.layers, files.layers.integer("num_hidden_layers", most=MOST_LAYERS))
+def windows_of(files: Files, **own: Any) -> tuple[int | None, ...]:
+    """The windows of layers, whose fields `own` overrides. A longer list of types without windows is a target's."""
+    values, count = {**files.layers.values, **own}, files.layers.integer("num_hidden_layers", most=MOST_LAYERS)
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) > count and "sliding_attention" not in kinds:
+        return (None,) * count
+    return read_windows(Fields(values, files.layers.place), count)
 
 
 def sight(window: int | None, of_anchor: bool = False, causal: bool = False) -> Sight:
@@ -153,11 +159,10 @@ def sights_of_dflash(files: Files, _: Any) -> tuple[Sight, ...]:
         )
     window = window if swa is None else swa
     kinds = table.values.get("layer_types") or top.values.get("layer_types")
-    layers = Fields({**top.values, "sliding_window": window, "layer_types": kinds}, CONFIG)
-    windows = read_windows(layers, layers.integer("num_hidden_layers", most=MOST_LAYERS))
+    windows = windows_of(files, sliding_window=window, layer_types=kinds)
     causal, by_types = _causal(files), any(windows)
     if forced and not by_types:
-        windows = (layers.integer("sliding_window"),) * len(windows)
+        windows = (top.integer("sliding_window") if window is None else window,) * len(windows)
     return tuple(
         reaching(each, by_types and each is not None if causal is None else causal) for each in windows
     )  # fmt: skip
