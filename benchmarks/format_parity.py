@@ -13,7 +13,8 @@ from typing import Any
 
 from runner import options, print_table
 
-_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting")
+_COLUMNS = ("format", "reference", "verdict", "largest difference", "rounds", "accepting")
+_CLOSE = 1e-4
 
 
 def cases() -> dict[str, Callable[[], Any]]:
@@ -21,7 +22,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     from oracles import block_parity, block_variants, eagle_parity, flashmap_parity
 
     families = block_parity, block_variants, eagle_parity, flashmap_parity
-    return {case.name: partial(family.parity, case) for family in families for case in family.CASES}
+    found = [(family, case) for family in families for case in (*family.CASES, *getattr(family, "REFUSED", ()))]
+    return {case.name: partial(family.parity, case) for family, case in found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,8 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             if "." in str(error.name):  # a module of a package that is there
                 raise
-            return [name, f"needs the package {error.name}", "-", "-", "-"]
-        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
+            return [name, f"needs the package {error.name}", "-", "-", "-", "-"]
+        except ValueError as error:  # refusals are of this class too
+            return [name, "-", f"refused: {error}", "-", "-", "-"]
+        verdict = "right" if found.difference < _CLOSE else "misread"
+        return [found.format, found.reference, verdict, f"{found.difference:.1e}", found.rounds, found.accepted]
 
     print_table(_COLUMNS, map(row, given or known))
 

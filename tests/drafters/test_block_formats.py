@@ -62,10 +62,17 @@ def test_drafts_of_variants_are_those_of_the_formulas(case):
     assert found.rounds > 20 and found.rejected > 0
 
 
+@pytest.mark.parametrize("case", block_variants.REFUSED, ids=lambda case: case.name)
+def test_what_cannot_be_drafted_with_is_refused_when_it_is_loaded(case, target):
+    with pytest.raises(ValueError, match=r"expected|unknown|not known|contradict|pass mask_token_id"):
+        case.make(target).loaded()
+
+
 def test_the_command_prints_a_line_for_a_format(capsys):
-    print_formats(["z-lab DFlash"])
-    header, _, line = capsys.readouterr().out.splitlines()
-    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | MuseGlimmerAssistantModel |")
+    print_formats(["z-lab DFlash", "z-lab layout, LiLiCorr"])
+    header, _, line, other = capsys.readouterr().out.splitlines()
+    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | MuseGlimmerAssistantModel | right |")
+    assert other.startswith("| z-lab layout, LiLiCorr | - | refused: ") and "is LiLiCorr" in other
 
 
 def changed(case: Case, change) -> Case:

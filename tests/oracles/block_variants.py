@@ -300,4 +300,19 @@ VARIANTS = {
         "output_hidden_states": True, "use_qk_norm": True, "tie_word_embeddings": True, "num_experts": 8,
         "output_router_logits": True, "has_own_lm_head": False}, {"use_aux_hidden_state": True}),
 }  # fmt: skip
+# What is not drafted with, and says so
+_REFUSED = {
+    "LiLiCorr": Variant(own={"lilicorr_num_layers": 2}),
+    "Kimi K3's DSpark (MLA)": Variant({"architectures": ["K3DSparkModel"]}),
+    "DFlare": Variant({"architectures": ["DFlareDraftModel"]}),
+    "an unknown number": Variant(own={"residual_scale": 0.5}),
+    "an unknown switch": Variant(own={"embed_norm": True}),
+    "no mask token": Variant(without=("mask_token_id",)),
+    "sinks without their scores": Variant(own={"attention_sink_bias": True}),
+    "windows that contradict": Variant({"layer_types": SLIDING, "sliding_window": 6}, {"swa_window_size": 5}),
+    "causality that contradicts": Variant({"is_causal": True}, {"causal": False}),
+    "a mask beyond all embeddings": Variant(mask=VOCABULARY),
+    "descending layers": Variant(own={"target_layer_ids": [4, 2, 0]}),
+}
+REFUSED = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in _REFUSED.items())
 CASES = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in VARIANTS.items())
