@@ -13,8 +13,10 @@ from typing import Any
 
 from runner import options, print_table
 
-_COLUMNS = ("format", "reference", "verdict", "largest difference", "rounds", "accepting")
-_CLOSE = 1e-4
+from hf_hsdraft.core.refusals import DraftingRefused
+
+_COLUMNS = ("format", "verdict", "reference", "largest difference", "rounds", "accepting")
+_RIGHT = 1e-4  # largest difference of a drafter that is read right, in float32
 
 
 def cases() -> dict[str, Callable[[], Any]]:
@@ -22,8 +24,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     from oracles import block_parity, block_variants, eagle_parity, flashmap_parity
 
     families = block_parity, block_variants, eagle_parity, flashmap_parity
-    found = [(family, case) for family in families for case in (*family.CASES, *getattr(family, "REFUSED", ()))]
-    return {case.name: partial(family.parity, case) for family, case in found}
+    return {
+        case.name: partial(family.parity, case)
+        for family in families
+        for case in (*family.CASES, *getattr(family, "REFUSED", ()))
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             if "." in str(error.name):  # a module of a package that is there
                 raise
-            return [name, f"needs the package {error.name}", "-", "-", "-", "-"]
-        except ValueError as error:  # refusals are of this class too
-            return [name, "-", f"refused: {error}", "-", "-", "-"]
-        verdict = "right" if found.difference < _CLOSE else "misread"
-        return [found.format, found.reference, verdict, f"{found.difference:.1e}", found.rounds, found.accepted]
+            return [name, "-", f"needs the package {error.name}", "-", "-", "-"]
+        except (ValueError, DraftingRefused) as error:
+            return [name, f"refused: {error}", "-", "-", "-", "-"]
+        verdict = "right" if found.difference < _RIGHT else "WRONG"
+        return [name, verdict, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
 
     print_table(_COLUMNS, map(row, given or known))
 

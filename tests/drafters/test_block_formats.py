@@ -71,8 +71,8 @@ def test_what_cannot_be_drafted_with_is_refused_when_it_is_loaded(case, target):
 def test_the_command_prints_a_line_for_a_format(capsys):
     print_formats(["z-lab DFlash", "z-lab layout, LiLiCorr"])
     header, _, line, other = capsys.readouterr().out.splitlines()
-    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | MuseGlimmerAssistantModel | right |")
-    assert other.startswith("| z-lab layout, LiLiCorr | - | refused: ") and "is LiLiCorr" in other
+    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | right | MuseGlimmerAssistantModel |")
+    assert other.startswith("| z-lab layout, LiLiCorr | refused: ") and "is LiLiCorr" in other
 
 
 def changed(case: Case, change) -> Case:
