@@ -135,8 +135,9 @@ def _introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool,
 def _first_prompt(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
     """The tokens of the first row's prompt, without padding."""
     mask = model_kwargs.get("attention_mask")
-    whole = not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape
-    return (input_ids[0] if whole else input_ids[0][mask[0].bool()]).tolist()
+    if isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape:
+        return input_ids[0][mask[0].bool()].tolist()
+    return input_ids[0].tolist()
 
 
 def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> None:

@@ -298,7 +298,7 @@ class BlockDrafter(PublishedNetwork):
         """Drops tables that are the target's, as many files have them."""
 
         def is_copy(own: nn.Module | None, theirs: nn.Module) -> bool:
-            tables = [getattr(module, "weight", None) for module in (own, theirs)]
+            tables: list[Any] = [getattr(module, "weight", None) for module in (own, theirs)]
             plain = all(type(each) in (nn.Parameter, torch.Tensor) and not each.is_meta for each in tables)
             if not plain or tables[0].shape != tables[1].shape or not tables[1].is_floating_point():
                 return False  # there is none, or it is quantised or offloaded

@@ -263,7 +263,8 @@ _OTHERS = {
 
 def _other(config: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the key of `_OTHERS`, and the field that tells it; empty strings for none."""
-    own = config.get(rows.OWN) if isinstance(config.get(rows.OWN), dict) else {}
+    table = config.get(rows.OWN)
+    own = table if isinstance(table, dict) else {}
     fields = {name: config.get(name) for name in ("architectures", "model_type")}
     fields |= {name: own.get(name) for name in own if name == "projector_type" or name.startswith("lilicorr")}
     texts = [(f"{name}={value!r}", f"{name} {value}".lower()) for name, value in fields.items()]

@@ -32,8 +32,8 @@ def attention(
     if seen is not None:
         scores[..., :-1].masked_fill_(~seen[:, None], -torch.inf)
     scores[..., -1] = sinks.to(scores.dtype)[:, None]
-    sides = (F.pad(x, (0, 0, 0, 1)).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
-    return F.scaled_dot_product_attention(queries.transpose(1, 2), *sides, scores).transpose(1, 2).flatten(2)
+    keys, values = (F.pad(x, (0, 0, 0, 1)).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
+    return F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, scores).transpose(1, 2).flatten(2)
 
 
 def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor:
