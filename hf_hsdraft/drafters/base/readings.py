@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ...core.cache_folder import cache_folder
 from ...core.checks import printable
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import LastState, final_norm
+from ...runtime.target_parts import LastState, final_norm, why_not_copied
 
 logger = logging.get_logger(__name__)
 
@@ -158,7 +158,12 @@ def told(config: Any, tried: Mapping[str, str], names: Sequence[str]) -> dict[st
 
 
 def _continued(target: Any, tokens: list[int], length: int = _LEAST) -> list[int]:
-    """Continues a text by plain forwards, without a cache: nothing of a call is touched."""
+    """Continues a text by plain forwards, without a cache: nothing of a call is touched.
+
+    A compiled target, which would compile for each length, and an offloaded one get the text as it is.
+    """
+    if why_not_copied([target]):
+        return tokens
     device = target.get_input_embeddings().weight.device
     while len(tokens) < length:
         logits = target(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
