@@ -13,6 +13,7 @@ from oracles.eagle_parity import eagle_target
 from oracles.format_parity import taps_of, texts_of, tiny_target
 
 from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.drafters.base import readings
 from hf_hsdraft.drafters.base.readings import QUESTIONS
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
@@ -119,6 +120,10 @@ def test_a_result_is_kept_for_later_loads(tmp_path, monkeypatch):
     assert second.config.embedding_scale == first.config.embedding_scale == 1.0
     stored = json.loads((tmp_path / "cache" / "hf_hsdraft" / "readings.json").read_text())
     assert len(stored) == 1
+    lines = describe(str(folder))["drafter"]
+    assert lines["embeddings of a target that scales them, for some/target"].endswith(
+        "1.00 nats a token, otherwise 2.00"
+    )
     edited(folder, block_size=4)  # other files
     AutoDrafter.from_pretrained(folder).settle(target, PROMPT[0].tolist())
     assert ran

@@ -20,6 +20,7 @@ from ...hub.checkpoint import Checkpoint, Shape
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from .decoder_layer import LayerSizes
+from .readings import kept
 from .registry import Format, fields_told, register_format, with_fields
 from .target_info import fit_of
 
@@ -321,7 +322,8 @@ class PublishedFormat:
         """See `Format.describe`."""
         told = fields_told(checkpoint)
         try:
-            return {**told, **self.drafter.described(self.read(checkpoint, **self.given))}
+            described = self.drafter.described(self.read(checkpoint, **self.given))
+            return {**told, **described, **(kept(checkpoint.folder) if self.open else {})}
         except ValueError as error:
             return {**told, "cannot be loaded": printable(error, 400)}
 

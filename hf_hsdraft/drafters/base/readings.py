@@ -199,15 +199,29 @@ def _loss(drafter: Any, target: Any, states: Sequence[torch.Tensor], text: Seque
     return float(found.mean()) if len(found) else 0.0
 
 
+def _state_of(folder: Any) -> str:
+    """Names a drafter's files as they are now; empty if there are none."""
+    with contextlib.suppress(OSError, TypeError):
+        return f"{Path(folder).resolve()} {os.stat(Path(folder) / 'config.json').st_mtime_ns}"
+    return ""
+
+
 def _key(drafter: Any, target_name: str) -> str:
     """Names a drafter's files and the target; empty where they have no name."""
-    folder = getattr(drafter, "loaded_from", None)
-    if folder is None or not target_name:
-        return ""
-    with contextlib.suppress(OSError):
-        changed = os.stat(Path(folder) / "config.json").st_mtime_ns
-        return f"{Path(folder).resolve()} {changed} {target_name}"
-    return ""
+    state = _state_of(getattr(drafter, "loaded_from", None))
+    return f"{state} {target_name}" if state and target_name else ""
+
+
+def kept(folder: Path) -> dict[str, str]:
+    """Returns lines by title about what trials of earlier processes have found for a drafter's files."""
+    state, found = f"{_state_of(folder)} ", {}
+    for key, entry in _stored().items():
+        if key.startswith(state) and isinstance(entry, dict):
+            for name, value in dict(entry.get("readings", {})).items():
+                if name in QUESTIONS and value in QUESTIONS[name].readings:
+                    title = f"{QUESTIONS[name].title}, for {printable(key.removeprefix(state))}"
+                    found[title] = f"{QUESTIONS[name].readings[value]}; {printable(str(entry.get('why')))}"
+    return found
 
 
 def _stored() -> dict[str, Any]:
