@@ -258,6 +258,8 @@ def settled_by(config: Any, **values: Any) -> Any:
         if value not in QUESTIONS[name].readings:
             wanted = " or ".join(map(repr, QUESTIONS[name].readings))
             raise ValueError(f"{name}={value!r} is invalid: expected {wanted}")
+    if not values:
+        return config
     return replace(config, **values, untold=tuple(name for name in config.untold if name not in values))
 
 
