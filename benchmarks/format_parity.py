@@ -13,15 +13,25 @@ from typing import Any
 
 from runner import options, print_table
 
-_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting", "verdict")
+_COLUMNS = ("format", "verdict", "reference", "largest difference", "rounds", "accepting")
 _RIGHT = 1e-4  # largest difference of a drafter that is read right, in float32
 
 
 def cases() -> dict[str, Callable[[], Any]]:
     """Returns the comparison of each case, by its name."""
-    from oracles import assistant_parity, block_parity, eagle_parity, flashmap_parity, heads_parity, mtp_parity
+    from oracles import (
+        assistant_parity,
+        block_parity,
+        block_variants,
+        eagle_parity,
+        flashmap_parity,
+        heads_parity,
+        mtp_parity,
+    )
 
-    families = assistant_parity, block_parity, eagle_parity, flashmap_parity, heads_parity, mtp_parity
+    families = (
+        assistant_parity, block_parity, block_variants, eagle_parity, flashmap_parity, heads_parity, mtp_parity,
+    )  # fmt: skip
     return {
         case.name: partial(family.parity, case)
         for family in families
@@ -44,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             if "." in str(error.name):  # a module of a package that is there
                 raise
-            return [name, f"needs the package {error.name}", "-", "-", "-", "-"]
+            return [name, "-", f"needs the package {error.name}", "-", "-", "-"]
         except (ValueError, DraftingRefused) as error:
-            return [name, "-", "-", "-", "-", f"refused: {error}"]
+            return [name, f"refused: {error}", "-", "-", "-", "-"]
         verdict = "right" if found.difference < _RIGHT else "WRONG"
-        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted, verdict]
+        return [name, verdict, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
 
     print_table(_COLUMNS, map(row, given or known))
 

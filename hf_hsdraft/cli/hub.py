@@ -113,19 +113,24 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
-    from ..drafters.eagle.drafter import EagleDrafter
-    from ..drafters.eagle.feedback_trial import try_on
+    from ..drafters.base.published import PublishedNetwork
+    from ..drafters.base.readings import told, try_on
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
 
     drafter = load_drafter(name, torch.float32, **hub)
-    is_eagle = isinstance(drafter, EagleDrafter)
-    if not is_eagle:
+    is_published = isinstance(drafter, PublishedNetwork)
+    if not is_published:
         _check_hidden_state(drafter, name, "`hsdraft info --target`")
     model, tokenizer = loaded_target(target, torch.float32)
     drafter.check(model)
-    if is_eagle:
-        say(f"state fed back: {try_on(drafter, model, tokenizer)}")
+    if is_published:
+        questions = drafter.config.untold
+        try_on(drafter, model, tokenizer)
+        for title, reading in told(drafter.config, drafter.tried, questions).items():
+            say(f"{title}: {reading}")
+        if not questions:
+            say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
         return
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:

@@ -78,6 +78,15 @@ class Fields:
                 "the drafter may compute something else than would be computed here"
             )
 
+    def refuse_unread_numbers(self) -> None:
+        """Raises a ValueError for unread fields with a number other than 0, in a table about a drafter alone."""
+        numbers = {name: value for name, value in self.values.items() if is_number(value) and name not in self._read}
+        if unread := few([f"{name}={short(value)}" for name, value in sorted(numbers.items()) if value]):
+            raise ValueError(
+                f"{printable(self.place)} has {unread}: this is not known here, and the drafter may compute something "
+                "else than would be computed here"
+            )
+
     def _checked(self, name: str, default: Any, valid: Any, wanted: str) -> Any:
         self._read.add(name)
         value = self.values.get(name)

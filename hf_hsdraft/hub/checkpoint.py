@@ -240,13 +240,18 @@ class Checkpoint:
                 "files as they were published"
             )
 
-    def loose_tensor(self, name: str) -> torch.Tensor:
-        """Returns the one tensor of a file beside the weights, read without running code, or raises a DamagedFile."""
+    def loose_tensor(self, name: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Returns the one tensor of a file beside the weights, and what the file says about it.
+
+        It is read without running code. Raises a DamagedFile.
+        """
         path = self.folder / name
         found = _unpickled(path)
-        if not isinstance(found, torch.Tensor):
+        about = found if isinstance(found, dict) else {}
+        tensor = about.get("embedding") if about else found
+        if not isinstance(tensor, torch.Tensor):
             raise DamagedFile(f"{path} is damaged: expected one tensor", path)
-        return found
+        return tensor, about
 
     @property
     def _has_safetensors(self) -> bool:

@@ -13,7 +13,7 @@ from conftest import edited
 from family_helpers import drafts_much, make_block_drafter
 from format_parity import main as print_formats
 from lm_helpers import drafts_of
-from oracles import block_parity
+from oracles import block_parity, block_variants
 from oracles.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
 from oracles.format_parity import Case, loaded_by_speculators, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
@@ -55,10 +55,24 @@ def test_drafts_are_those_of_the_reference(case):
     assert found.rounds > 20 and found.rejected > 0 and found.accepted > 0
 
 
+@pytest.mark.parametrize("case", block_variants.CASES, ids=lambda case: case.name)
+def test_drafts_of_variants_are_those_of_the_formulas(case):
+    found = parity(case, every=EVERY)
+    assert found.difference < CLOSE
+    assert found.rounds > 20 and found.rejected > 0
+
+
+@pytest.mark.parametrize("case", block_variants.REFUSED, ids=lambda case: case.name)
+def test_what_cannot_be_drafted_with_is_refused_when_it_is_loaded(case, target):
+    with pytest.raises(ValueError, match=r"expected|unknown|not known|contradict|pass mask_token_id"):
+        case.make(target).loaded()
+
+
 def test_the_command_prints_a_line_for_a_format(capsys):
-    print_formats(["z-lab DFlash"])
-    header, _, line = capsys.readouterr().out.splitlines()
-    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | MuseGlimmerAssistantModel |")
+    print_formats(["z-lab DFlash", "z-lab layout, LiLiCorr"])
+    header, _, line, other = capsys.readouterr().out.splitlines()
+    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | right | MuseGlimmerAssistantModel |")
+    assert other.startswith("| z-lab layout, LiLiCorr | refused: ") and "is LiLiCorr" in other
 
 
 def changed(case: Case, change) -> Case:
@@ -161,9 +175,9 @@ def test_nothing_of_the_target_is_kept(saved, target):
     folder = saved("DeepSpec, vanilla")
     assert "lm_head.weight" in load_file(folder / "model.safetensors")
     drafter = AutoDrafter.from_pretrained(folder)
-    assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     weights = drafter.borrow(embedding, head)
+    assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())
     assert weights.head.data_ptr() == head.weight.data_ptr()
     assert torch.equal(weights.embed(torch.tensor([3])), embedding.weight[[3]])
 
@@ -281,16 +295,26 @@ def reshape(name):
         ("z-lab DFlash", None, reshape("fc.weight"), r"fc.weight \[31, 96\] instead of \[32, 96\]"),
         ("z-lab DFlash", in_dflash(target_layer_ids=[0, 2]), None, r"fc.weight \[32, 96\] instead of \[32, 64\]"),
         ("z-lab DFlash", in_dflash(target_layer_ids=[2, 0, 4]), None, r"target_layer_ids=\[2, 0, 4\].*ascending"),
-        ("z-lab DFlash", in_dflash(target_layer_ids=None), None, "no target_layer_ids"),
+        ("z-lab DFlash", lambda config: (config.pop("num_target_layers"), config["dflash_config"].pop(
+            "target_layer_ids")), None, "no target_layer_ids"),
+        ("z-lab DFlash", in_dflash(mask_token_id=None), None, r"no mask_token_id: pass mask_token_id=\.\.\."),
         ("z-lab DFlash", in_dflash(mask_token_id=97), None, "mask_token_id=97 is invalid.*below vocab_size=97"),
         ("z-lab DFlash", in_dflash(embed_norm=True), None, "embed_norm=true"),
+        ("z-lab DFlash", in_dflash(residual_scale=0.5), None, "dflash_config has residual_scale=0.5: this is not"),
+        ("z-lab DFlash", in_dflash(lilicorr_num_layers=2), None, "is LiLiCorr, .*not drafted with here"),
+        ("z-lab DFlash", at_top(architectures=["K3DSparkModel"]), None, "is Kimi K3's DSpark, .*latent"),
+        ("z-lab DFlash", in_dflash(attention_sink_bias=True), None, "missing: layers.0.self_attn.attention_sink_bias"),
+        ("z-lab DFlash", at_top(layer_types=["sliding_attention"] * 2, sliding_window=6, dflash_config={
+            "swa_window_size": 5, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None,
+         "swa_window_size=5 in dflash_config and sliding_window=6 in config.json contradict"),
+        ("z-lab DFlash", at_top(rope_scaling={"rope_type": "default", "rope_dim": 5}), None, "rope_dim=5.*even number"),
         ("z-lab DFlash", in_dflash(projector_type="domino"), None, "no emb_dim"),
         ("SpecForge Domino", in_dflash(emb_dim=9), None, r"embed_proj.0.weight \[8, 44\] instead of \[9, 44\]"),
         ("SpecForge Domino", None, drop("prefix_gru.weight_hh_l0"), "missing: prefix_gru.weight_hh_l0"),
         ("z-lab DFlash", at_top(hidden_size=2**40), None, "hidden_size=1099511627776"),
         ("z-lab DFlash", at_top(num_attention_heads=3), None, "num_key_value_heads=2 is invalid"),
         ("z-lab DFlash", at_top(head_dim=7), None, "head_dim=7 is invalid"),
-        ("z-lab DFlash", at_top(partial_rotary_factor=0.25), None, "partial_rotary_factor=0.25"),
+        ("z-lab DFlash", at_top(partial_rotary_factor=1.5), None, "partial_rotary_factor=1.5"),
         ("z-lab DFlash", at_top(block_size=1), None, "block_size=1 is invalid"),
         ("z-lab DFlash", at_top(rope_theta=0), None, "rope_theta=0 in config.json is invalid"),
         ("z-lab DFlash", at_top(rope_scaling="yarn"), None, "rope_scaling='yarn' in config.json is invalid"),

@@ -37,7 +37,7 @@ from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
 from hf_hsdraft.drafters.base.registry import recognise
 from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
-from hf_hsdraft.drafters.eagle import feedback_trial, session
+from hf_hsdraft.drafters.eagle import session
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
@@ -397,19 +397,21 @@ def test_which_state_is_fed_back_is_tried_where_the_files_do_not_tell(learned, n
     needed = {}
     for reading in (False, True):
         drafter = AutoDrafter.from_pretrained(folders[normed], **chain)
-        drafter.config = replace(drafter.config, norm_output=reading, norm_output_told=True)
+        drafter.config = replace(drafter.config, norm_output=reading, untold=())
         needed[reading] = rounds(drafter)
     assert needed[normed] < needed[not normed]
     drafter = AutoDrafter.from_pretrained(folders[normed], **chain)
-    assert not drafter.config.norm_output_told and feedback_trial.told(drafter).startswith("not tried yet")
+    assert drafter.config.untold == ("norm_output",)
     drafter.save_pretrained(tmp_path)
-    assert not AutoDrafter.from_pretrained(tmp_path).config.norm_output_told
+    assert AutoDrafter.from_pretrained(tmp_path).config.untold == ("norm_output",)
     assert needed[normed] <= rounds(drafter) < needed[not normed]
-    assert drafter.config.norm_output is normed and drafter.config.norm_output_told
-    assert feedback_trial.told(drafter).startswith("the normed state" if normed else "the state before the norm")
+    assert drafter.config.norm_output is normed and drafter.config.untold == ()
+    assert drafter.tried["norm_output"].startswith("after the norm" if normed else "before the norm")
     drafter.save_pretrained(tmp_path)
     again = AutoDrafter.from_pretrained(tmp_path).config
-    assert again.norm_output is normed and again.norm_output_told
+    assert again.norm_output is normed and again.untold == ()
+    given = AutoDrafter.from_pretrained(folders[normed], norm_output=not normed).config
+    assert given.norm_output is not normed and given.untold == ()
 
 
 def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
@@ -419,7 +421,7 @@ def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
     target.save_pretrained(tmp_path)
     own_tokenizer.save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["info", str(folders[True]), "--target", str(tmp_path)], catch_exceptions=False)
-    assert re.search(r"state fed back: the (normed state|state before).*drafts agreed with \d+ tokens", done.output)
+    assert re.search(r"state fed back: (after|before) the norm.*; (at best )?the target's text has", done.output)
     for flag, expected in ((True, "after the norm"), (False, "before the norm")):
         speculators_model(norm_output=flag).save_pretrained(tmp_path)
         assert expected in describe(str(tmp_path))["drafter"]["state fed back"]

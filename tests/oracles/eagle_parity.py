@@ -196,8 +196,8 @@ def renamed(
 
 def _settle(drafter: Any, normed: bool) -> None:
     """Tells a drafter which state is fed back, as a trial would on texts that it was trained for."""
-    if not drafter.config.norm_output_told:
-        drafter.config = replace(drafter.config, norm_output=normed, norm_output_told=True)
+    if "norm_output" in drafter.config.untold:
+        drafter.config = replace(drafter.config, norm_output=normed, untold=())
 
 
 def of_authors(target: Any, theta: float | None = None) -> Reference:

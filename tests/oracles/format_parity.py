@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,13 @@ class Reference:
     logits: Callable[..., Any]  # what it drafts; the family's comparison says what it is given and what it returns
     taps: Sequence[int]  # hidden states of the target that it reads
     settle: Callable[[Any], Any] = lambda drafter: None  # tells a loaded drafter what its files do not
+    given: Mapping[str, Any] = field(default_factory=dict)  # arguments of its loading
 
     def loaded(self) -> Any:
         """Returns the drafter that its files are read as, in float32."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
-            drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+            drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32, **self.given)
         self.settle(drafter)
         return drafter
 

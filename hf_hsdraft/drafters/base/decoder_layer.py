@@ -55,6 +55,7 @@ class LayerSizes:
         False,
     )
     keys_are_values: bool = setting("whether values are made by the product for keys", False)
+    sinks: bool = setting("whether each query head may look at nothing, by a learned score (attention sinks)", False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -89,6 +90,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=sizes.output_bias)
         self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
+        # Scores of the sinks, which `attend` has to add: this module attends to nothing itself
+        self.attention_sink_bias = nn.Parameter(torch.zeros(sizes.num_attention_heads)) if sizes.sinks else None
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Maps inputs `[..., n, input_size]` to `[..., n, D]`; with `rows`, for these rows only."""

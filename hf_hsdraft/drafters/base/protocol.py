@@ -239,6 +239,9 @@ class Drafter:
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """May warn of a bad fit; `tokenizer` is the target's or None, `all_processes` whether all must run forwards."""
 
+    def settle(self, target: Any, tokens: Sequence[int]) -> None:
+        """May try on the target what the drafter's files leave open, before a call; `tokens` are of a prompt."""
+
     def session(self, call: Call) -> Session:
         raise NotImplementedError
 
@@ -305,6 +308,9 @@ class WrappedDrafter(Drafter):
 
     def check(self, target: Any) -> None:
         self._drafter.check(target)
+
+    def settle(self, target: Any, tokens: Sequence[int]) -> None:
+        self._drafter.settle(target, tokens)
 
     def session(self, call: Call) -> Session:
         return self._drafter.session(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,13 +23,15 @@ from ...hub.fetching import loading, taken_for_hub
 from ...hub.speculators_format import speculators_fields
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
-from .decoder_layer import LayerSizes
+from .decoder_layer import LayerSizes, rotary_of
 from .draft_options import DraftOptions, default_options
 from .published_format import PublishedFormat, drafted_ids
+from .readings import settle, settled_by, told
 from .refiners import check_refiners
 from .registry import recognise
 from .saved_drafter import Placement, SavedDrafter, take_options
 from .target_info import misfit
+from .target_weights import TargetWeights
 
 _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -71,11 +73,16 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     config: Any
     loss_function: Any = None
     takes_tree_builders = True
+    can_be_tried = True  # whether `trial_states` works for this configuration
+    rows_of_trial = 1  # that `trial_states` drafts after each position
     name_or_path = ""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        # Which reading a trial has taken, and why, by the field of the configuration; and number of trials
+        self.tried: dict[str, str] = {}
+        self.trials = 0
         self.generation_config = self.default_generation_config()
 
     @classmethod
@@ -83,6 +90,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         """Loads a drafter, as `from_pretrained`: checks file headers before it reads weights, without a second copy."""
         placement = Placement.taken_from(kwargs)
         config = form.read(checkpoint, **{name: kwargs.pop(name) for name in form.given.keys() & kwargs.keys()})
+        config = settled_by(config, **{name: kwargs.pop(name) for name in form.open.keys() & kwargs.keys()})
         with torch.device("meta"):
             drafter = cls(config)
         take_options(drafter, checkpoint.folder, kwargs)
@@ -92,6 +100,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             ids = drafted_ids(checkpoint, config.vocab_size)
             maps["d2t"] = ids - torch.arange(len(ids))
         state = {ours[theirs]: each for theirs, each in checkpoint.tensors(ours.keys(), placement.dtype)} | maps
+        state = form.weights(checkpoint, config, state)
         drafter.load_state_dict({**state, **{name: make(state) for name, make in apart.items()}}, assign=True)
         drafter.to(placement.dtype or drafter.dtype).eval()
         drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
@@ -126,7 +135,25 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     @classmethod
     def described(cls, config: Any) -> dict[str, str]:
         """Returns lines by title that `hsdraft info` shows of a configuration."""
-        return {}
+        return told(config, {}, getattr(config, "untold", ()))
+
+    def settle(self, target: Any, tokens: Sequence[int]) -> None:
+        if getattr(self.config, "untold", ()):
+            settle(self, target, tokens)
+
+    def reread(self, **fields: Any) -> None:
+        """Reads the same weights in another way, by fields of the configuration."""
+        self.config = replace(self.config, **fields)
+        self.rotary = rotary_of(self.config.rotation, self.config.sizes)
+
+    def trial_states(
+        self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
+    ) -> Sequence[torch.Tensor]:
+        """Returns drafted states `[S, D]` of each depth after `starts` `[S]` of a text; depth d drafts start + 2 + d.
+
+        `taps` `[T, ...]` are of `tokens` `[T + 1]` but the last.
+        """
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

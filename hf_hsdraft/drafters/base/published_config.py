@@ -44,6 +44,10 @@ class PublishedConfig(PlainConfig):
     mask_token_id: int | None = setting(
         "the token whose embedding stands for tokens that are not drafted yet", None, integer(2**31, 0), optional=True
     )
+    rotates_whole_heads: bool = setting("whether a `partial_rotary_factor` in `rope` is ignored", False, FLAG)
+    untold: Sequence[str] = setting(
+        "fields of this configuration that the files leave open; a trial on the target decides, see `readings`", ()
+    )
     last_tap_is_normed: bool = setting(
         "whether the target's last hidden state is read after its final norm, as transformers gives it", False, FLAG
     )
@@ -62,7 +66,7 @@ class PublishedConfig(PlainConfig):
         size, drafted, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
         valid = drafted is None if size is None else drafted is not None and drafted <= size
         demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
-        valid = mask is None or size is None or mask < size
+        valid = mask is None or size is None or mask < self.num_embedded
         demand(valid, "mask_token_id", mask, f"expected a token id below vocab_size={size}")
 
     @property
@@ -71,9 +75,24 @@ class PublishedConfig(PlainConfig):
         return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
 
     @property
+    def rotation(self) -> dict[str, Any]:
+        """The fields of `rotary_of`."""
+
+        def kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+            left = {name: kept(each) if isinstance(each, Mapping) else each for name, each in fields.items()}
+            return {name: each for name, each in left.items() if name != "partial_rotary_factor"}
+
+        return kept(self.rope) if self.rotates_whole_heads else dict(self.rope)
+
+    @property
     def padding(self) -> int:
         """The greatest number of rows for tokens beyond the target's vocabulary, by which tables are padded."""
         return 0
+
+    @property
+    def num_embedded(self) -> int:
+        """The number of tokens that have an embedding, where the vocabulary is known."""
+        return self.vocab_size or 0
 
     @property
     def num_taps(self) -> int:

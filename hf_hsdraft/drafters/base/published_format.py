@@ -25,6 +25,7 @@ from ...hub.speculators_format import check_proposals, speculators_type, target_
 from .published_layers import read_rope, sizes
 from .published_layers import read_windows as read_windows  # for the tables of families
 from .published_layers import rope as rope
+from .readings import kept
 from .registry import AT_ONCE, IN_TURN, Format, fields_told, register_format, with_fields
 from .target_info import fit_of
 
@@ -78,6 +79,8 @@ class Files:
         for each in (self.top, self.layers, *map(self.table, self.form.checked)):
             each.ignore(*(name for name in each.values if _is_among(name, [*FOREIGN["ignored"], *self.form.ignored])))
             each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
+        for name in self.form.checked:
+            self.table(name).refuse_unread_numbers()
 
 
 Row = Callable[[Files, "Field[Any]"], Any]
@@ -167,6 +170,12 @@ def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
     return found
 
 
+def _is_open(files: Files, names: Any) -> bool:
+    if callable(names):
+        return bool(names(files))
+    return not any(own in table for table, own in map(files.placed, names))
+
+
 @dataclass(frozen=True)
 class PublishedFormat:
     """A format of drafters that other projects publish.
@@ -180,11 +189,14 @@ class PublishedFormat:
         layers: the table of config.json about layers; empty if its fields are at the top.
         with_defaults: types of transformers' configurations whose defaults that table leaves out; a single one is the
             usual one of any.
-        checked: further tables of config.json, in which unknown switches are refused too.
+        checked: further tables of config.json, in which unknown switches are refused too, and unknown numbers.
         ignored: names of switches, in any table, that change nothing that a drafter computes.
         expected: allowed values of further fields, `table.name`; others are refused.
         unread: names of tensors that are not used, with `*` for any part.
         tensors: beginnings of names in the files by those of ours, where they differ; the first that is there counts.
+        converted: what makes weights by our names of those in the files, where more than names differ.
+        open: fields that the files may leave open (`readings.QUESTIONS`), by the names in the files that tell them, or
+            by a function that says whether it is open; they are arguments of `from_pretrained` too.
         given: arguments of `from_pretrained` that rows read, with values that stand in where nothing is loaded.
         needed: fields without which a config.json has another format.
         possible: as in `Format`, beside `needed`.
@@ -202,6 +214,8 @@ class PublishedFormat:
     expected: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     unread: Collection[str] = ()
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    converted: Callable[[Files, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    open: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
 
@@ -210,8 +224,14 @@ class PublishedFormat:
         kind = self.drafter.config_class
         files, known = Files(self, checkpoint, given), {each.name: each for each in fields(kind)}
         found = {name: row(files, known[name]) if callable(row) else row for name, row in self.rows.items()}
+        listed = files.top.values.get("untold")  # in drafters that were saved here
+        untold = [name for name, names in self.open.items() if _is_open(files, names) or name in (listed or ())]
         files.finish()
-        return kind(**found)
+        return kind(**found, **({"untold": tuple(untold)} if untold else {}))
+
+    def weights(self, checkpoint: Checkpoint, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the weights of a network from those in the files, by our names."""
+        return state if self.converted is None else self.converted(Files(self, checkpoint, {}), config, state)
 
     def stored_name(self, name: str, stored: Collection[str]) -> str:
         """Returns the name in the files of a tensor by ours."""
@@ -234,7 +254,12 @@ class PublishedFormat:
             with torch.device("meta"):
                 self.drafter(config).matched(self, checkpoint)
             drafts = f"trees or chains, {AT_ONCE if self.drafter.at_once(config) else IN_TURN}"
-            return {"drafts": drafts, **told, **self.drafter.described(config)}
+            return {
+                "drafts": drafts,
+                **told,
+                **self.drafter.described(config),
+                **(kept(checkpoint.folder) if self.open else {}),
+            }
         except ValueError as error:
             return {**told, "cannot be loaded": printable(error, 400)}
 

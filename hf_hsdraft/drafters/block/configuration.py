@@ -15,6 +15,7 @@ from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _MOST_RANK = 2**16
+_MOST_PADDING = 1024
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class BlockConfig(PublishedConfig):
     gru_size: int = setting("width of that network's state", 1024, limit=integer(2**17))
     free_depths: int = setting("number of depths, from the first on, without that bias", 0, limit=integer(256, least=0))
     learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False, FLAG)
+    own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
+    own_head: bool = setting("whether it has output rows of its own for a whole vocabulary", False, FLAG)
+    num_input_tokens: int | None = setting(
+        "rows of its tables for tokens that are read, if more than can be drafted", None, integer(2**22), optional=True
+    )
     embedding_scale: float | None = setting(
         "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
         "a norm that it puts on them",
@@ -82,7 +88,8 @@ class BlockConfig(PublishedConfig):
 
     @property
     def num_draft_steps(self) -> int:
-        return self.block_size - self.first_slot
+        """The greatest depth, by any reading that the files leave open."""
+        return self.block_size - (1 if "sample_from_anchor" in self.untold else self.first_slot)
 
     @property
     def first_slot(self) -> int:
@@ -92,7 +99,15 @@ class BlockConfig(PublishedConfig):
     @property
     def has_own_head(self) -> bool:
         """Whether the drafter stores output rows: it does for a reduced vocabulary."""
-        return self.is_reduced
+        return self.is_reduced or self.own_head
+
+    @property
+    def num_embedded(self) -> int:
+        return 2**31 if self.learned_mask else self.num_input_tokens or super().num_embedded
+
+    @property
+    def padding(self) -> int:
+        return _MOST_PADDING
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Returns this configuration in a form that transformers finds equal to the target's."""
@@ -147,8 +162,9 @@ class BlockConfig(PublishedConfig):
             valid = sight.reach is None or (is_integer(sight.reach) and sight.reach >= 1)
             _demand(valid, "sliding window", sight.reach, "a distance of 1 or more")
         _demand(self.mask_token_id is not None, "mask_token_id", None, "a token id")
-        wanted = f"target_hidden_size={self.target_hidden_size}: the target's embeddings and output rows are used"
-        _demand(width == self.target_hidden_size, "hidden_size", width, wanted)
+        wanted = f"target_hidden_size={self.target_hidden_size}: the target's embeddings or output rows are used"
+        own = self.own_embedding and self.has_own_head
+        _demand(own or width == self.target_hidden_size, "hidden_size", width, wanted)
 
     def _check_heads(self) -> None:
         heads, size = [self.markov_rank, self.selector_rank, self.domino_rank], self.vocab_size
@@ -169,12 +185,17 @@ class BlockConfig(PublishedConfig):
             _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
 
 
-def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
-    """Returns `count` hidden states spread evenly, as DFlash and DSpark do; fewer for small targets."""
+def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Returns `count` hidden states spread evenly, as DFlash and DSpark do."""
     if count == 1:
-        return [num_target_layers // 2 + 1]
-    spread = [round(1 + index * (num_target_layers - 4) / (count - 1)) + 1 for index in range(count)]
-    return sorted({min(max(tap, 1), max(num_target_layers - 1, 1)) for tap in spread})
+        return (num_target_layers // 2 + 1,)
+    return tuple(round(1 + index * (num_target_layers - 4) / (count - 1)) + 1 for index in range(count))
+
+
+def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
+    """Returns `spread_layers`, or fewer for small targets."""
+    spread = spread_layers(num_target_layers, count)
+    return sorted({min(max(tap, 1), max(num_target_layers - 1, 1)) for tap in spread}) if count > 1 else [*spread]
 
 
 def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:

@@ -140,8 +140,10 @@ class BlockDrafter(PublishedNetwork):
         self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.rotary = rotary_of(dict(config.rope), sizes)
-        vocab_size, draft_size, width = config.vocab_size or 0, config.draft_vocab_size or 0, sizes.hidden_size
+        self.rotary = rotary_of(config.rotation, sizes)
+        vocab_size = config.num_input_tokens or config.vocab_size or 0
+        draft_size, width = config.draft_vocab_size or 0, sizes.hidden_size
+        self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
         self.markov_head = self.candidate_selector = self.domino = self.confidence_head = self.lm_head = None
         if config.markov_rank:
             self.markov_head = MARKOV_HEADS[config.markov_head_type](vocab_size, draft_size, width, config.markov_rank)
@@ -156,10 +158,23 @@ class BlockDrafter(PublishedNetwork):
             self.confidence_head = ConfidenceHead(width + extra)
         if config.has_own_head:
             self.lm_head = nn.Linear(width, draft_size, bias=False)
-            self.lm_head.weight.requires_grad = False  # the target's rows
+            self.lm_head.weight.requires_grad = False  # the target's rows, or a copy that was trained further
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.requires_grad = False
         self.add_vocabulary()
         if config.learned_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(width))
+
+    @property
+    def rows_of_trial(self) -> int:  # type: ignore[override]
+        return self.config.block_size
+
+    def trial_states(
+        self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
+    ) -> Sequence[torch.Tensor]:
+        mask = None if self.config.learned_mask else weights.embed(torch.tensor(self.config.mask_token_id))
+        positions = torch.arange(len(taps), device=taps.device)
+        return self(taps, weights.embed(tokens[1:]), positions, starts, mask_embeds=mask).hidden_states
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -184,6 +199,11 @@ class BlockDrafter(PublishedNetwork):
         """Returns a layer's keys and values `[T, kv_heads, head_dim]` of context states `[T, D]`."""
         attention = cast(BlockLayer, self.layers[index]).self_attn
         return attention.keys(states, rope), attention.values(states)
+
+    @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """Scores `[heads]` of each layer's attention sinks, if it has any."""
+        return [cast(BlockLayer, layer).self_attn.attention_sink_bias for layer in self.layers]
 
     def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` after the final norm, from their embeddings and positions `[B, slots]`."""
@@ -232,7 +252,8 @@ class BlockDrafter(PublishedNetwork):
         blocks = self.block_embeds(anchors, anchors[0] if mask_embeds is None else mask_embeds.to(anchors))
         slots = torch.arange(self.config.block_size, device=taps.device)
         positions = position_ids[starts, None] + 1 + slots
-        attend = training_attention(context, self.config.sights, position_ids, document_ids, starts, positions)
+        of_blocks = position_ids, document_ids, starts, positions, self.sinks
+        attend = training_attention(context, self.config.sights, *of_blocks)
         hidden = self.run(blocks, positions, attend)[:, self.config.first_slot :]
         rolled = len(starts) if num_rolled is None else num_rolled
         drafts = tuple(hidden[: len(starts) if depth == 0 else rolled, depth] for depth in range(hidden.shape[1]))
@@ -243,47 +264,73 @@ class BlockDrafter(PublishedNetwork):
         """Returns draft logits `[..., V']` of slots `[..., D]`, before any token information."""
         head = weights.head if self.lm_head is None else self.lm_head.weight
         assert head is not None
-        logits, cap = F.linear(hidden, head), self.config.final_logit_softcapping
+        logits, cap = F.linear(hidden, head)[..., : len(weights.vocab_ids)], self.config.final_logit_softcapping
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         return logits if cap == 0 else torch.tanh(logits / cap) * cap
 
     def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
-        """Collects the target's embedding, and its output rows if needed; copies only to another dtype or device."""
+        """Collects the target's embedding, and its output rows if needed; copies only to another dtype or device.
+
+        The drafter's own tables are used where they differ from the target's. Tokens beyond the target's vocabulary, by
+        which they may be padded, are left out.
+        """
+        self._drop_copies(embedding, output_head)
         scale = self.config.embedding_scale
-        is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)
-        as_made = scale is None and not is_normed
+        is_normed, own = isinstance(getattr(embedding, "embed_norm", None), nn.Module), self.embed_tokens
+        as_made = scale is None and not is_normed and own is None
         if scale is None:  # except the norm
-            scale = float(getattr(embedding, "embed_scale", 1.0)) if is_normed else 1.0
+            scale = 1.0 if as_made else float(getattr(embedding, "embed_scale", 1.0))
+        tokens = len(cast(torch.Tensor, embedding.weight))
+        ids = self.draft_vocab_ids(tokens)[: None if self.config.is_reduced else tokens]
+        if self.token_head is not None:
+            self.token_head.columns = len(ids)
         head = output_head if self.lm_head is None and with_head else None
-        ids = self.draft_vocab_ids(len(cast(torch.Tensor, embedding.weight)))
         weights = borrow(cast(nn.Embedding, embedding), head, ids, self.device, self.dtype, scaled=as_made)
+        if own is not None:
+            weights = replace(weights, embed=lambda tokens: own(tokens.to(self.device)))
         if scale == 1.0:
             return weights
-        return replace(weights, embed=lambda tokens: weights.embed(tokens) * scale)
+        embed = weights.embed
+        return replace(weights, embed=lambda tokens: embed(tokens) * scale)
+
+    def _drop_copies(self, embedding: nn.Module, output_head: nn.Module) -> None:
+        """Drops tables that are the target's, as many files have them."""
+
+        def is_copy(own: nn.Module | None, theirs: nn.Module) -> bool:
+            tables: list[Any] = [getattr(module, "weight", None) for module in (own, theirs)]
+            plain = all(type(each) in (nn.Parameter, torch.Tensor) and not each.is_meta for each in tables)
+            if not plain or tables[0].shape != tables[1].shape or not tables[1].is_floating_point():
+                return False  # there is none, or it is quantised or offloaded
+            ours, there = (each.detach() for each in tables)
+            few = slice(None, None, len(ours) // 64 + 1)  # tables that were trained further differ everywhere
+            return torch.equal(ours[few], there[few].to(ours)) and torch.equal(ours, there.to(ours))
+
+        if is_copy(self.embed_tokens, embedding):
+            self.embed_tokens, self.config = None, replace(self.config, own_embedding=False)
+        if self.config.own_head and not self.config.is_reduced and is_copy(self.lm_head, output_head):
+            self.lm_head, self.config = None, replace(self.config, own_head=False)
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. Masks may have an embedding in a file beside the weights."""
         return {"mask_embedding": lambda _: self._mask_in(checkpoint)} if self.config.learned_mask else {}
 
     def _mask_in(self, checkpoint: Checkpoint) -> torch.Tensor:
-        tensor, width = checkpoint.loose_tensor(LOOSE_MASK), self.config.target_hidden_size
+        (tensor, about), width = checkpoint.loose_tensor(LOOSE_MASK), self.config.sizes.hidden_size
+        name, mask = printable(checkpoint.name), self.config.mask_token_id
         if tensor.numel() != width or not tensor.is_floating_point():
             found = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(
-                f"{LOOSE_MASK} in {printable(checkpoint.name)} is {found}: expected {width} floating numbers"
-            )
+            raise ValueError(f"{LOOSE_MASK} in {name} is {found}: expected {width} floating numbers")
+        if about.get("mask_token_id", mask) != mask:
+            found = printable(str(about["mask_token_id"]))
+            raise ValueError(f"{LOOSE_MASK} in {name} is of token {found}: expected mask_token_id={mask}")
         return tensor.reshape(width)
 
     def may_hold(self) -> dict[str, Shape]:
         """Returns the shapes of copies of the target's tensors that files may have."""
-        width, size, drafted = self.config.target_hidden_size, self.config.vocab_size, self.config.draft_vocab_size
+        width, drafted = self.config.target_hidden_size, self.config.draft_vocab_size
         found: dict[str, Shape] = {"verifier_norm.weight": (width,), **super().may_hold()}
-        if size is not None and drafted is not None:
-            found |= {"embed_tokens.weight": (size, width), "verifier_lm_head.weight": (drafted, width)}
-            if not self.config.is_reduced:
-                found["lm_head.weight"] = (size, width)
-        return found
+        return found if drafted is None else {**found, "verifier_lm_head.weight": (drafted, width)}
 
     @classmethod
     def for_target(cls, target: Any, draft_vocab_ids: Sequence[int] | None = None, **overrides: Any) -> BlockDrafter:
@@ -340,7 +387,10 @@ class BlockDrafter(PublishedNetwork):
     def check(self, target: Any) -> None:
         super().check(target)
         tokens, mask = text_config(target).vocab_size, self.config.mask_token_id
-        if mask >= tokens:
+        known = max(tokens, self.config.num_embedded if self.config.own_embedding or self.config.learned_mask else 0)
+        if self.config.is_reduced and int(self.draft_vocab_ids().max()) >= tokens:
+            self.refuse(f"the drafter drafts token {int(self.draft_vocab_ids().max())}, the target has {tokens} tokens")
+        if mask >= known:
             self.refuse(f"the drafter reads token {mask} as its mask, the target has {tokens} tokens")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
@@ -399,6 +449,7 @@ def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
         block_size=config.block_size,
         sample_from_anchor=config.sample_from_anchor,
         sliding_window_non_causal=not any(sight.causal for sight in config.sights),
+        **({"untold": list(config.untold)} if config.untold else {}),
         **heads,
     )
 
@@ -420,6 +471,7 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
         and last == (config.target_num_hidden_layers or last),
         "layers of Gemma 4": config.sizes.gemma,
+        "attention sinks": config.sizes.sinks,
         "a bias by a recurrent network": config.domino_rank > 0,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
     }

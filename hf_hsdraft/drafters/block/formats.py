@@ -2,197 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ...core.fields import Fields
-from ...hub.checkpoint import LOOSE_MASK, Checkpoint
-from ...hub.drafter_files import CONFIG
+from ...core.checks import printable
+from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
-from ..base.decoder_layer import LayerSizes
-from ..base.published_config import MOST_LAYERS
-from ..base.published_format import (
-    OURS,
-    REQUIRED,
-    Files,
-    PublishedFormat,
-    Row,
-    read_windows,
-    rope,
-    same,
-    sizes,
-    speculators,
-    taps,
-    told,
-)
-from .configuration import Sight
+from ..base.published_format import OURS, PublishedFormat, rope, same, shown, speculators, taps, told
+from ..base.registry import Format, register_format
+from . import rows
 from .drafter import BlockDrafter
 
 # DeepSpec starts from a copy of the target's configuration, of any type, and builds Qwen3 layers from it.
 _COPIED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text")
-_OWN = "dflash_config"  # fields that it lacks may be at the top
 _ASSISTANT = "muse_glimmer_assistant"
 
 
-def _own(name: str, default: Any = REQUIRED) -> Row:
-    return told(f"{_OWN}.{name}", name, default=default)
-
-
-def _taps(files: Files, each: Any) -> tuple[int, ...]:
-    place = f"{_OWN}." if "target_layer_ids" in files.table(_OWN) else ""
-    return taps({f"{place}target_layer_ids": 1})(files, each)
-
-
-def _sizes(files: Files, _: Any) -> LayerSizes:
-    """Sizes of Qwen3's layers, whatever the tensors."""
-    bias = files.layers.flag("attention_bias", False)
-    return sizes(files, attention_bias=bias, output_bias=bias, qk_norm=True)
-
-
-def _windows(files: Files) -> tuple[int | None, ...]:
-    return read_windows(files.layers, files.layers.integer("num_hidden_layers", most=MOST_LAYERS))
-
-
-def _sight(window: int | None, of_anchor: bool = False, causal: bool = False) -> Sight:
-    """Without a window, a layer sees all of a block, unless its format says otherwise."""
-    return Sight(None, False, causal and not of_anchor) if window is None else Sight(window, of_anchor, causal)
-
-
-def _reaching(window: int | None, causal: bool = False) -> Sight:
-    """As `_sight`, of a window that counts the slot itself."""
-    return _sight(None if window is None else window - 1, causal=causal)
-
-
-def _of_anchor(default: bool) -> Row:
-    """The row of `sights` in speculators' formats; `default` is whether slots in windows see later ones."""
-
-    def row(files: Files, _: Any) -> tuple[Sight, ...]:
-        causal = not files.top.flag("sliding_window_non_causal", default)
-        return tuple(_sight(window, of_anchor=True, causal=causal) for window in _windows(files))
-
-    return row
-
-
-def _of_zlab(files: Files, _: Any) -> tuple[Sight, ...]:
-    """The sights of z-lab and of those who follow it."""
-    own, top, windows, causal = files.table(_OWN), files.top, _windows(files), _causal(files)
-    if own.flag("use_swa", False):
-        window = own.integer("swa_window_size")
-        if window != top.integer("sliding_window", window):
-            raise ValueError(f"swa_window_size={window} in dflash_config is invalid: expected the same sliding_window")
-        windows = windows if "layer_types" in top else (window,) * len(windows)
-    return tuple(_reaching(window, window is not None if causal is None else causal) for window in windows)
-
-
-def _causal(files: Files) -> bool | None:
-    """Whether a slot sees no later slot, in any layer; None if that is not told. `causal_head` is JetSpec's."""
-    places = {"causal": files.table(_OWN), "causal_head": files.table(_OWN), "is_causal": files.top}
-    found = {name: flag for name, table in places.items() if (flag := table.flag(name, None)) is not None}
-    if len(set(found.values())) > 1:
-        named = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ValueError(f"{named} in {CONFIG} contradict each other")
-    return next(iter(found.values()), None)
-
-
-def _confidence(default: bool) -> Row:
-    """The row of `confidence_head` by switches with a default."""
-
-    def row(files: Files, _: Any) -> str:
-        with_markov = files.top.flag("confidence_head_with_markov", default)
-        return ("markov" if with_markov else "hidden") if files.top.flag("enable_confidence_head", default) else "none"
-
-    return row
-
-
-def _shown_confidence(files: Files, _: Any) -> str:
-    """Whether there is a confidence head, and its input, as its tensor shows."""
-    shape = files.shape("confidence_head.proj.weight")
-    if shape is None:
-        return "none"
-    return "hidden" if shape[-1] == files.top.integer("hidden_size") else "markov"
-
-
-def _gemma_sizes(files: Files, _: Any) -> LayerSizes:
-    """Sizes of layers like the full ones of Gemma 4, whose fields are ambiguous if heads differ by type."""
-    first = "layers.0.self_attn."
-    [head_dim], [keys, _] = files.shape(f"{first}q_norm.weight") or (0,), files.shape(f"{first}k_proj.weight") or (0, 0)
-    top, own = files.top, {"head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
-    own["hidden_act"] = top.values.get("hidden_activation", "gelu_pytorch_tanh")
-    layer = Fields({**top.values, **own}, CONFIG)
-    return sizes(files, layer=layer, gemma=True, keys_are_values=files.shape(f"{first}v_proj.weight") is None)
-
-
-def _learned_mask(files: Files, _: Any) -> bool:
-    return (files.checkpoint.folder / LOOSE_MASK).is_file()
-
-
-_COMMON = {"learned_mask": _learned_mask, **same("mask_token_id")}
+_COMMON = {
+    "output_multiplier": rows.multiplier,
+    "learned_mask": rows.learned_mask,
+    "mask_token_id": rows.mask_token,
+    "rotates_whole_heads": rows.rotates_in_part,
+    "own_embedding": shown("embed_tokens.weight"),
+    "own_head": shown("lm_head.weight"),
+}
 _TRUNK = {
-    **same("vocab_size", "num_hidden_layers", "block_size"),
-    "draft_vocab_size": told("vocab_size"),
-    "target_hidden_size": told("hidden_size"),
-    "sizes": _sizes,
+    **same("num_hidden_layers"),
+    "vocab_size": rows.tokens,
+    "draft_vocab_size": rows.output_tokens,
+    "num_input_tokens": rows.input_tokens,
+    "block_size": rows.nested("block_size"),
+    "target_hidden_size": told("target_hidden_size", "hidden_size"),
+    "sizes": rows.block_sizes,
     "target_num_hidden_layers": told("num_target_layers", default=None),
 }
 _MARKOV = same("markov_head_type", default=OURS)
 _SIZES_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-# If rope differs by layer type, all layers use that of sliding ones.
-_ROPE = rope("sliding_attention")
+_ROTATION = {"rotates_whole_heads": rows.rotates_in_part}
+_OPEN_IN_DFLASH = {
+    **_ROTATION,
+    "embedding_scale": (f"{rows.OWN}.input_embedding_scale", "input_embedding_scale"),
+    "last_tap_is_normed": rows.may_read_last,
+}
+_OPEN_IN_SPECULATORS = {"dspark": {**_ROTATION, "sample_from_anchor": ("sample_from_anchor",)}}
 
 _OF_SPECULATORS = {
     **_COMMON,
     "target_tap_layers": taps({"aux_hidden_state_layer_ids": 0}),
-    "sizes": _sizes,
+    "sizes": rows.block_sizes,
     **same("block_size", default=8),
     **same("sample_from_anchor", default=False),
-    "sights": _of_anchor(False),
-    "rope": _ROPE,
+    "sights": rows.of_anchor(False),
+    "rope": rows.block_rope,
     # Only this package writes it, for drafters in z-lab's format.
     "embedding_scale": lambda files, _: None if files.top.flag("target_scales_embeddings", False) else 1.0,
 }
 _HEADS_OF_SPECULATORS = {
     "dflash": {},
     "dflash2": {
-        "sights": _of_anchor(True),
+        "sights": rows.of_anchor(True),
         **{name: told(name, default=usual) for name, usual in _SIZES_OF_DFLASH2.items()},
     },
     "dspark": {
         **_MARKOV,
         **same("sample_from_anchor", default=True),
         **same("markov_rank", default=256),
-        "confidence_head": _confidence(True),
+        "confidence_head": rows.confidence(True),
     },
 }
 
 _OF_DFLASH = {
     **_COMMON,
     **_TRUNK,
-    "target_tap_layers": _taps,
-    "target_num_hidden_layers": _own("num_target_layers", None),
-    "block_size": _own("block_size", 16),
-    "mask_token_id": _own("mask_token_id"),
-    "sample_from_anchor": False,
-    "sights": _of_zlab,
-    "rope": _ROPE,
+    "target_tap_layers": rows.taps_of_dflash,
+    "target_num_hidden_layers": rows.nested("num_target_layers", None),
+    "block_size": rows.nested("block_size", 16),
+    "sample_from_anchor": rows.anchor_first(False),
+    "sights": rows.sights_of_dflash,
+    "rope": rows.block_rope,
     # Embeddings have the target's factor, if any.
-    "embedding_scale": _own("input_embedding_scale", None),
-    **{name: _own(name, OURS) for name in ("output_multiplier", "final_logit_softcapping")},
+    "embedding_scale": rows.nested("input_embedding_scale", None),
+    "final_logit_softcapping": rows.nested("final_logit_softcapping", OURS),
     "last_tap_is_normed": True,
 }
 _HEADS_OF_DFLASH = {
     "SpecForge DSpark": {
-        "sample_from_anchor": told(f"{_OWN}.shift_label", default=True),
-        "markov_rank": _own("markov_rank", 0),
-        "markov_head_type": _own("markov_head_type", OURS),
-        "confidence_head": _shown_confidence,
+        "sample_from_anchor": rows.anchor_first(True),
+        "markov_rank": rows.nested("markov_rank", 0),
+        "markov_head_type": rows.nested("markov_head_type", OURS),
+        "confidence_head": rows.shown_confidence,
     },
     "SpecForge Domino": {
-        "sample_from_anchor": told(f"{_OWN}.shift_label", default=False),
-        "domino_rank": _own("emb_dim"),
-        "gru_size": _own("gru_hidden_dim"),
-        "free_depths": _own("pure_draft_prefix_len", 0),  # the first slots that draft go without it
+        "domino_rank": rows.nested("emb_dim"),
+        "gru_size": rows.nested("gru_hidden_dim"),
+        "free_depths": rows.nested("pure_draft_prefix_len", 0),  # the first slots that draft go without it
     },
-    "z-lab DFlash2": {name: _own(name) for name in _SIZES_OF_DFLASH2},
+    "z-lab DFlash2": {name: rows.nested(name) for name in _SIZES_OF_DFLASH2},
     "z-lab DFlash, JetSpec": {},
 }
 
@@ -201,30 +107,34 @@ _OF_DEEPSPEC = {
     **_COMMON,
     **_TRUNK,
     **_MARKOV,
-    "target_tap_layers": taps({"target_layer_ids": 1}, least=-1),
-    **same("markov_rank"),
-    **same("sample_from_anchor", default=True),
-    "sights": lambda files, _: tuple(map(_reaching, _windows(files))),
+    "target_tap_layers": taps({"target_layer_ids": 1, "dspark_target_layer_ids": 1}, least=-1),
+    "markov_rank": rows.nested("markov_rank"),
+    "sample_from_anchor": rows.anchor_first(True),
+    "sights": lambda files, _: tuple(map(rows.reaching, rows.windows_of(files))),
     "rope": rope("sliding_attention", whole_heads=True),
-    "confidence_head": _confidence(False),
+    "confidence_head": rows.confidence(False),
 }
 
 
 def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
     """Whether these are files of a member of `_HEADS_OF_DFLASH`; the last one takes all."""
-    names, own = checkpoint.shapes, checkpoint.config.get(_OWN)
+    names, own = checkpoint.shapes, checkpoint.config.get(rows.OWN)
     if speculators_type(checkpoint) or not (own is not None or {"fc.weight", "hidden_norm.weight"} <= names.keys()):
         return False
     if title == "z-lab DFlash2":
         return any(name.startswith("candidate_selector.") for name in names)
     projector = own.get("projector_type") if isinstance(own, dict) else None
+    if projector is None:
+        written_by, heads = str(checkpoint.config.get("architectures")), ("markov_head.markov_w1.", "markov_w1.")
+        is_dspark = "DSpark" in written_by or any(name.startswith(heads) for name in names)
+        projector = "domino" if "Domino" in written_by else "dspark" if is_dspark else "dflash"
     return not title.startswith("SpecForge") or f"SpecForge {projector}".lower() == title.lower()
 
 
 def _is_deepspec(checkpoint: Checkpoint, gemma: bool = False) -> bool:
     """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's has a dflash_config."""
     names = str(checkpoint.config.get("architectures"))
-    others = speculators_type(checkpoint) or _OWN in checkpoint.config
+    others = speculators_type(checkpoint) or rows.OWN in checkpoint.config
     of_gemma = not gemma or "Gemma4DSparkModel" in names
     return not others and of_gemma and ("DSpark" in names or "markov_rank" in checkpoint.config)
 
@@ -233,10 +143,40 @@ _SELECTOR = "candidate_selector."
 _CODEBOOKS = {
     f"{_SELECTOR}{each}_codebook": (f"{_SELECTOR}{each}_codebook.weight",) for each in ("predecessor", "successor")
 }
+# Names that vLLM knows beside ours
+_OF_VLLM = {
+    "fc.weight": ("fc.weight", "encoder.fc.weight"),
+    "hidden_norm.weight": ("hidden_norm.weight", "encoder.output_norm_enc.weight"),
+    "layers.0.": ("layers.0.", "midlayer."),
+}
+_OF_MODELOPT = {
+    "markov_head.": ("markov_head.", ""),
+    "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
+}
+# Switches that the tensors tell (DeepSpec, ModelOpt), and those of targets, which classes of DFlash do not read
+_TENSORS_TELL = (
+    "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head", "has_embed_tokens",
+    "has_own_lm_head", "has_own_embed_tokens",
+    "use_aux_hidden_state", "use_qk_norm", "attention_sink_bias", "add_swa_attention_sink_bias",
+    "attn_output_gate", "output_hidden_states", "output_attentions", "output_router_logits", "norm_topk_prob",
+)  # fmt: skip
+_OF_TRAINING = (  # of SpecForge and ModelOpt, or read elsewhere
+    "num_anchors", "max_anchors", "confidence_head_alpha", "loss_decay_gamma", "loss_decay_factor", "num_hidden_layers",
+    "num_target_layers", "swa_window_size",
+)  # fmt: skip
+_GIVEN = {"mask_token_id": 0}
 
 FORMATS = (
     *(
-        speculators(kind, BlockDrafter, {**_OF_SPECULATORS, **heads}, with_defaults=("qwen3",))
+        speculators(
+            kind,
+            BlockDrafter,
+            {**_OF_SPECULATORS, **heads},
+            with_defaults=("qwen3",),
+            ignored=rows.STORED,
+            converted=rows.converted,
+            open=_OPEN_IN_SPECULATORS.get(kind, _ROTATION),
+        )
         for kind, heads in _HEADS_OF_SPECULATORS.items()
     ),
     PublishedFormat(
@@ -246,7 +186,7 @@ FORMATS = (
         BlockDrafter,
         {
             **_OF_DEEPSPEC,
-            "sizes": _gemma_sizes,
+            "sizes": rows.gemma_sizes,
             "sights": (),
             "rope": rope("full_attention"),
             "embedding_scale": None,
@@ -264,7 +204,10 @@ FORMATS = (
         _is_deepspec,
         BlockDrafter,
         _OF_DEEPSPEC,
-        ignored=("num_anchors", "attn_output_gate", "norm_topk_prob"),
+        ignored=("num_anchors", *_TENSORS_TELL, *rows.STORED),
+        tensors=_OF_MODELOPT,
+        converted=rows.converted,
+        given=_GIVEN,
         expected={"model_type": _COPIED},
     ),
     PublishedFormat(
@@ -277,10 +220,11 @@ FORMATS = (
             **_TRUNK,
             "vocab_size": None,
             "draft_vocab_size": None,
+            "num_input_tokens": None,
             "target_tap_layers": taps({"target_layer_ids": 1}),
             "sample_from_anchor": False,
-            "sights": lambda files, _: tuple(map(_sight, _windows(files))),
-            "rope": _ROPE,
+            "sights": lambda files, _: tuple(map(rows.sight, rows.windows_of(files))),
+            "rope": rows.block_rope,
             "embedding_scale": None,
             "last_tap_is_normed": True,
         },
@@ -294,14 +238,53 @@ FORMATS = (
             partial(_is_dflash, title=title),
             BlockDrafter,
             {**_OF_DFLASH, **heads},
-            checked=(_OWN,),
-            ignored=("enable_confidence_head", "confidence_head_with_markov"),  # the tensors decide
-            expected={f"{_OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
-            tensors={**{name: (f"{name}.weight",) for name in _CODEBOOKS}, "domino.": ("logit_head.", "")},
+            checked=(rows.OWN,),
+            ignored=(*_TENSORS_TELL, *_OF_TRAINING, *rows.STORED),
+            converted=rows.converted,
+            expected={f"{rows.OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
+            tensors={**_CODEBOOKS, **_OF_MODELOPT, **_OF_VLLM, "domino.": ("logit_head.", "")},
+            open=_OPEN_IN_DFLASH,
+            given=_GIVEN,
         )
         for index, (title, heads) in enumerate(_HEADS_OF_DFLASH.items())
     ),
 )
 
+# Relatives that compute something else, by a part of a name in config.json
+_OTHERS = {
+    "lilicorr": "LiLiCorr, which scores candidates by a network over all pairs of them",
+    "dflare": "DFlare, whose layers read different hidden states",
+    "laguna": "Laguna's DFlash, whose attention has gates and whose context is normed by layer",
+    "clover": "Clover, whose heads are recurrent layers over the target's last hidden state",
+    "k3dspark": "Kimi K3's DSpark, whose attention is multi-head latent (MLA)",
+    "deepseek_v4": "DeepSeek V4's DSpark, whose layers have several streams",
+}
+
+
+def _other(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the key of `_OTHERS`, and the field that tells it; empty strings for none."""
+    table = config.get(rows.OWN)
+    own = table if isinstance(table, dict) else {}
+    fields = {name: config.get(name) for name in ("architectures", "model_type")}
+    fields |= {name: own.get(name) for name in own if name == "projector_type" or name.startswith("lilicorr")}
+    texts = [(f"{name}={value!r}", f"{name} {value}".lower()) for name, value in fields.items()]
+    found = ((key, field) for key in _OTHERS for field, text in texts if key in text)
+    return next(found, ("", ""))
+
+
+def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
+    key, field = _other(checkpoint.config)
+    raise ValueError(
+        f"{printable(checkpoint.name)} is {_OTHERS[key]} ({printable(field, 200)}): that is not drafted with here; "
+        "expected DFlash, DFlash2, DSpark, Domino or JetSpec (projector_type dflash, dflash2, dspark or domino)"
+    )
+
+
+def _is_other(checkpoint: Checkpoint) -> bool:
+    return bool(_other(checkpoint.config)[0])
+
+
 for _form in FORMATS:
     _form.register()
+_possible = lambda config: bool(_other(config)[0])  # noqa: E731
+register_format(Format("other block drafters", 15, _is_other, _refuse, possible=_possible, loads=False))

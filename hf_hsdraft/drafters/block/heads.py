@@ -19,13 +19,15 @@ from ..base.target_weights import TokenHead
 class BlockHead(TokenHead):
     """Base of the heads of a block; parameters have the names of the speculators package."""
 
+    columns: int | None = None  # of the target's vocabulary, which rows may be padded beyond; set by `borrow`
+
     @property
     def rows(self) -> torch.Tensor:
         """`[V', r]`, weight of the last product."""
         raise NotImplementedError
 
     def up(self, code: torch.Tensor) -> torch.Tensor:
-        return F.linear(code, self.rows)
+        return F.linear(code, self.rows[: self.columns])
 
     def among(self, columns: torch.Tensor) -> Transform:
         rows = self.rows[columns].mT

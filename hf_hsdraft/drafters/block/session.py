@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...core.options import Option
 from ...core.tensors import batched_attention
@@ -18,6 +19,21 @@ from .configuration import Sight
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 _BLOCKS_AT_ONCE = 64  # in training; limits the work on masked pairs of blocks
+
+
+def attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, sinks: Any = None
+) -> torch.Tensor:
+    """As `batched_attention`, but a head may look at nothing instead, with score `sinks` `[heads]` before softmax."""
+    if sinks is None:
+        return batched_attention(queries, keys, values, seen)
+    (batch, rows, heads, _), (kv_heads, length) = queries.shape, keys.shape[1:3]
+    scores = queries.new_zeros(batch, heads, rows, length + 1)
+    if seen is not None:
+        scores[..., :-1].masked_fill_(~seen[:, None], -torch.inf)
+    scores[..., -1] = sinks.to(scores.dtype)[:, None]
+    keys, values = (F.pad(x, (0, 0, 0, 1)).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
+    return F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, scores).transpose(1, 2).flatten(2)
 
 
 def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor:
@@ -40,6 +56,7 @@ def training_attention(
     document_ids: torch.Tensor | None,  # `[T]`, of the context
     starts: torch.Tensor,  # `[S]`, index of the last context position that each block sees
     positions: torch.Tensor,  # `[S, slots]`, of the slots
+    sinks: Sequence[Any],  # scores `[heads]` of each layer, or None
 ) -> Callable[..., torch.Tensor]:
     """Returns the attention of many blocks to one packed context, see `BlockDrafter.forward`."""
     blocks, slots = positions.shape
@@ -72,7 +89,7 @@ def training_attention(
                 for shared, own in zip(context[index], (keys, values), strict=True)
             ]
             of_block = queries[part].flatten(0, 1)[None]
-            of_part = batched_attention(of_block, sides[0], sides[1], seen(sights[index], begin))
+            of_part = attention(of_block, sides[0], sides[1], seen(sights[index], begin), sinks[index])
             mixed.append(of_part[0].unflatten(0, (-1, slots)))
         return torch.cat(mixed)
 
@@ -100,8 +117,8 @@ class BlockSession(ParallelSession):
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = sizes, layers, config.block_size, *ends, *extra, *place
-        mask = torch.tensor(config.mask_token_id, device=drafter.device)
-        self._mask = weights.embed(mask)
+        learned = config.learned_mask  # that the target has no embedding of
+        self._mask = weights.embed(torch.tensor(0 if learned else config.mask_token_id, device=drafter.device))
         self._slots = torch.arange(config.block_size, device=drafter.device)
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
@@ -137,7 +154,7 @@ class BlockSession(ParallelSession):
                 masks[sight] = self._seen(sight, rows, positions)
             sides = zip(context.view(index, rows), (keys, values), strict=True)
             all_keys, all_values = (torch.cat([before, own.transpose(1, 2)], dim=2) for before, own in sides)
-            return batched_attention(queries, all_keys, all_values, masks[sight])
+            return attention(queries, all_keys, all_values, masks[sight], drafter.sinks[index])
 
         return drafter.run(drafter.block_embeds(anchors, self._mask), positions, attend)
 

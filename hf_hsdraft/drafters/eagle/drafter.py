@@ -27,6 +27,7 @@ from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
+from ..base.readings import told
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
 from .layers import EagleLayer, LatentSizes
@@ -64,9 +65,6 @@ class EagleDrafter(PublishedNetwork):
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
         self.rotary = rotary_of(dict(config.rope), config.sizes)
         self.add_vocabulary()
-        # `FeedbackTrial`'s counts: right tokens by each reading of `norm_output`, and number of pairs.
-        self.feedback_counts: dict[bool, int] = {}
-        self.feedback_tried = 0
         if self.device.type != "meta":
             self.reset_parameters()
 
@@ -102,16 +100,29 @@ class EagleDrafter(PublishedNetwork):
     def described(cls, config: EagleConfig) -> dict[str, str]:
         if config.fuses_embedding:
             return {"reads": "the last hidden state, and the next token (EAGLE-1, EAGLE-2)"}
-        if not config.norm_output_told:
-            told = (
-                "not told by norm_output=true: the first calls try both readings; `hsdraft info --target` tells which "
-                "is taken"
-            )
-        elif config.mask_token_id is None:
-            told = "after the norm (EAGLE-3.1)" if config.norm_output else "before the norm (EAGLE-3)"
-        else:
-            return {}
-        return {"state fed back": told}
+        fed_back = () if config.mask_token_id is not None or "norm_output" in config.untold else ("norm_output",)
+        return told(config, {}, (*fed_back, *config.untold))
+
+    @property
+    def can_be_tried(self) -> bool:  # type: ignore[override]
+        return len(set(self.config.windows)) == 1
+
+    @property
+    def rows_of_trial(self) -> int:  # type: ignore[override]
+        return 4
+
+    def reread(self, **fields: Any) -> None:
+        super().reread(**fields)
+        cast(EagleLayer, self.layers[0]).norm_before_residual = self.config.norm_before_residual
+
+    def trial_states(
+        self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
+    ) -> Sequence[torch.Tensor]:
+        embeds, mask = weights.embed(tokens[1:]), self.config.mask_token_id
+        path = embeds[starts[:, None] + torch.arange(depth, device=starts.device)]
+        path = path if mask is None else weights.embed(torch.tensor(mask)).expand_as(path)
+        positions = torch.arange(len(taps), device=taps.device)
+        return self(taps, embeds, positions, starts, num_draft_steps=depth, path_embeds=path).hidden_states
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         check_can_be_written(self.config)
@@ -273,8 +284,8 @@ def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns a drafter's config.json in the speculators format, which vLLM reads too."""
     kind = "eagle3" if config.mask_token_id is None else "peagle"
     open_fields: dict[str, Any] = {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
-    if not config.norm_output_told:  # the next load continues the trial
-        open_fields["norm_output_told"] = False
+    if config.untold:  # a later load tries them
+        open_fields["untold"] = list(config.untold)
     taps = config.target_tap_layers
     switches = ("num_draft_steps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return speculators_document(

@@ -122,10 +122,16 @@ def _trained_depth(files: Files, each: Field[Any]) -> int:
     return told("num_depths", default=_PARALLEL_STEPS)(files, each) if _is_parallel(files) else DRAFT_STEPS
 
 
-def _output_told(files: Files, each: Field[Any]) -> bool:
+def _output_is_open(files: Files) -> bool:
     named = files.top.values.get("architectures")
     is_known = _is_parallel(files) or (isinstance(named, list) and _OF_NEMO in named)
-    return is_known or not told("norm_output", default=False)(files, each)
+    return not is_known and bool(files.top.flag("norm_output", False))
+
+
+_OPEN = {
+    "norm_output": lambda files: files.top.values.get("norm_output_told") is False,  # saved here earlier
+    "norm_before_residual": ("norm_before_residual",),
+}
 
 
 def _mask(files: Files, each: Field[Any]) -> int | None:
@@ -203,7 +209,7 @@ COMMON = {
 _OF_SPECULATORS = {
     **COMMON,
     "target_tap_layers": taps({_IDS: 0}, None),
-    **same("norm_before_fc", "fc_norm", "norm_output_told", default=OURS),
+    **same("norm_before_fc", "fc_norm", default=OURS),
     "num_draft_steps": proposed,
 }
 TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
@@ -213,9 +219,15 @@ EXPECTED = {name: neutral for name, (neutral, _) in FOREIGN["changing EAGLE"].it
 FORMATS = (
     *(
         speculators(
-            kind, EagleDrafter, {**_OF_SPECULATORS, **own}, with_defaults=TYPES, ignored=IGNORED, expected=EXPECTED
+            kind,
+            EagleDrafter,
+            {**_OF_SPECULATORS, **own},
+            with_defaults=TYPES,
+            ignored=IGNORED,
+            expected=EXPECTED,
+            open=opened,
         )
-        for kind, own in (("eagle3", {}), ("peagle", same("mask_token_id")))
+        for kind, own, opened in (("eagle3", {}, _OPEN), ("peagle", same("mask_token_id"), {}))
     ),
     PublishedFormat(
         "EAGLE-3",
@@ -235,7 +247,6 @@ FORMATS = (
             "all_read_embeddings": _shown_twice("layers.1.self_attn.q_proj.weight"),
             "norm_before_fc": shown("input_norm.weight"),
             "fc_norm": shown("fc_norm.0.weight"),
-            "norm_output_told": _output_told,
             "mask_token_id": _mask,
             "num_draft_steps": _trained_depth,
         },
@@ -245,6 +256,7 @@ FORMATS = (
             "layers.0.": ("midlayer.",),
             **{f"fc_norm.{index}.": (f"aux_norm_{name}.",) for index, name in enumerate(("low", "mid", "high"))},
         },
+        open={"norm_output": _output_is_open},
         given={"mask_token_id": 0},
         needed=("hidden_size", "vocab_size"),
     ),

@@ -23,7 +23,6 @@ from ..base.reading_session import (
 )  # fmt: skip
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import LevelExpansion, ParallelExpansion
-from .feedback_trial import FeedbackTrial, can_be_tried
 
 
 class DraftedRows(DraftedNodes):
@@ -92,7 +91,6 @@ class EagleSession(LevelSession):
         sizes = config.sizes, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
         self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of each row's last pair read
-        self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)
 
     def columns(self, news: Accepted) -> Columns:
         device, dtype = self.drafter.device, self.drafter.dtype
@@ -104,8 +102,6 @@ class EagleSession(LevelSession):
         else:  # the drafter's embedding has another width, and the token ids are unknown
             embeds, count = last, 1
         taps, positions = news.taps[-count:], news.positions[-count:]
-        if self._trial is not None and news.row == 0 and len(news.following) >= count:
-            self._trial.add(taps, embeds, positions, news.following[-count:])
         return taps.to(device, dtype), embeds.to(device, dtype), positions.to(device)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
@@ -119,8 +115,6 @@ class EagleSession(LevelSession):
         network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
         rows = [ask.row for ask in asks]
         self.read_pending(rows)
-        if self._trial is not None:
-            self._trial.decide()
         race, temperature = self.race(rows, depth), options.temperature
         states = torch.stack([self._last[row] for row in rows])
         drafted = DraftedRows(network, weights, self._context, rows, states, self.anchors(rows) - 1)

@@ -1,0 +1,155 @@
+"""Questions that files leave open: the trial on the target finds the reading that a drafter has learned."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import edited
+from oracles.block_parity import CASES as BLOCK_CASES
+from oracles.block_variants import Variant, of_variant
+from oracles.eagle_parity import eagle_target
+from oracles.format_parity import taps_of, texts_of, tiny_target
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.drafters.base import readings
+from hf_hsdraft.drafters.base.readings import QUESTIONS
+from hf_hsdraft.drafters.block.drafter import BlockDrafter
+from hf_hsdraft.drafters.eagle.drafter import EagleConfig, EagleDrafter
+
+PROMPT = torch.tensor([[5, 9, 11, 3, 40, 41, 42]])
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}
+SCALING = next(case.target for case in BLOCK_CASES if "target that scales" in case.name)
+
+
+def block(target, **fields):
+    taps = {"target_tap_layers": (1, 3, 6), "num_draft_steps": 5, "num_hidden_layers": 1, "markov_rank": 0}
+    drafter = BlockDrafter.for_target(target, **{**taps, **fields})
+    return drafter
+
+
+def eagle(target, **fields):
+    return EagleDrafter(EagleConfig.for_target(target, target_tap_layers=(1, 3, 5), **fields))
+
+
+OPEN = {
+    "norm_output": (eagle, {}, {}),
+    "norm_before_residual": (eagle, {}, {}),
+    "sample_from_anchor": (block, {}, {}),
+    "embedding_scale": (block, {}, SCALING),
+    "last_tap_is_normed": (block, {}, {}),
+    "rotates_whole_heads": (block, {"rope": PARTIAL}, {}),
+}
+
+
+def learn(target, drafter, text: list[int], steps: int = 60, lr: float = 3e-3) -> None:
+    """Trains a drafter on a text, as it reads it."""
+    tokens, depth = torch.tensor(text), 4
+    taps = taps_of(target, text, drafter.taps_of(target))[:-1]
+    starts = torch.arange(len(taps) - depth)
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=lr)
+    for _ in range(steps):
+        states = drafter.trial_states(taps, tokens, starts, depth, weights)[:depth]
+        logits = torch.stack([drafter.logits(state, weights) for state in states], dim=1)
+        wanted = tokens[starts[:, None] + 2 + torch.arange(depth)]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in OPEN for value in QUESTIONS[name].readings])
+def test_a_trial_finds_what_a_drafter_has_learned(name, value):
+    make, fields, kind = OPEN[name]
+    torch.manual_seed(0)
+    target = tiny_target(**kind)
+    text = target.generate(PROMPT, max_new_tokens=96, do_sample=False)[0].tolist()
+    drafter = make(target, **fields, **({name: value} if name != "sample_from_anchor" else {}))
+    drafter.reread(**{name: value})
+    learn(target, drafter, text, *((150, 1e-2) if name == "embedding_scale" else ()))  # layers undo a factor first
+    drafter.reread(**{name: next(iter(QUESTIONS[name].readings))}, untold=(name,))
+    drafter.generation_config.num_assistant_tokens = 4
+    drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=drafter)
+    assert drafted[0].tolist() == text
+    assert getattr(drafter.config, name) == value and drafter.config.untold == ()
+    assert drafter.tried[name].startswith(QUESTIONS[name].readings[value])
+
+
+def files(tmp_path, target, **variant):
+    of_variant(Variant(**variant), target).save(tmp_path)
+    return tmp_path
+
+
+def test_what_the_files_tell_is_not_asked(tmp_path):
+    target = tiny_target()
+    assert AutoDrafter.from_pretrained(files(tmp_path, target)).config.untold == ("embedding_scale",)
+    told = {"input_embedding_scale": 1.0}
+    assert AutoDrafter.from_pretrained(files(tmp_path, target, own=told)).config.untold == ()
+    last = files(tmp_path, target, own=told, taps=(1, 3, 6))
+    assert AutoDrafter.from_pretrained(last).config.untold == ("last_tap_is_normed",)
+    part = files(tmp_path, target, own=told, top={"partial_rotary_factor": 0.5})
+    assert AutoDrafter.from_pretrained(part).config.untold == ("rotates_whole_heads",)
+
+
+def test_an_argument_decides(tmp_path):
+    folder = files(tmp_path, tiny_target())
+    for value in QUESTIONS["embedding_scale"].readings:
+        config = AutoDrafter.from_pretrained(folder, embedding_scale=value).config
+        assert config.embedding_scale == value and config.untold == ()
+    with pytest.raises(ValueError, match=r"embedding_scale=3.0 is invalid: expected None or 1.0"):
+        AutoDrafter.from_pretrained(folder, embedding_scale=3.0)
+
+
+def test_a_result_is_kept_for_later_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target = tiny_target(**SCALING)
+    target.config._name_or_path = target.name_or_path = "some/target"
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.setattr(readings, "_loss", lambda drafter, *_: 1.0 if drafter.config.embedding_scale else 2.0)
+    folder, ran = files(tmp_path / "drafter", target), []
+    target.register_forward_pre_hook(lambda *_: ran.append(1))
+    first, second = (AutoDrafter.from_pretrained(folder) for _ in range(2))
+    first.settle(target, PROMPT[0].tolist())
+    assert ran and first.tried["embedding_scale"]
+    ran.clear()
+    second.settle(target, PROMPT[0].tolist())
+    assert not ran and second.tried == first.tried and not second.trials
+    assert second.config.embedding_scale == first.config.embedding_scale == 1.0
+    stored = json.loads((tmp_path / "cache" / "hf_hsdraft" / "readings.json").read_text())
+    assert len(stored) == 1
+    lines = describe(str(folder))["drafter"]
+    assert lines["embeddings of a target that scales them, for some/target"].endswith(
+        "1.00 nats a token, otherwise 2.00"
+    )
+    edited(folder, block_size=4)  # other files
+    AutoDrafter.from_pretrained(folder).settle(target, PROMPT[0].tolist())
+    assert ran
+
+
+def test_a_question_that_the_target_cannot_answer_is_left_open(tmp_path):
+    target = tiny_target()
+    drafter = AutoDrafter.from_pretrained(files(tmp_path, target))
+    texts_of(target, drafter)
+    assert drafter.config.untold == ("embedding_scale",) and not drafter.tried
+    drafter.settle(target, [])
+    assert not drafter.trials
+
+
+def test_a_drafter_that_knows_nothing_of_the_target_keeps_the_usual_reading(tmp_path):
+    target = tiny_target(**SCALING)
+    drafter = AutoDrafter.from_pretrained(files(tmp_path, target))
+    for _ in range(5):
+        drafter.settle(target, PROMPT[0].tolist())
+    assert drafter.config.embedding_scale is None and drafter.config.untold == ("embedding_scale",)
+    assert drafter.trials == 3 and "a trial does not decide" in drafter.tried["embedding_scale"]
+
+
+def test_a_layout_that_is_not_told_is_drafted_as_deep_as_both_allow():
+    drafter = block(eagle_target(), target_tap_layers=(1, 3, 5))
+    drafter.reread(untold=("sample_from_anchor",))
+    assert drafter.num_draft_steps == 4
+    drafter.reread(untold=())
+    assert drafter.num_draft_steps == 5
