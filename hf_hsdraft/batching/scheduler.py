@@ -20,6 +20,7 @@ from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_output import DraftStatistics
+from ..engine.decoding import first_prompt, introduce
 from ..engine.drafting import Drafting, history_for
 from ..engine.loop import decode_round
 from ..runtime.module_hooks import no_hooks_left
@@ -217,6 +218,8 @@ class ContinuousBatching:
             self._take_options(options)
         try:
             verifier = prepared.verifier(options)
+            tokens = first_prompt(prepared.input_ids, prepared.model_kwargs)
+            introduce(self._drafter, self.target, prepared.call.get("tokenizer"), False, tokens)
         except DraftingRefused as refusal:
             self._decode_alone(request, prepared, str(refusal))
             return

@@ -70,7 +70,7 @@ def speculative_decoding(
     untriable, own_modules = _looked_at(target, len(input_ids) * columns, refused)
     history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
     drafter = adapted(drafter, options.adapter_name)
-    _introduce(drafter, target, tokenizer, synced_gpus, [] if untriable else _first_prompt(input_ids, model_kwargs))
+    introduce(drafter, target, tokenizer, synced_gpus, [] if untriable else first_prompt(input_ids, model_kwargs))
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
@@ -124,14 +124,14 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics.compiled_layers = runtime.acceleration.programs
 
 
-def _introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:
+def introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:
     """Lets a drafter look at its target, and try on a text's `tokens` what its files leave open."""
     drafter.warn_of_misfit(target, tokenizer, synced_gpus)
     if not synced_gpus:  # else all processes would have to try it
         drafter.settle(target, tokens)
 
 
-def _first_prompt(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+def first_prompt(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
     """The tokens of the first row's prompt, without padding."""
     mask = model_kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape:
