@@ -20,7 +20,7 @@ def accelerated(target: Any, packed: bool, programs: bool) -> Any:
     from hf_hsdraft.runtime.target_forwards import Acceleration
 
     acceleration = Acceleration(target)
-    acceleration.begin(packed, 1000, lambda: False, programs)
+    acceleration.begin(packed, 1000, programs)
     return acceleration
 
 
