@@ -56,8 +56,9 @@ def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False, in_part:
     if (longest := layer.integer("max_position_embeddings", None)) is not None:
         found["max_position_embeddings"] = longest
     if in_part:
-        factors = (layer.number(name, None, most=1.0) for name in _PARTIAL)
-        found["partial_rotary_factor"] = next((each for each in factors if each is not None), 1.0)
+        factors = [layer.number(name, None, most=1.0) for name in _PARTIAL]
+        if (part := next((each for each in factors if each is not None), 1.0)) != 1.0:
+            found["partial_rotary_factor"] = part
     elif not whole_heads:
         layer.expect("partial_rotary_factor", 1, 1.0)
     for name in ("rope_scaling", "rope_parameters"):
