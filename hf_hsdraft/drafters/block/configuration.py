@@ -83,6 +83,7 @@ class BlockConfig(PublishedConfig):
         if not self.sights:
             object.__setattr__(self, "sights", (Sight(),) * self.num_hidden_layers)
         super().__post_init__()
+        object.__setattr__(self, "own_head", self.own_head and not self.is_reduced)
         self._check_layout()
         self._check_heads()
 
