@@ -82,7 +82,7 @@ def reading(target, count: int = 5):
         return logits
 
     acceleration, plain = Acceleration(target), Acceleration(target)
-    acceleration.begin(True, 100, lambda: False, True)
+    acceleration.begin(True, 100, True)
     for _ in range(3):
         read(acceleration)
         acceleration.after_round()
