@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import layer_programs, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
+from hf_hsdraft.cpu.stand_ins import standing_in
 from hf_hsdraft.runtime.cache_slots import make_room
 from hf_hsdraft.runtime.target_forwards import Acceleration
 
@@ -124,6 +125,16 @@ def test_what_is_changed_within_a_call_counts_at_once(change):
     found, expected = accelerated(), plain()
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(found, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("part", ["", "mlp.up_proj"], ids=["layer", "product"])
+def test_calls_of_other_threads_are_no_change(runs, part):
+    target = KINDS["llama"]()
+    with standing_in({target.model.layers[0].get_submodule(part): None}):  # as while another thread's call runs
+        _, accelerated = reading(target)
+    runs.clear()
+    accelerated()
+    assert runs == [3]
 
 
 def test_layers_that_are_not_called_leave_no_keys(runs):
