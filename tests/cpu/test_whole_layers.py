@@ -1,5 +1,7 @@
 """Layers of the common form in one call: plain decoding's texts and states; elsewhere layers run as they are."""
 
+import copy
+
 import pytest
 import torch
 from conftest import LLAMA, VOCAB, make_drafter, model_of
@@ -103,6 +105,12 @@ def louder(module, args, output):
     return output * 1.5
 
 
+def other_layer(layer):
+    other = copy.deepcopy(layer)
+    other.mlp.up_proj.weight.data.mul_(2.0)
+    return other
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -112,10 +120,12 @@ def louder(module, args, output):
         lambda target: setattr(target.model.layers[1].self_attn, "scaling", 0.7),
         lambda target: setattr(target.model.layers[1], "mlp", nn.Identity()),
         lambda target: target.model.layers[1].input_layernorm.weight.data.mul_(2.0),
+        lambda target: setattr(target.model.layers[2].input_layernorm.weight, "data", torch.arange(128.0)[::2]),
         lambda target: target.model.layers[2].mlp.up_proj.weight.detach().mul_(2.0),
         lambda target: setattr(target.model.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(64, 64))),
+        lambda target: target.model.layers.__setitem__(1, other_layer(target.model.layers[1])),
     ],
-    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "written", "replaced"],
+    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "strides", "written", "replaced", "layer"],
 )
 def test_what_is_changed_within_a_call_counts_at_once(change):
     target = KINDS["llama"]()
