@@ -324,12 +324,13 @@ class Chain:
             parts += [bias for group in biases[of_layer] for bias in group]
         own = [norm.weight for norms in self._norms for norm in norms if norm is not None]
         own += [bias for group in biases for bias in group if bias is not None]
-        self._weights = [*(part for copy in packed for part in copy.parts), *own]
+        weights = [*(part for copy in packed for part in copy.parts), *own]
         dtype = packed[0].linears[0].weight.dtype
         plain = all(each.dtype == dtype and each.is_contiguous() for each in own)
         joint = all(len({bias is None for bias in group}) == 1 for group in biases)
-        if not (plain and joint) or any(map(torch.Tensor.is_inference, self._weights)):
+        if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
+        self._weights = weights
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:

@@ -64,6 +64,16 @@ def test_texts_and_states_are_plain_decodings(runs, kind, rows):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
+def test_weights_without_a_version_are_left_to_the_layers(runs, part):
+    target = KINDS["llama"]()
+    with torch.inference_mode():
+        weight = target.model.layers[1].get_submodule(part).weight.clone()
+    target.model.layers[1].get_submodule(part).weight = nn.Parameter(weight, requires_grad=False)
+    drafted = target.generate(IDS[:1], assistant_model=asking(target), **GREEDY)
+    assert torch.equal(drafted, target.generate(IDS[:1], **GREEDY)) and not runs
+
+
 def reading(target, count: int = 5):
     """The logits of a tree's forward, as it is and accelerated until all layers run at once, and the acceleration."""
     ids = IDS[:1, :count]
