@@ -117,8 +117,9 @@ class Kernel:
             raise OSError("no C++ compiler")
         partial, of_torch = self._file.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent
         places = [f"-I{of_torch / 'include'}", f"-I{of_torch / 'include/torch/csrc/api/include'}"]
-        # A shell renames the result, also after the end of a process that did not wait for it.
-        script = 'umask 077; made=$1; shift; "$@" && mv -f "$made" "$0"'
+        # A shell renames the result, also after the end of a process that did not wait for it. It is on disk before: a
+        # file that a crash of the machine has cut off would end each process that loads it.
+        script = 'umask 077; made=$1; shift; "$@" && { sync "$made"; mv -f "$made" "$0"; }'
         command = ["sh", "-c", script, str(self._file), str(partial)]
         command += [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, f"-L{of_torch / 'lib'}"]
         command += [str(self._source), "-lc10", "-ltorch_cpu", "-o", str(partial)]

@@ -25,7 +25,8 @@ MASK, CACHE = "attention_mask", "cache"
 _DEEPEST = 2  # of the functions called by a layer's forward that its digest covers
 _OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not read it
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# A stand-in of another thread's call may be in place of a module's call.
+OF_EVERY_MODULE = (frozenset(vars(nn.Module())) | {"_compiled_call_impl"}) - {"training"}
 
 
 class CannotCompile(Exception):

@@ -197,11 +197,12 @@ class PackedWeight:
         return self._own_product(x, bias)
 
     def _own_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """By the weights as they lie in memory."""
+        """By the weights as they lie in memory, each with its part of the bias, which is added before rounding."""
         if len(self._weights) == 1:
             return F.linear(x, self._weights[0], bias)
-        outputs = torch.cat([F.linear(x, weight) for weight in self._weights], dim=-1)
-        return outputs if bias is None else outputs + bias
+        sizes = [weight.shape[0] for weight in self._weights]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return torch.cat([F.linear(x, *each) for each in zip(self._weights, biases, strict=True)], dim=-1)
 
     def _quicker_product(self, x: torch.Tensor, copy: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """By the copy, unless products of so many rows take longer by it on this processor."""

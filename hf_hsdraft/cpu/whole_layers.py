@@ -2,7 +2,7 @@
 
 Such a layer adds attention and an MLP to its input, both after a norm; decoder.h computes it. The first of the layers
 runs all of them, and each later one returns what is known, if it is called with what the one before returned.
-Otherwise the later layers' keys and values leave the cache again, and layers run by themselves.
+Otherwise layers run by themselves. A layer's keys and values enter the cache when it is called, as plain decoding's do.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class _Ahead:
 
     outputs: Sequence[torch.Tensor]
     kwargs: dict[str, Any]
-    held: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache, and its keys and values before
-    next: int = 1
+    states: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache, and its keys and values then
+    next: int = 0
 
 
 class Chain:
@@ -223,20 +223,22 @@ class Chain:
         ahead = self._ahead
         if ahead is not None:
             if self._follows(ahead, place, x, kwargs):
-                ahead.next += 1
-                if place == len(self.layers) - 1:
-                    self._ahead = None
-                return ahead.outputs[place]
+                return self._next(ahead)
             self.leave()
         return NotImplemented if place or self._apart else self._begin(x, kwargs, form_of)
 
     def leave(self) -> None:
-        """Takes keys and values of layers that were not called out of the cache; then layers run by themselves."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self._apart = True
-            for layer, keys, values in ahead.held[ahead.next :]:
-                layer.keys, layer.values = keys, values
+        """Forgets what layers that were not called have computed, if any; then layers run by themselves."""
+        self._apart |= self._ahead is not None
+        self._ahead = None
+
+    def _next(self, ahead: _Ahead) -> torch.Tensor:
+        """The output of the next layer, whose keys and values enter the cache."""
+        output, (layer, keys, values) = ahead.outputs[ahead.next], ahead.states[ahead.next]
+        layer.keys, layer.values = keys, values
+        ahead.next += 1
+        self._ahead = ahead if ahead.next < len(self.layers) else None
+        return output
 
     @staticmethod
     def _follows(ahead: _Ahead, place: int, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -262,17 +264,15 @@ class Chain:
         parts, cache, mask = self._parts_in(x), cache_of(kwargs), kwargs.get(MASK)
         if parts is None or (rooms := self._rooms(cache, x)) is None:
             return NotImplemented
-        held, buffers, length = rooms
+        layers, buffers, length = rooms
         end = length + x.shape[1]
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
             return NotImplemented
         if not self._agrees(operators, parts, x, kwargs, *found):
             return NotImplemented
         outputs = self._decoded(operators, parts, x, kwargs, mask, buffers, length)
-        for (layer, _, _), keys, values in zip(held, buffers[::2], buffers[1::2], strict=True):
-            layer.keys, layer.values = keys[:, :, :end], values[:, :, :end]
-        self._ahead = None if len(outputs) == 1 else _Ahead(outputs, kwargs, held)
-        return outputs[0]
+        filled = [buffer[:, :, :end] for buffer in buffers]
+        return self._next(_Ahead(outputs, kwargs, list(zip(layers, filled[::2], filled[1::2], strict=True))))
 
     def _parts_in(self, x: torch.Tensor) -> tuple[list[Any], list[int]] | None:
         """The tensors of all layers, as the operator takes them, and the formats of their products' copies.
@@ -307,7 +307,7 @@ class Chain:
         return all(copy.made for copy in packed)
 
     def _stamps(self) -> tuple[list[int], list[int]]:
-        """What changes when a packed weight is written to, or put somewhere else."""
+        """What changes when a weight is written to, or put somewhere else."""
         return list(map(torch.Tensor.data_ptr, self._weights)), list(map(_VERSION, self._weights))
 
     def _bound(self, packed: Sequence[PackedLinears]) -> tuple[list[Any], list[int]] | None:
@@ -322,30 +322,31 @@ class Chain:
             parts += [copy.blocks if isinstance(copy, SmallCopy) else copy for copy in copies[of_layer]]
             parts += [copy.scales if isinstance(copy, SmallCopy) else None for copy in copies[of_layer]]
             parts += [bias for group in biases[of_layer] for bias in group]
-        self._weights = [part for copy in packed for part in copy.parts]
         own = [norm.weight for norms in self._norms for norm in norms if norm is not None]
         own += [bias for group in biases for bias in group if bias is not None]
+        weights = [*(part for copy in packed for part in copy.parts), *own]
         dtype = packed[0].linears[0].weight.dtype
         plain = all(each.dtype == dtype and each.is_contiguous() for each in own)
         joint = all(len({bias is None for bias in group}) == 1 for group in biases)
-        if not (plain and joint) or any(map(torch.Tensor.is_inference, self._weights)):
+        if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
+        self._weights = weights
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:
         """The layers of the cache, buffers with room for the tokens of `x`, and the number of those held."""
-        held, buffers, kinds = list[Any](), list[torch.Tensor](), set[Any]()
+        layers, buffers, kinds = list[Any](), list[torch.Tensor](), set[Any]()
         for layer in self.layers:
             own = cache.layers[layer.self_attn.layer_idx]
             rooms = own.rooms(x.shape[1]) if hasattr(own, "rooms") else None
             if rooms is None:
                 return None
-            held.append((own, own.keys, own.values))
+            layers.append(own)
             buffers += rooms
             kinds |= {(each.shape, each.dtype) for each in (own.keys, own.values)}
         (batch, key_heads, length, size), dtype = kinds.pop()
         fits = not kinds and dtype == x.dtype and (batch, key_heads, size) == (x.shape[0], *self._heads[1:])
-        return (held, buffers, length) if fits else None
+        return (layers, buffers, length) if fits else None
 
     def _decoded(
         self,

@@ -565,6 +565,15 @@ def test_each_number_of_rows_is_multiplied_in_the_quicker_way(monkeypatch, tuned
         assert sorted(calls[:8]) == ["copy"] * 4 + ["weight"] * 4 and slower not in calls[8:] and len(calls) == 12
 
 
+def test_joined_products_by_the_weights_are_rounded_as_the_layers(monkeypatch):
+    x, layers = torch.randn(5, 64).bfloat16(), [nn.Linear(64, 48).bfloat16() for _ in range(2)]
+    bias = torch.cat([nn.init.normal_(layer.bias, std=9.0).detach() for layer in layers])
+    monkeypatch.setattr(module, "_races", defaultdict(lambda: SimpleNamespace(by_copy=False, decided=True)))
+    with torch.no_grad():
+        found = module.PackedLinears(*layers)(x, bias)
+        assert torch.equal(found, torch.cat([layer(x) for layer in layers], dim=-1))
+
+
 @pytest.mark.parametrize("value", ["yes", 1])
 def test_other_values_are_refused(target, value):
     with pytest.raises(ValueError, match="packed_weights"):

@@ -1,5 +1,7 @@
 """Layers of the common form in one call: plain decoding's texts and states; elsewhere layers run as they are."""
 
+import copy
+
 import pytest
 import torch
 from conftest import LLAMA, VOCAB, make_drafter, model_of
@@ -10,6 +12,7 @@ from transformers.models.llama import modeling_llama
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.cpu import layer_programs, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
+from hf_hsdraft.cpu.stand_ins import standing_in
 from hf_hsdraft.runtime.cache_slots import make_room
 from hf_hsdraft.runtime.target_forwards import Acceleration
 
@@ -61,6 +64,16 @@ def test_texts_and_states_are_plain_decodings(runs, kind, rows):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
+def test_weights_without_a_version_are_left_to_the_layers(runs, part):
+    target = KINDS["llama"]()
+    with torch.inference_mode():
+        weight = target.model.layers[1].get_submodule(part).weight.clone()
+    target.model.layers[1].get_submodule(part).weight = nn.Parameter(weight, requires_grad=False)
+    drafted = target.generate(IDS[:1], assistant_model=asking(target), **GREEDY)
+    assert torch.equal(drafted, target.generate(IDS[:1], **GREEDY)) and not runs
+
+
 def reading(target, count: int = 5):
     """The logits of a tree's forward, as it is and accelerated until all layers run at once, and the acceleration."""
     ids = IDS[:1, :count]
@@ -102,6 +115,12 @@ def louder(module, args, output):
     return output * 1.5
 
 
+def other_layer(layer):
+    other = copy.deepcopy(layer)
+    other.mlp.up_proj.weight.data.mul_(2.0)
+    return other
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -111,10 +130,12 @@ def louder(module, args, output):
         lambda target: setattr(target.model.layers[1].self_attn, "scaling", 0.7),
         lambda target: setattr(target.model.layers[1], "mlp", nn.Identity()),
         lambda target: target.model.layers[1].input_layernorm.weight.data.mul_(2.0),
+        lambda target: setattr(target.model.layers[2].input_layernorm.weight, "data", torch.arange(128.0)[::2]),
         lambda target: target.model.layers[2].mlp.up_proj.weight.detach().mul_(2.0),
         lambda target: setattr(target.model.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(64, 64))),
+        lambda target: target.model.layers.__setitem__(1, other_layer(target.model.layers[1])),
     ],
-    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "written", "replaced"],
+    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "strides", "written", "replaced", "layer"],
 )
 def test_what_is_changed_within_a_call_counts_at_once(change):
     target = KINDS["llama"]()
@@ -124,6 +145,16 @@ def test_what_is_changed_within_a_call_counts_at_once(change):
     found, expected = accelerated(), plain()
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(found, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("part", ["", "mlp.up_proj"], ids=["layer", "product"])
+def test_calls_of_other_threads_are_no_change(runs, part):
+    target = KINDS["llama"]()
+    with standing_in({target.model.layers[0].get_submodule(part): None}):  # as while another thread's call runs
+        _, accelerated = reading(target)
+    runs.clear()
+    accelerated()
+    assert runs == [3]
 
 
 def test_layers_that_are_not_called_leave_no_keys(runs):
