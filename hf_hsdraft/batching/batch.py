@@ -140,7 +140,7 @@ class Batch(LocalTarget):
         for text in joining:
             at = rows.index(leaving.pop()) if leaving else None
             row = free.pop(0) if at is None else rows[at]
-            take_in(self._runtime, self._runtime.ended, text.runtime, at)
+            take_in(self._runtime, self._runtime.ended, text.leave_alone(), at)
             if at is None:
                 rows.append(row)
             self.texts.at[row] = text

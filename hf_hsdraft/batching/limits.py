@@ -64,6 +64,7 @@ class BatchLimits:
     def why_alone(self, text: Text) -> str:
         """Why a text whose prompt has been read cannot join; tries what is unknown. Empty if it can."""
         runtime = text.runtime
+        assert runtime is not None
         if not runtime.rows_can_be_apart:
             return "its cache or its inputs are not known to have rows that can be told apart"
         if runtime.refusal is not None:

@@ -281,22 +281,22 @@ class ContinuousBatching:
 
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
-        target, device = self.target, device_of(self.target)
+        target, device, runtime = self.target, device_of(self.target), text.leave_alone()
         self._limits = BatchLimits(self._options, self._places)
         texts = BatchTexts(text.decoded.verifier, self._places, device, embedded_tokens(target))
-        call = Call(target, self._places, self._options, texts, text.runtime, history=self._history)
+        call = Call(target, self._places, self._options, texts, runtime, history=self._history)
         batch = Batch(call, self._limits, self._drafter.taps_of(target), text)
         session = self._drafter.session(call)
         drafting = Drafting(
             self._drafter, call, session if session.takes_new_texts else TextSessions(self._drafter, call)
         )
         batch.begin(drafting)
-        acceleration, options = text.runtime.acceleration, self._options
+        acceleration, options = runtime.acceleration, self._options
         acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
         batch.set_pace(drafting)  # which depends on the acceleration
         keeper = BatchKeeper(batch, self.statistics, device)
         keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
-        return _Running(batch, text.runtime, drafting, keeper)
+        return _Running(batch, runtime, drafting, keeper)
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()

@@ -75,7 +75,8 @@ class Text:
     def __init__(self, reading: Reading, verifier: Verifier, seed: int) -> None:
         prepared, runtime, output = reading.prepared, reading.runtime, reading.output
         assert runtime is not None and output is not None
-        self.prepared, self.runtime, self.cancelled = prepared, runtime, False
+        self.prepared, self.cancelled = prepared, False
+        self.runtime: TargetRuntime | None = runtime
         self.error: Exception | None = None
         call, ids = prepared.call, prepared.input_ids
         rules = call["logits_processor"], call["stopping_criteria"]
@@ -94,6 +95,12 @@ class Text:
     @property
     def ended(self) -> bool:
         return self.cancelled or self.error is not None or not self.decoded.active
+
+    def leave_alone(self) -> TargetRuntime:
+        """Gives the runtime that has read the prompt away, with its cache, for a text that joins a batch."""
+        runtime, self.runtime = self.runtime, None
+        assert runtime is not None
+        return runtime
 
     def judge(self, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor, choices: Any = None) -> Verdict:
         """As `DecodedTexts.judge`; an error ends this text alone."""

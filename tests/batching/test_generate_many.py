@@ -12,7 +12,16 @@ from oracles.scripted import random_tree
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import CachebackDrafter, CausalLMDrafter, attach, detach, generate_many
+from hf_hsdraft import (
+    BlockDrafter,
+    CachebackDrafter,
+    CausalLMDrafter,
+    EagleConfig,
+    EagleDrafter,
+    attach,
+    detach,
+    generate_many,
+)
 from hf_hsdraft.batching.scheduler import ContinuousBatching
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session, WrappedDrafter
@@ -127,14 +136,18 @@ def test_every_text_of_many_schedules_is_what_it_is_alone(seed: int, chatty: Any
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["hidden_state", "n-grams", "language_model"])
+@pytest.mark.parametrize("kind", ["hidden_state", "n-grams", "language_model", "eagle", "block"])
 def test_real_drafters_draft_for_texts_that_join(kind: str, attention: str) -> None:
     target = make_target(attention, eos_token_id=4)
     drafter: Any = {
         "hidden_state": lambda: make_drafter(target),
         "n-grams": CachebackDrafter,
         "language_model": lambda: CausalLMDrafter(make_target(seed=3)),
+        "eagle": lambda: EagleDrafter(EagleConfig.for_target(target, 4)).eval(),
+        "block": lambda: BlockDrafter.for_target(target, num_draft_steps=4, num_hidden_layers=1, markov_rank=8).eval(),
     }[kind]()
+    if kind in ("eagle", "block"):
+        drafter.reset_parameters(std=0.3)
     requests = requests_of(9, 7)
     for done in generate_many(target, iter(requests), drafter, max_batch_size=3, chunk_size=8):
         assert done.error is None, done.error
