@@ -1,6 +1,7 @@
 """transformers' `generate_batch`, which drafts for a model with an attachment.
 
-Calls that ask for several answers to a prompt, time stamps, or a manager that stays are left to transformers.
+Calls that ask for several answers to a prompt, time stamps, a manager that stays or a configuration of it are left to
+transformers.
 """
 
 from __future__ import annotations
@@ -30,13 +31,24 @@ def _generate_batch(
     inputs: list[list[int]],
     generation_config: Any = None,
     continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     config = target.generation_config if generation_config is None else generation_config
-    own = (config.num_return_sequences or 1) > 1 or kwargs.get("record_timestamps") or kwargs.get("persistent_manager")
+    several = (config.num_return_sequences or 1) > 1
+    own = several or record_timestamps or persistent_manager or continuous_batching_config is not None
     if own or attached(target) is None:
+        further = {"record_timestamps": record_timestamps, "progress_bar": progress_bar, "warmup": warmup, **kwargs}
         found: dict[str, GenerationOutput] = original(
-            target, inputs, generation_config, continuous_batching_config, **kwargs
+            target,
+            inputs,
+            generation_config,
+            continuous_batching_config,
+            persistent_manager=persistent_manager,
+            **further,
         )
         return found
     given = {"generation_config": generation_config, "max_new_tokens": kwargs.get("max_new_tokens")}

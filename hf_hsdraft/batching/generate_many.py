@@ -62,8 +62,13 @@ def _decoded(
         while more and batching.free > 0:
             request = next(requests, None)
             more = request is not None
-            if request is not None:
+            if request is None:
+                break
+            try:
                 arguments = {**common, **_arguments_of(request, batching.target)}
+            except Exception as error:  # of any type: the request may be anything
+                batching.refuse(error)
+            else:
                 batching.submit(arguments, arguments.pop(_SEED, None))
         for done in batching.step():
             if attachment is not None and done.statistics is not None:

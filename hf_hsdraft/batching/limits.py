@@ -69,7 +69,7 @@ class BatchLimits:
             return "its cache or its inputs are not known to have rows that can be told apart"
         if runtime.refusal is not None:
             return str(runtime.refusal)
-        found = self._found(runtime, text.decoded.batch(), text.root, ragged=False)
+        found = self._found(runtime, text.guessed, text.root, ragged=False)
         if found is None:
             return "it is too close to the last position that its target has"
         return "" if found.trees else found.reason

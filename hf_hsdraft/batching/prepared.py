@@ -45,9 +45,11 @@ class Prepared:
         own = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "tokenizer")
         return {name: value for name, value in self.call.items() if name not in own}
 
-    def alone(self) -> Any:
-        """Decodes it as a call of its own, without drafts where they are refused; returns what `generate()` does."""
-        statistics = DraftStatistics()
+    def alone(self, statistics: DraftStatistics) -> Any:
+        """Decodes it as a separate call, without drafts where they are refused; returns what `generate()` does.
+
+        `statistics` are filled in; they have no forwards where nothing could be drafted.
+        """
         try:
             return speculative_decoding(self.target, self.drafter, self.input_ids, statistics=statistics, **self.call)
         except DraftingRefused:

@@ -7,8 +7,10 @@ own when it is its turn; the others wait for it.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +44,7 @@ class FinishedText:
         index: number of the request, in the order of `submit`.
         output: what `generate()` would return, without a cache; what there is of a cancelled text; None after an error.
         error: what `generate()` would raise.
-        statistics: of a text that was decoded beside others; None for a call of its own.
+        statistics: None where nothing could be drafted.
         cancelled: whether it ended by `cancel`.
     """
 
@@ -107,7 +109,7 @@ class ContinuousBatching:
         self._held: tuple[_Request, Prepared] | None = None  # the first that waits, until it fits
         self._texts: dict[int, Text] = {}  # being decoded, by number of request
         self._running: _Running | None = None
-        self._submitted, self._gone = 0, list[FinishedText]()
+        self._numbers, self._gone = itertools.count(), list[FinishedText]()
 
     def _take_options(self, options: DraftOptions) -> None:
         self._options, self._limits = options, BatchLimits(options, self._places)
@@ -148,9 +150,15 @@ class ContinuousBatching:
             seed: of its random numbers: the text is that of `torch.manual_seed(seed)` and a call of `generate()`. Drawn
                 from torch's generator by default.
         """
-        index, self._submitted = self._submitted, self._submitted + 1
+        index = next(self._numbers)
         seed = int(torch.randint(_MOST_SEED, (1,))) if seed is None else seed
         self._waiting.append(_Request(index, dict(arguments), seed))
+        return index
+
+    def refuse(self, error: Exception) -> int:
+        """Adds a request that has no valid arguments; returns its number."""
+        index = next(self._numbers)
+        self._gone.append(FinishedText(index, None, error))
         return index
 
     def cancel(self, index: int) -> None:
@@ -180,7 +188,8 @@ class ContinuousBatching:
         if self._held is None and self._waiting and len(self._texts) < self.max_batch_size:
             request = self._waiting.popleft()
             try:
-                prepared = prepare(self.target, self.drafter, request.arguments)
+                with self._seeded(request):
+                    prepared = prepare(self.target, self.drafter, request.arguments)
                 if isinstance(prepared, Prepared):
                     self._held = request, prepared
                 else:  # beams and the like
@@ -233,13 +242,22 @@ class ContinuousBatching:
 
     def _decode_alone(self, request: _Request, prepared: Prepared, why: str) -> None:
         self._count_alone(why)
-        devices = [prepared.input_ids.device] if prepared.input_ids.is_cuda else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(request.seed)
+        statistics = DraftStatistics()
+        with self._seeded(request):
             try:
-                self._end(request, prepared.alone())
+                output = prepared.alone(statistics)
             except Exception as error:
                 self._end(request, error=error)
+            else:
+                self._end(request, output, statistics=statistics if statistics.target_forwards else None)
+
+    @contextlib.contextmanager
+    def _seeded(self, request: _Request) -> Iterator[None]:
+        """Draws inside by the request's seed, and afterwards goes on where torch's generators were."""
+        device = device_of(self.target)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(request.seed)
+            yield
 
     def _count_alone(self, why: str) -> None:
         self.alone[why] = self.alone.get(why, 0) + 1
@@ -255,10 +273,10 @@ class ContinuousBatching:
             if not reading.left:
                 self._reading = None
                 text = Text(reading, verifier, request.seed)
-                why = "" if text.ended else self._limits.why_alone(text)
-                if why:
+                if why := self._limits.why_alone(text):
                     self._decode_alone(request, reading.prepared, why)
                 else:
+                    text.begin()
                     self._texts[request.index] = text
                     if not text.ended:
                         joining.append(text)
@@ -300,7 +318,9 @@ class ContinuousBatching:
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
-        for request in [each for each in self._waiting if each.index in cancelled]:
+        if not cancelled:
+            return
+        for request in [each for each in list(self._waiting) if each.index in cancelled]:
             self._waiting.remove(request)
             self._gone.append(FinishedText(request.index, None, cancelled=True))
         if self._held is not None and self._held[0].index in cancelled:
@@ -322,5 +342,11 @@ class ContinuousBatching:
             output = None if text.error is not None else output
             self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled))
 
-    def _end(self, request: _Request, output: Any = None, error: Exception | None = None) -> None:
-        self._gone.append(FinishedText(request.index, output, error))
+    def _end(
+        self,
+        request: _Request,
+        output: Any = None,
+        error: Exception | None = None,
+        statistics: DraftStatistics | None = None,
+    ) -> None:
+        self._gone.append(FinishedText(request.index, output, error, statistics))

@@ -87,10 +87,22 @@ class Text:
         self.root, self.emitted = runtime.length, list[int]()
         self._taps = torch.cat(reading.taps, dim=1)[0]
         self.decoded.foresee(output.logits.shape[-1], torch.Generator(ids.device).manual_seed(seed))
-        rule_taps = picked_taps(output.taps[0, -1:], runtime.tap_layers, verifier.taps)
+        self._logits = output.logits[0, -1:]
+        self._rule_taps = picked_taps(output.taps[0, -1:], runtime.tap_layers, verifier.taps)
+
+    @property
+    def guessed(self) -> torch.Tensor:
+        """`[1, length + 1]`, the prompt with a likely token after it, for a trial of the target."""
+        return torch.cat(
+            [self.prepared.input_ids, self._logits.argmax(dim=-1).to(self.prepared.input_ids)[None]], dim=1
+        )
+
+    def begin(self) -> None:
+        """Chooses the first token."""
         tree = DraftTree.root(-1)
-        self.emit(tree, self.judge(tree, output.logits[0, -1:], rule_taps))
+        self.emit(tree, self.judge(tree, self._logits, self._rule_taps))
         self.stream()
+        self._logits, self._rule_taps = self._logits[:0], self._rule_taps[:0]
 
     @property
     def ended(self) -> bool:

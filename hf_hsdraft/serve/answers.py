@@ -136,7 +136,7 @@ class Decoder:
     waiting: int = 0  # requests that have not been answered
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: self.waiting - self.running, lambda: self.running, self.attachment)
+        self.metrics = Metrics(lambda: max(self.waiting - self.running, 0), lambda: self.running, self.attachment)
 
     @property
     def running(self) -> int:
@@ -249,7 +249,7 @@ class Answer(BaseStreamer):
 
         def ended(future: asyncio.Future[Any]) -> None:
             self._decoder.waiting -= 1
-            self._clock.end(future.exception() if not future.cancelled() else None)
+            self._clock.end(asyncio.CancelledError() if future.cancelled() else future.exception())
 
         done.add_done_callback(ended)
         return done

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from transformers.cli.serving.utils import _GenerationCancelled
 
 from ..generate.attachment import Attachment
 
@@ -66,7 +68,7 @@ class AnswerClock:
 
     def end(self, error: Any) -> None:
         """Notes the end, by the error if there was one."""
-        cancelled = type(error).__name__ == "_GenerationCancelled"
+        cancelled = isinstance(error, _GenerationCancelled | asyncio.CancelledError)
         self._metrics.requests.labels("cancelled" if cancelled else "done" if error is None else "error").inc()
         if error is None and self._tokens > 1:
             self._metrics.between.observe((time.perf_counter() - self._first) / (self._tokens - 1))

@@ -30,11 +30,6 @@ class Together:
         self._futures: dict[int, Future[Any]] = {}
         self._counted = time.perf_counter()
 
-    @property
-    def waiting(self) -> int:
-        """Number of calls that are not decoded yet."""
-        return len(self._new) + len(self._futures) - self.batching.running
-
     def submit(self, arguments: Mapping[str, Any], seed: int | None) -> Future[Any]:
         """Returns the future output of `generate()` with these arguments; see `ContinuousBatching.submit`."""
         future = Future[Any]()
@@ -48,7 +43,8 @@ class Together:
         while True:
             while self._new:
                 arguments, seed, future = self._new.popleft()
-                self._futures[self.batching.submit(arguments, seed)] = future
+                if future.set_running_or_notify_cancel():
+                    self._futures[self.batching.submit(arguments, seed)] = future
             if not self.batching.busy:
                 return
             try:

@@ -253,6 +253,25 @@ def test_what_cannot_share_forwards_is_decoded_alone(target: Any) -> None:
     assert found[1].output.shape == (2, 17)
 
 
+def test_a_text_that_turns_out_to_be_alone_is_streamed_once() -> None:
+    """So close to the target's last position no draft can be tried, which shows once the prompt is read."""
+    target = make_target(max_position_embeddings=32)
+    streamer, ids = Listens(), torch.randint(6, VOCAB, (1, 30), generator=torch.Generator().manual_seed(2))
+    batching = ContinuousBatching(target, make_drafter(target))
+    batching.submit({"input_ids": ids, "max_new_tokens": 2, "streamer": streamer})
+    [done] = [each for _ in range(2) for each in batching.step()]
+    assert batching.alone and streamer.tokens == done.output[0].tolist() and done.output.shape == (1, 32)
+
+
+def test_beams_draw_by_the_seed_and_a_prompt_that_is_none_is_an_error_of_its_request(target: Any) -> None:
+    beams = {"input_ids": [7, 8, 9], "num_beams": 2, "do_sample": True, "max_new_tokens": 8, "seed": 4}
+    found = {done.index: done for done in generate_many(target, [beams, "no prompt", [7, 8]], CachebackDrafter())}
+    torch.manual_seed(4)
+    plain = target.generate(torch.tensor([[7, 8, 9]]), num_beams=2, do_sample=True, max_new_tokens=8)
+    assert found[0].output.tolist() == plain.tolist()
+    assert found[1].error is not None and found[2].error is None
+
+
 def test_cancelled_requests_leave(target: Any) -> None:
     requests = requests_of(5, 9)
     for each in requests:

@@ -29,7 +29,8 @@ def pair():
 
 
 @pytest.mark.slow
-def test_greedy_text_is_identical_and_takes_fewer_forwards(pair):
+def test_greedy_text_is_identical_and_takes_fewer_forwards(pair, tuned):
+    tuned(trial_room=1)  # short calls try the target too
     target, tokenizer, drafter = pair
     tokens = forwards = 0
     for prompt in PROMPTS:
@@ -93,7 +94,8 @@ def kinds_of_drafts(target, tokenizer, drafter):
 
 
 @pytest.mark.slow
-def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch):
+def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch, tuned):
+    tuned(trial_room=1)  # short calls try the target too
     target, tokenizer = load_target(None, torch.bfloat16)
     drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)
     assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"tree"}
