@@ -90,9 +90,10 @@ def _vocabulary(files: Files, each: Field[Any]) -> int | None:
 
 
 def _drafted(files: Files, each: Field[Any]) -> int | None:
-    size = _vocabulary(files, each)
-    rows = None if size is None else _size("lm_heads.0.weight", 0)(files, each)
-    if size is not None and rows < size and TOKEN_MAP not in files.checkpoint.shapes:
+    if (size := _vocabulary(files, each)) is None:
+        return None
+    rows = _size("lm_heads.0.weight", 0)(files, each)
+    if rows < size and TOKEN_MAP not in files.checkpoint.shapes:
         raise ValueError(
             f"the output layers have {rows} rows, and vocab_size={size} in config.json: expected as many, or the "
             f"tokens of these rows among the weights, as {TOKEN_MAP}"
