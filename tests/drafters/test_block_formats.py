@@ -394,6 +394,23 @@ def test_what_the_format_of_speculators_cannot_say_is_not_written(target, tmp_pa
     assert not (tmp_path / "drafter" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("partial_rotary_factor, told to be applied", "heads that are rotated in part"),
+        ("rope_dim of half a head, neighbours", "heads that are rotated in part"),
+        ("own embed_tokens, mask beyond the target's", "tables of more or fewer tokens than the vocabulary"),
+        ("own embed_tokens with more rows than vocab_size", "tables of more or fewer tokens than the vocabulary"),
+        ("DSpark, draft_vocab_size padded, own lm_head", "tables of more or fewer tokens than the vocabulary"),
+    ],
+)
+def test_variants_that_the_format_of_speculators_cannot_say_are_not_written(name, told, target, tmp_path):
+    [case] = [case for case in block_variants.CASES if case.name == f"z-lab layout, {name}"]
+    with pytest.raises(ValueError, match=f"{told}, which the format of speculators cannot say: keep the files"):
+        case.make(target).loaded().save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_masks_with_an_embedding_of_their_own_are_kept_here_and_not_exported(target, tmp_path):
     drafter = make_block_drafter(target, "own mask")
     with pytest.raises(ValueError, match="its masks have an embedding of their own, for which that format has no"):

@@ -9,6 +9,7 @@ import torch
 from oracles import heads_parity
 from oracles.format_parity import PROMPTS, texts_of
 from oracles.heads_parity import CASES, TOKENS, _shared_target
+from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
@@ -84,6 +85,7 @@ def test_a_long_text_goes_on_from_an_earlier_call():
         ("MLPSpeculator", {"n_predict": 3}, "unknown: speculator.emb.3.weight"),
         ("Medusa, vLLM's layout", {"original_lm_head": True}, "unknown: medusa_heads.lm_heads.1.weight"),
         ("MLPSpeculator", {"use_more": True}, "use_more=true"),
+        ("Medusa, vLLM's layout", {"vocab_size": TOKENS + 1}, f"have {TOKENS} rows, .*expected as many, .*token_map"),
     ],
 )
 def test_files_that_are_something_else_are_refused(name, change, told, tmp_path):
@@ -91,6 +93,19 @@ def test_files_that_are_something_else_are_refused(name, change, told, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=told):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [(0.5, "integers"), (TOKENS, f"tokens below {TOKENS}, each once"), (0, "tokens .*, each once")]
+)
+def test_a_list_of_drafted_tokens_is_checked(wrong, told, tmp_path):
+    BY_NAME["Medusa, vLLM's layout, token map, scaled"].make(_shared_target()).save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    listed = weights["token_map"].tolist()
+    weights["token_map"] = torch.tensor([wrong, wrong, *listed[2:]])
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"token_map=.* is invalid: expected {told}"):
         AutoDrafter.from_pretrained(tmp_path)
 
 

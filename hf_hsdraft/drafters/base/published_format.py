@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from ...core.checks import are_ascending, printable, short
+from ...core.checks import are_ascending, demand, printable, short
 from ...core.fields import REQUIRED, Fields
 from ...hub.checkpoint import Checkpoint, Shape
 from ...hub.drafter_files import CONFIG
@@ -31,6 +31,7 @@ from .target_info import fit_of
 
 OURS: Any = object()  # a default: that of our field; without one it is required
 USUAL_DRAFTED = 32000  # tokens, in the format of speculators
+TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights
 
 # What other projects write, with the source of each line: switches that change nothing that a drafter computes, in any
 # format or in those of a family; fields that do change it, by the values that do not; and tensors that are not used.
@@ -317,3 +318,13 @@ def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
     if marked is not None and not torch.equal(ids.sort().values, marked.nonzero().flatten()):
         raise ValueError(f"d2t and t2d of {name} name different tokens: expected each drafted token once, in both")
     return ids
+
+
+def offsets_listed(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+    """Returns `d2t` `[V']` by the list `TOKEN_MAP`; raises a ValueError unless it has tokens, each once."""
+    ids = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP]
+    valid = not ids.is_floating_point() and ids.dtype != torch.bool
+    demand(valid, TOKEN_MAP, ids.dtype, "expected integers")
+    valid = 0 <= int(ids.min()) <= int(ids.max()) < vocab_size and len(ids.unique()) == len(ids)
+    demand(valid, TOKEN_MAP, ids.tolist(), f"expected tokens below {vocab_size}, each once")
+    return ids.long() - torch.arange(len(ids))

@@ -30,6 +30,7 @@ from ..base.refiners import REFINER_OPTIONS
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
+from .rows import rotated_part
 from .session import CONFIDENCE, BlockSession, training_attention
 
 logger = logging.get_logger(__name__)
@@ -474,6 +475,9 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "attention sinks": config.sizes.sinks,
         "a bias by a recurrent network": config.domino_rank > 0,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
+        "heads that are rotated in part": rotated_part(config.rotation) != 1.0,
+        "tables of more or fewer tokens than the vocabulary": config.num_input_tokens is not None
+        and bool(config.own_embedding or config.markov_rank or config.selector_rank),
     }
     if found := [name for name, is_so in told.items() if is_so]:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
-from ..base.published_format import OURS, PublishedFormat, rope, same, shown, speculators, taps, told
+from ..base.published_format import FOREIGN, OURS, PublishedFormat, rope, same, shown, speculators, taps, told
 from ..base.registry import Format, register_format
 from . import rows
 from .drafter import BlockDrafter
@@ -153,17 +153,7 @@ _OF_MODELOPT = {
     "markov_head.": ("markov_head.", ""),
     "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
 }
-# Switches that the tensors tell (DeepSpec, ModelOpt), and those of targets, which classes of DFlash do not read
-_TENSORS_TELL = (
-    "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head", "has_lm_head", "has_embed_tokens",
-    "has_own_lm_head", "has_own_embed_tokens",
-    "use_aux_hidden_state", "use_qk_norm", "attention_sink_bias", "add_swa_attention_sink_bias",
-    "attn_output_gate", "output_hidden_states", "output_attentions", "output_router_logits", "norm_topk_prob",
-)  # fmt: skip
-_OF_TRAINING = (  # of SpecForge and ModelOpt, or read elsewhere
-    "num_anchors", "max_anchors", "confidence_head_alpha", "loss_decay_gamma", "loss_decay_factor", "num_hidden_layers",
-    "num_target_layers", "swa_window_size",
-)  # fmt: skip
+_IGNORED = (*FOREIGN["of block drafters"], *rows.STORED)
 _GIVEN = {"mask_token_id": 0}
 
 FORMATS = (
@@ -204,7 +194,7 @@ FORMATS = (
         _is_deepspec,
         BlockDrafter,
         _OF_DEEPSPEC,
-        ignored=("num_anchors", *_TENSORS_TELL, *rows.STORED),
+        ignored=_IGNORED,
         tensors=_OF_MODELOPT,
         converted=rows.converted,
         given=_GIVEN,
@@ -239,7 +229,7 @@ FORMATS = (
             BlockDrafter,
             {**_OF_DFLASH, **heads},
             checked=(rows.OWN,),
-            ignored=(*_TENSORS_TELL, *_OF_TRAINING, *rows.STORED),
+            ignored=_IGNORED,
             converted=rows.converted,
             expected={f"{rows.OWN}.projector_type": ("dflash", "dflash2", "dspark", "domino")},
             tensors={**_CODEBOOKS, **_OF_MODELOPT, **_OF_VLLM, "domino.": ("logit_head.", "")},

@@ -206,8 +206,9 @@ def multiplier(files: Files, each: Any) -> float:
 
 
 def rotated_part(rotation: Mapping[str, Any]) -> float:
-    """The part of a head that is rotated; see `rotary_of`."""
-    tables = (rotation.get("rope_scaling") or {}, rotation.get("rope_parameters") or {})
+    """The part of a head that is rotated, as in `rotary_of`: "proportional" rotates whole heads, parts by angle 0."""
+    named = (rotation.get("rope_scaling") or {}, rotation.get("rope_parameters") or {})
+    tables = [each for each in named if "proportional" not in (each.get("rope_type"), each.get("type"))]
     return next((each["partial_rotary_factor"] for each in (*tables, rotation) if "partial_rotary_factor" in each), 1.0)
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.checks import demand
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
@@ -27,13 +26,13 @@ from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
+from ..base.published_format import TOKEN_MAP, offsets_listed
 from ..base.readings import told
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import EagleConfig
 from .layers import EagleLayer, LatentSizes
 from .session import EagleSession
 
-TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights
 _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
@@ -90,7 +89,7 @@ class EagleDrafter(PublishedNetwork):
         if self.config.is_reduced and ids is not None:
             made["d2t"] = lambda state: torch.tensor(ids) - torch.arange(len(ids))
         elif self.config.is_reduced and TOKEN_MAP in checkpoint.shapes:
-            made["d2t"] = lambda state: _offsets(checkpoint)
+            made["d2t"] = lambda state: offsets_listed(checkpoint, self.config.vocab_size or 0)
         tied = checkpoint.config.get("tie_word_embeddings") is True and self.config.own_embedding
         if tied and self.config.own_head and not ("lm_head.weight" in checkpoint.shapes or self.config.is_reduced):
             made["lm_head.weight"] = lambda state: state["embed_tokens.weight"].clone()
@@ -253,13 +252,6 @@ def _of_packed(attend: PackedAttend) -> AttendByLayer:
         return attend(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
 
     return attend_rows
-
-
-def _offsets(checkpoint: Checkpoint) -> torch.Tensor:
-    """Returns `d2t` by vLLM's list of tokens."""
-    listed = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP]
-    demand(not listed.is_floating_point(), TOKEN_MAP, listed.dtype, "expected integers")
-    return listed.long() - torch.arange(len(listed))
 
 
 def check_can_be_written(config: EagleConfig) -> None:

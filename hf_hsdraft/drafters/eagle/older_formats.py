@@ -15,8 +15,8 @@ import torch
 from ...core.checks import demand, is_integer, printable
 from ...hub.checkpoint import Checkpoint
 from ...hub.speculators_format import speculators_type
-from ..base.published_format import Files, PublishedFormat, sizes, speculators, told
-from .drafter import TOKEN_MAP, EagleDrafter
+from ..base.published_format import TOKEN_MAP, Files, PublishedFormat, sizes, speculators, told
+from .drafter import EagleDrafter
 from .formats import COMMON, EXPECTED, IGNORED, TYPES, layers, of_target, proposed
 
 _LISTS, _USUAL_LIST = "freq_*.pt", 32768

@@ -24,11 +24,11 @@ from ...hub.drafter_files import Shape
 from ..base.plain_config import FLAG, PlainConfig, described
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles
+from ..base.published_format import TOKEN_MAP, offsets_listed
 from ..base.target_weights import TargetWeights, borrow
 from .session import HeadsSession
 
 MOST_HEADS = 32
-TOKEN_MAP = "token_map"  # the drafted tokens, in vLLM's files of Medusa
 _EPSILON = 1e-6  # of the norms of MLP and LSTM speculators
 
 
@@ -79,14 +79,6 @@ class HeadsDrafter(PublishedNetwork):
     saved_as = ()
     why_not_exported = "it is saved in its authors' format, which no other program is known to read in another form"
     reads_tokens = True  # whether heads read the tokens of a path
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns what `advance` reads at the roots, `[B, 1, S']`, of hidden states `[B, 1, H]`."""
@@ -190,18 +182,8 @@ class MedusaDrafter(HeadsDrafter):
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. vLLM's files name the drafted tokens themselves."""
-        if not self.config.is_reduced:
-            return {}
-
-        def offsets(_: Any) -> torch.Tensor:
-            ids = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP].long()
-            valid = 0 <= int(ids.min()) <= int(ids.max()) < (self.config.vocab_size or 0) and len(ids.unique()) == len(
-                ids
-            )
-            demand(valid, TOKEN_MAP, ids.tolist(), f"expected tokens below {self.config.vocab_size}, each once")
-            return ids - torch.arange(len(ids))
-
-        return {"d2t": offsets}
+        is_reduced, size = self.config.is_reduced, self.config.vocab_size or 0
+        return {"d2t": lambda _: offsets_listed(checkpoint, size)} if is_reduced else {}
 
     def may_hold(self) -> dict[str, Shape]:
         return {TOKEN_MAP: (self.config.draft_vocab_size or 0,)}

@@ -17,8 +17,8 @@ from dataclasses import Field
 from typing import Any
 
 from ...core.checks import public_name, short
-from ..base.published_format import OURS, Files, PublishedFormat, Row, same, shown, told
-from .drafter import MOST_HEADS, TOKEN_MAP, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
+from ..base.published_format import OURS, TOKEN_MAP, Files, PublishedFormat, Row, same, shown, told
+from .drafter import MOST_HEADS, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
 
 _MOST_BLOCKS = 8
 
@@ -90,7 +90,15 @@ def _vocabulary(files: Files, each: Field[Any]) -> int | None:
 
 
 def _drafted(files: Files, each: Field[Any]) -> int | None:
-    return None if files.shape("lm_heads.0.weight") is None else _size("lm_heads.0.weight", 0)(files, each)
+    if (size := _vocabulary(files, each)) is None:
+        return None
+    rows = _size("lm_heads.0.weight", 0)(files, each)
+    if rows < size and TOKEN_MAP not in files.checkpoint.shapes:
+        raise ValueError(
+            f"the output layers have {rows} rows, and vocab_size={size} in config.json: expected as many, or the "
+            f"tokens of these rows among the weights, as {TOKEN_MAP}"
+        )
+    return rows
 
 
 def _form(name: str, drafter: Any, marks: Sequence[str], rows: Any, **further: Any) -> PublishedFormat:
