@@ -40,9 +40,12 @@ class _Buffer:
     def room(self, layer: int, held: torch.Tensor, length: int) -> torch.Tensor:
         """A layer's part, with at least `length` slots, which begins with `held`."""
         rows, heads, filled, size = held.shape
-        form = held.dtype, held.device, rows, heads, size
+        form, spare = (held.dtype, held.device, heads, size), TUNING.spare_tokens + length // TUNING.spare_part
+        if rows > 1:  # apart: some attention takes rows and heads as one axis
+            room = held.new_empty(rows, heads, length + spare, size)
+            room[:, :, :filled] = held
+            return room
         if self._form != form or self.states.shape[3] < length:
-            spare = TUNING.spare_tokens + length // TUNING.spare_part
             self._form, self.states = form, held.new_empty(rows, self._layers, heads, length + spare, size)
             self.whole = self.states.flatten(1, 2)
         self.states[:, layer, :, :filled] = held

@@ -84,21 +84,22 @@ def test_the_callers_cache_comes_back_plain_and_small(prompt, attention, kv_head
     assert stored["drafted"] == stored["plain"]
 
 
-def test_slots_of_all_layers_move_at_once():
-    """Layers of one shape share a buffer; one of another shape, or whose tensors were replaced, moves apart."""
+@pytest.mark.parametrize(("rows", "moves"), [(1, 6), (2, 8)])
+def test_slots_of_all_layers_move_at_once(rows, moves):
+    """Layers of one shape share a buffer for one text; one of another shape, or whose tensors were replaced, is apart."""
     cache = DynamicCache()
     for layer in range(4):
-        cache.update(states(5, 2, layer)[:, : 1 + (layer != 2)], states(5, 2, -layer)[..., :2], layer)
+        cache.update(states(5, rows, layer)[:, : 1 + (layer != 2)], states(5, rows, -layer)[..., :2], layer)
     make_room(cache)
     for layer in range(4):
-        cache.update(states(3, 2, layer)[:, : 1 + (layer != 2)], states(3, 2, layer)[..., :2], layer)
-    cache.layers[3].reorder_cache(torch.tensor([1, 0]))
+        cache.update(states(3, rows, layer)[:, : 1 + (layer != 2)], states(3, rows, layer)[..., :2], layer)
+    cache.layers[3].reorder_cache(torch.arange(rows).flip(0))
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    source, goal, moved = torch.tensor([[5, 7], [4, 6]]), torch.tensor([[5, 6], [3, 4]]), []
+    source, goal, moved = torch.tensor([[5, 7], [4, 6]])[:rows], torch.tensor([[5, 6], [3, 4]])[:rows], []
     CacheSlots(cache).move(source, goal, lambda each, *where: (moved.extend(each), move_slots(each, *where)))
-    assert len(moved) == 6  # keys and values of two layers together, and of two apart
+    assert len(moved) == moves  # keys and values of two layers together, and of two apart
     for layer, held in zip(cache.layers, before, strict=True):
         for now, then in zip((layer.keys, layer.values), held, strict=True):
-            for row in range(2):
+            for row in range(rows):
                 then[row, :, goal[row]] = then[row][:, source[row]]
             assert torch.equal(now, then)
