@@ -86,7 +86,7 @@ def test_the_callers_cache_comes_back_plain_and_small(prompt, attention, kv_head
 
 @pytest.mark.parametrize(("rows", "moves"), [(1, 6), (2, 8)])
 def test_slots_of_all_layers_move_at_once(rows, moves):
-    """Layers of one shape share a buffer for one text; one of another shape, or whose tensors were replaced, is apart."""
+    """For one text, layers of one shape share a buffer; one of another shape, or with tensors replaced, is apart."""
     cache = DynamicCache()
     for layer in range(4):
         cache.update(states(5, rows, layer)[:, : 1 + (layer != 2)], states(5, rows, -layer)[..., :2], layer)
