@@ -25,7 +25,7 @@ from .text import Text
 
 
 class BatchTexts:
-    """The texts by place, for all that asks `engine.decoded_texts.DecodedTexts` about the rows of a batch."""
+    """The texts by row, behind the interface of `engine.decoded_texts.DecodedTexts`."""
 
     stops_together = chosen_together = follows_logits = False
 
@@ -33,7 +33,7 @@ class BatchTexts:
         self.verifier, self.pad_token_id = verifier, 0
         self.at: dict[int, Text] = {}
         self._rows, self._none = range(rows), torch.empty(0, 0, dtype=torch.int64, device=device)
-        self.foresight = BatchForesight(self.at, vocab_size)
+        self.foresight = BatchForesight(self, vocab_size)
 
     @property
     def active(self) -> list[int]:
@@ -126,21 +126,21 @@ class Batch(LocalTarget):
         """Lets the first text in."""
         self._settle(drafting, [0], [0])
 
-    def change(self, drafting: Drafting, joining: Sequence[Text]) -> list[Text]:
-        """Lets texts that have ended leave, and others join; returns those that have left.
+    def change(self, drafting: Drafting, joining: Sequence[Text]) -> None:
+        """Drops texts that have ended, and adds others, in the rows of the dropped ones first.
 
-        A text that joins takes the place of one that leaves where there is one: the others stay where they are.
+        So the keys and values of the other rows are not copied.
         """
         leaving = [row for row in self.rows if self.texts.at[row].ended]
         if not leaving and not joining:
-            return []
-        left, rows = [self.texts.at.pop(row) for row in leaving], list(self.rows)
+            return
+        rows = list(self.rows)
         free = [row for row in range(self._call.rows) if row not in rows]
         joined = []
         for text in joining:
             at = rows.index(leaving.pop()) if leaving else None
             row = free.pop(0) if at is None else rows[at]
-            take_in(self._runtime, self._runtime.ended, text.leave_alone(), at)
+            take_in(self._runtime, self._runtime.ended, text.handed_over(), at)
             if at is None:
                 rows.append(row)
             self.texts.at[row] = text
@@ -151,13 +151,11 @@ class Batch(LocalTarget):
             if rows:
                 self._runtime.keep_rows(places)
         self._settle(drafting, rows, joined)
-        return left
 
     def _settle(self, drafting: Drafting, rows: list[int], joined: Sequence[int]) -> None:
-        """Goes on with the texts at `rows`, in the order of the runtime's rows, of which some have just joined."""
+        """Continues with the texts at `rows`, in the order of the runtime's rows; `joined` are new among them."""
         before, self.rows = len(self.rows), rows
         self.texts.at = {row: self.texts.at[row] for row in rows}
-        self.texts.foresight.at = self.texts.at
         drafting.keep([row for row in rows if row not in joined])
         if not rows:
             return

@@ -13,19 +13,19 @@ from ..verify.foresight import Foresight, Race
 
 
 class BatchForesight:
-    """What drafts may know of coming draws, as `verify.foresight.Foresight`; `at` are the texts by place."""
+    """What drafts may know of coming draws, as `verify.foresight.Foresight`; `texts.at` are the texts by row."""
 
-    def __init__(self, at: Mapping[int, Any], vocab_size: int) -> None:
-        self.at, self.vocab_size = at, vocab_size
+    def __init__(self, texts: Any, vocab_size: int) -> None:
+        self._texts, self.vocab_size = texts, vocab_size
 
     def _of(self, row: int) -> Foresight | None:
-        found: Foresight | None = self.at[row].decoded.foresight
+        found: Foresight | None = self._texts.at[row].decoded.foresight
         return None if found is None or not found.draws[0].foreseeable else found
 
     @property
     def warper_names(self) -> tuple[str, ...]:
         """The cost of drafting depends on them."""
-        found = (text.decoded.foresight for text in self.at.values())
+        found = (text.decoded.foresight for text in self._texts.at.values())
         return tuple(sorted({name for each in found if each is not None for name in each.warper_names}))
 
     def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Any:

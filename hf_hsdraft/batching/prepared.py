@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Prepared:
     def config(self) -> Any:
         return self.call["generation_config"]
 
+    @cached_property
+    def options(self) -> DraftOptions:
+        """The drafting options of the call; raises a ValueError for an invalid one."""
+        return DraftOptions.of(self.drafter, self.config)
+
     @property
     def model_kwargs(self) -> dict[str, Any]:
         """What is passed from forward to forward."""
@@ -58,12 +64,12 @@ class Prepared:
             plain = {name: value for name, value in self.call.items() if name != "tokenizer"}
             return self.target._sample(self.input_ids, **plain)
 
-    def verifier(self, options: DraftOptions) -> Verifier:
+    def verifier(self) -> Verifier:
         """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work."""
         processors = self.call["logits_processor"]
         synced = bool(self.call.get("synced_gpus"))
         check_call(self.target, self.drafter, self.input_ids, processors, synced, self.model_kwargs)
-        verifier = self.drafter.verifier(options)
+        verifier = self.drafter.verifier(self.options)
         check_verifier(verifier, self.target, processors)
         return verifier
 

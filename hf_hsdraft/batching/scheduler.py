@@ -118,7 +118,7 @@ class ContinuousBatching:
 
     @property
     def _places(self) -> int:
-        return max(self.max_batch_size, 2)  # what reads a single text works otherwise
+        return max(self.max_batch_size, 2)  # sessions of one row may read the call's only text
 
     @property
     def busy(self) -> bool:
@@ -191,6 +191,7 @@ class ContinuousBatching:
                 with self._seeded(request):
                     prepared = prepare(self.target, self.drafter, request.arguments)
                 if isinstance(prepared, Prepared):
+                    _ = prepared.options  # an invalid one is this request's error
                     self._held = request, prepared
                 else:  # beams and the like
                     self._count_alone("it decodes by another method than sampling or greedy search")
@@ -214,7 +215,7 @@ class ContinuousBatching:
         longest = max([prepared.config.max_length, *lengths])
         if not self._texts:  # one that can never fit is refused by `_begin`
             return True
-        if DraftOptions.of(self.drafter, prepared.config) != self._options:
+        if prepared.options != self._options:
             return False
         return self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
 
@@ -222,17 +223,16 @@ class ContinuousBatching:
         length, most = prepared.config.max_length, self.max_cache_tokens
         if most is not None and length > most:
             raise ValueError(f"a text of up to {length} tokens does not fit: expected at most max_cache_tokens={most}")
-        options = DraftOptions.of(self.drafter, prepared.config)
-        if options != self._options:
-            self._take_options(options)
+        if prepared.options != self._options:
+            self._take_options(prepared.options)
         try:
-            verifier = prepared.verifier(options)
+            verifier = prepared.verifier()
             tokens = first_prompt(prepared.input_ids, prepared.model_kwargs)
             introduce(self._drafter, self.target, prepared.call.get("tokenizer"), False, tokens)
         except DraftingRefused as refusal:
             self._decode_alone(request, prepared, str(refusal))
             return
-        columns = self._places * (options.tree_size + 1)
+        columns = self._places * (self._options.tree_size + 1)
         why = prepared.why_alone(verifier, columns)
         if why:
             self._decode_alone(request, prepared, why)
@@ -299,7 +299,7 @@ class ContinuousBatching:
 
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
-        target, device, runtime = self.target, device_of(self.target), text.leave_alone()
+        target, device, runtime = self.target, device_of(self.target), text.handed_over()
         self._limits = BatchLimits(self._options, self._places)
         texts = BatchTexts(text.decoded.verifier, self._places, device, embedded_tokens(target))
         call = Call(target, self._places, self._options, texts, runtime, history=self._history)

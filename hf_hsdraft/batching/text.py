@@ -108,15 +108,15 @@ class Text:
     def ended(self) -> bool:
         return self.cancelled or self.error is not None or not self.decoded.active
 
-    def leave_alone(self) -> TargetRuntime:
-        """Gives the runtime that has read the prompt away, with its cache, for a text that joins a batch."""
+    def handed_over(self) -> TargetRuntime:
+        """Returns the runtime that has read the prompt, and drops it: the batch then holds its keys and values."""
         runtime, self.runtime = self.runtime, None
         assert runtime is not None
         return runtime
 
-    def judge(self, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor, choices: Any = None) -> Verdict:
+    def judge(self, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor) -> Verdict:
         """As `DecodedTexts.judge`; an error ends this text alone."""
-        verdict = self._tried(lambda: self.decoded.judge(0, tree, logits, taps, choices))
+        verdict = self._tried(lambda: self.decoded.judge(0, tree, logits, taps))
         return Verdict([], max(tree.tokens[0], 0), True, 0) if verdict is None else verdict
 
     def emit(self, tree: DraftTree, verdict: Verdict) -> None:
