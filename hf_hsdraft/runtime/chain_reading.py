@@ -6,6 +6,8 @@ tokens are read again with the next draft: `unread` counts them.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers.generation.candidate_generator import (
 from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
+from ..cpu.stand_ins import StandIn, standing_in
 from .target_forwards import TOKEN_TYPES, TargetCall
 
 
@@ -77,8 +80,32 @@ def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
     kwargs = _prepare_token_type_ids(kwargs, ends.get("token_type_ids", end))
     kwargs = _prepare_position_ids(kwargs, ends.get(call.names.positions, end), decoder)
     inputs = call.inputs(input_ids, size, kwargs.get(call.names.mask), kwargs=kwargs)
-    outputs = call.forward(inputs, size)
+    if call.stepping is None:
+        call.stepping = _stepping(call.target) if call.slots.recurrent else {}
+    with standing_in(call.stepping if size > 1 else {}):
+        outputs = call.forward(inputs, size)
     if given_cache(inputs) is None:  # some models rebuild their cache where their frequencies change
         call.slots.cache = returned_cache(outputs)
         call.slots.cache.activate_past_recording()
     return outputs
+
+
+class _Unclamped:
+    """Runs a Mamba-2 mixer without the limits of its time steps."""
+
+    def __init__(self, mixer: Any) -> None:
+        self._mixer = copy.copy(mixer)  # with the same parameters, state and hooks
+        vars(self._mixer).pop("_compiled_call_impl", None)
+        self._mixer.time_step_limit = (0.0, math.inf)
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._mixer(*args, **kwargs)
+
+
+def _stepping(target: torch.nn.Module) -> dict[Any, StandIn]:
+    """Stand-ins for the layers that compute several tokens otherwise than one by one, which plain decoding reads.
+
+    transformers' Mamba-2 layers apply `time_step_limit` (Mamba-2, section 7) to several tokens, not to a single one.
+    """
+    limited = ((layer, getattr(layer, "time_step_limit", None)) for layer in target.modules())
+    return {layer: _Unclamped(layer) for layer, limit in limited if limit and tuple(limit) != (0.0, math.inf)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from ..core.tensors import device_of, on_device
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
+from ..cpu.stand_ins import StandIn
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import CacheSlots, Mark
 from .target_limits import check_cache, check_mask, refusal
@@ -268,6 +269,7 @@ class TargetCall:
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: state of the cache before the last chains, with recurrent layers.
         entered: its state before the round.
+        stepping: what runs in place of layers that read several tokens otherwise than one by one; None until needed.
         keeps_ended: whether windows keep what rows that have ended still see, as padding is read for them at the end.
         leaves_gaps: whether rounds without drafts leave slots between tokens; see `TextRows.with_gaps`.
         drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
@@ -284,6 +286,7 @@ class TargetCall:
         self.fixed = self.forwards = self.unread = 0
         self.marked: Mark | None = None
         self.entered: Mark | None = None
+        self.stepping: Mapping[Any, StandIn] | None = None
         self.keeps_ended = self.leaves_gaps = self.drops = False
         self.further = dict[str, int]()
 

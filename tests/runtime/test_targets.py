@@ -400,6 +400,28 @@ def test_every_way_of_drafting_gives_chains_where_only_they_are_read(reuse, buil
         agree(target, rows, drafter, max_new_tokens=new)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_time_steps_are_limited_where_plain_decoding_limits_them(hooked):
+    """transformers limits them in a forward over several tokens, and not in one over a single token."""
+    fields = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    layers = {"attn_layer_indices": [1], "num_hidden_layers": 3, "time_step_limit": (0.2, 0.6)}
+    target, seen = model_of("bamba", **{**LLAMA, **fields, **layers}), []
+    if hooked:
+        target.model.layers[0].mamba.register_forward_hook(harmless(lambda *_: seen.append(1)))
+    options = {**batch_of(1), "do_sample": False, "max_new_tokens": 24, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "eos_token_id": None}
+    plain = target.generate(**options)
+    seen.clear()
+    for seed in range(3):
+        drafter = scripted(make_drafter(target), plain.sequences[:, 12:], seed)
+        output = target.generate(**options, assistant_model=drafter)
+        assert output.sequences.tolist() == plain.sequences.tolist()
+        for logits, expected in zip(output.logits, plain.logits, strict=True):
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        assert output.statistics.tau > 1 and bool(seen) == hooked
+    assert target.model.layers[0].mamba.time_step_limit == (0.2, 0.6)
+
+
 @pytest.mark.parametrize("name", ["ALiBi", "recurrent layers"])
 def test_rows_in_step_end_at_their_own_time(name):
     model_type, fields, _ = CHAINS[name]
