@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from transformers import GenerationConfig
+from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.cli.main import GROUPS, app
 from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 from hf_hsdraft.verify.registry import OPTION_NAMES
@@ -34,6 +37,22 @@ def cells(page: Path) -> list[str]:
 
 def without_code(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def calls(page: Path) -> list[list[str]]:
+    """The words behind `hsdraft` in the code of a page, without comments and what stands in quotes or behind `--`."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", without_code(page))]
+    shown = re.findall(r"(?:^|[\s/])(?<!--model )hsdraft ([^|;&#\n]+)", "\n".join([*blocks, *spans]), re.MULTILINE)
+    return [re.sub('"[^"]*"', "text", call).split(" -- ")[0].split() for call in shown]
+
+
+@functools.cache
+def options(*command: str) -> set[str]:
+    shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*command, "--help"])
+    assert shown.exit_code == 0, f"there is no hsdraft {' '.join(command)}"
+    return set(re.findall(r"--[a-z][a-z0-9-]+", shown.output))
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,6 +77,15 @@ def test_links_lead_somewhere(page):
         file = (page.parent / place).resolve() if place else page
         assert file.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(file), f"{page.name} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_options_of_pages_exist(page):
+    for words in calls(page):
+        length = 2 if words[0] in GROUPS else 1
+        named = [word for word in words[:length] if not word.startswith("-")]
+        wrong = {word.split("=")[0] for word in words if word.startswith("--")} - options(*named)
+        assert not wrong, f"{page.name} shows {wrong} of hsdraft {' '.join(words)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
