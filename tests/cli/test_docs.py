@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -91,6 +92,17 @@ def test_commands_and_options_of_pages_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_name_no_commits(page):
     assert not re.search(r"\bcommit [0-9a-f]{7,}", page.read_text(encoding="utf-8"))
+
+
+def test_the_first_figures_of_performance_are_those_of_the_card():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    reports = json.loads((ROOT / "model_cards" / "SmolLM2-135M-Instruct-hsdraft" / "figures.json").read_text())
+    drafted = [each for each in reports["benchmarks"] if "default" in each["summary"]]
+    assert len(drafted) == 3
+    for settings, figures in ((each["settings"], each["summary"]["default"]) for each in drafted):
+        count = settings["questions"]
+        assert f"| {count}, {settings['max_new_tokens']} | {figures['tau']:.2f} | {figures['speed_up']:.2f} |" in text
+        assert f"| {figures['identical']} of {count} |" in text
 
 
 def test_no_text_installs_the_package_from_an_index_that_does_not_have_it():
