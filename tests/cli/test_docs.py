@@ -24,6 +24,7 @@ from hf_hsdraft.verify.registry import OPTION_NAMES
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "hf_hsdraft" / "methods" / "README.md"]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONS = OPTION_NAMES | vars(default_options(1, 1, 1, HSDrafter.own_options)).keys() - vars(GenerationConfig()).keys()
 
@@ -69,7 +70,7 @@ def test_the_readme_is_short_and_holds_both_commands_for_a_fresh_machine():
     assert re.search(r"<!-- test command -->\n```bash\npython3 -m venv .* -m pytest .*\n```", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
         if link.startswith("http"):
