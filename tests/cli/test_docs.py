@@ -106,6 +106,15 @@ def test_the_first_figures_of_performance_are_those_of_the_card():
         assert f"| {figures['identical']} of {count} |" in text
 
 
+def test_the_figures_of_the_readme_are_those_of_performance():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8").replace("*", "")
+    rows = re.findall(r"^\|[^|\n]*(\| [\d.]+ \| [\d.]+ \|)$", readme, re.MULTILINE)
+    assert len(rows) == 8 and all(row in text for row in rows)
+    for figure in ("2.89", "2.8", "16 of 60", "13 of 13", "965", "704", "191", "144"):
+        assert figure in readme and figure in text
+
+
 def test_no_text_installs_the_package_from_an_index_that_does_not_have_it():
     files = [*PAGES, *EXAMPLES, *(ROOT / "hf_hsdraft").rglob("*.py")]
     named = [file for file in files if re.search(r"pip install [^`]*hf-hsdraft", file.read_text(encoding="utf-8"))]
