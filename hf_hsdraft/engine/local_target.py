@@ -18,8 +18,7 @@ from ..runtime.findings import kind_of_call
 from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .draft_limits import DraftLimits
-from .drafting import Drafting, Wanted
-from .late_news import LateNews
+from .drafting import Drafting, LateNews, Wanted
 
 
 @dataclass(frozen=True)

@@ -810,11 +810,12 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, cut, draft = [], [], CostPace.cut, Drafting.draft
+    asked, sizes, fit, draft = [], [], CostPace.fit, Drafting.draft
 
-    def noting_trees(self, trees, deciding):
-        asked.append([tree.tokens[0] for tree in deciding])
-        return cut(self, trees, deciding)
+    def noting_rows(self, drafted, depth, deciding, join):
+        trees = fit(self, drafted, depth, deciding, join)
+        asked.append([trees[row].tokens[0] for row in deciding])
+        return trees
 
     def noting_sizes(self, asks):
         sizes.append((len(asks), asks[0].size))
@@ -825,7 +826,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
         return trees
 
     monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
-    monkeypatch.setattr(CostPace, "cut", noting_trees)
+    monkeypatch.setattr(CostPace, "fit", noting_rows)
     monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, **GREEDY, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)

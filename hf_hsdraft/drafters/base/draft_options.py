@@ -23,7 +23,7 @@ from ...core.checks import (
 )
 from ...core.options import Option
 from ...core.tuning import TUNING
-from ...pace.costs_and_habits import Costs
+from ...pace.pacing import Costs
 from ...trees.tree_builders import TREE_BUILDERS
 from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
