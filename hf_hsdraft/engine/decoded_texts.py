@@ -209,6 +209,10 @@ class DecodedTexts:
         """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
         return self.ids.all()
 
+    def of_rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """The same for some rows."""
+        return self.batch()[list(rows)]
+
     def foresee(self, vocab_size: int, generator: torch.Generator | None = None) -> None:
         """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own; see `Draws`."""
         if not self._config.do_sample or not self.verifier.own_draws:

@@ -89,7 +89,8 @@ def speculative_decoding(
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
-        limits = DraftLimits(call, output.taps.shape[1], refused, untriable or _changing(watch, target, refused))
+        positions = TextPositions.of(runtime, output.taps.shape[1], len(input_ids))
+        limits = DraftLimits(call, positions, refused, untriable or _changing(watch, target, refused))
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
     _finish(keeper, texts, runtime, watch, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
