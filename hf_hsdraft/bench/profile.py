@@ -33,9 +33,8 @@ from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import TreeBatch, as_attention_takes_it, tree_mask
-from .calls import Settings, time_call
-from .machine import synchronise, timed
-from .prompts import Inputs
+from .calls import Settings, synchronise, time_call, timed
+from .run import Inputs
 from .systems import System
 
 TARGET, PYTHON = "target forward", "Python"

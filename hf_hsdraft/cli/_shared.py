@@ -212,8 +212,7 @@ def verification_options(text: str) -> dict[str, Any]:
 
     Raises a ValueError if there is no such rule or option, or the value is out of range.
     """
-    from ..verify.lossy_rule import Rule
-    from ..verify.registry import VERIFIERS
+    from ..verify.registry import VERIFIERS, Rule
 
     rule, further, _ = text.partition("+")
     if rule not in VERIFIERS:

@@ -20,10 +20,9 @@ from ..core.tensors import device_of
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call
-from ..runtime.findings import Finding, Size, find_out
+from ..runtime.findings import LEAST_DEPTH, STEPS, Finding, Size, find_out
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_runtime import TargetRuntime
-from ..runtime.trial import LEAST_DEPTH, STEPS
 
 logger = logging.get_logger(__name__)
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from ..core.draft_tree import DraftTree, certainty, merge_trees
+from ..core.draft_tree import DraftTree, Expansion, certainty, merge_trees
 from ..core.tensors import Transform, embedded_tokens, on_device
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.ngrams.ngram_cache import NgramSession
 from ..pace.pacing import CostPace, KindOfCall, pace_for
-from ..trees.tree_builders import Expansion
 
 _PACKAGE = f"{__package__.partition('.')[0]}."
 

@@ -23,10 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree, Expansion
 from ..core.processors import ProcessorTime
 from ..drafters.base.protocol import Accepted
-from ..trees.tree_builders import Expansion
 from .call_output import DraftStatistics
 from .drafting import Drafting, Wanted
 

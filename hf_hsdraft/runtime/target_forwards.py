@@ -265,7 +265,7 @@ class TargetCall:
     Attributes:
         kwargs: model inputs that `generate()` passes from forward to forward.
         fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
-        unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
+        unread: number of accepted tokens that recurrent layers have to read again; see `read_chains`.
         marked: state of the cache before the last chains, with recurrent layers.
         entered: its state before the round.
         keeps_ended: whether windows keep what rows that have ended still see, as padding is read for them at the end.

@@ -33,7 +33,7 @@ from hf_hsdraft.methods.lossy.quality import (
     systems_of,
 )
 from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.verify.lossy_rule import Rule
+from hf_hsdraft.verify.registry import Rule
 
 
 @pytest.mark.parametrize("task", GENERATED)

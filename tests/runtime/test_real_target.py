@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_hsdraft import HSDrafter, attach
-from hf_hsdraft.engine.divergence import first_divergence
 from hf_hsdraft.runtime import findings
+from hf_hsdraft.runtime.misreading import first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, Path, grown_tree
 from ...core.tensors import embedded_tokens
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Path, grown_tree
 from ..base.protocol import Accepted, Ask, Call, Session
 
 

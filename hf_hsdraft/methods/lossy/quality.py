@@ -14,7 +14,7 @@ from ...bench.run import WARM_UP_TOKENS, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
 from ...runtime.prompt_inputs import encode_prompts, end_tokens
-from ...verify.lossy_rule import Rule
+from ...verify.registry import Rule
 from ...verify.verdict import Verifier
 from .checked_tasks import Item
 

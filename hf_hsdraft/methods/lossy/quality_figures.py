@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ...bench.systems import PLAIN
-from ...verify.lossy_rule import Rule
+from ...verify.registry import Rule
 from .quality import EXACT, Answer, Quality, exact_name
 
 LEAST_ACCURACY = 0.2  # of plain decoding; below it a task is uninformative
