@@ -18,8 +18,8 @@ from ..engine.drafting import Drafting
 from ..engine.local_target import LocalTarget
 from ..engine.loop import Keeper, Round
 from ..runtime.ended_rows import take_in
-from ..runtime.target_forwards import TextRows
 from ..runtime.target_runtime import TargetRuntime
+from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .foresight import BatchForesight
 from .text import Text

@@ -17,9 +17,8 @@ from ..drafters.base.protocol import Accepted
 from ..engine.call_output import DraftStatistics, as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
 from ..runtime.findings import Size, find_out
-from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_limits import furthest_read
-from ..runtime.target_runtime import TargetRuntime
+from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verdict, Verifier
 from .prepared import Prepared
 

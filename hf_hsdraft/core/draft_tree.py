@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from .methods import Registry
+from .tensors import on_device
 from .tuning import TUNING
 
 
@@ -141,6 +142,28 @@ class DraftTree:
             rows.append([False] * len(self) if parent < 0 else rows[parent].copy())
             rows[node][node] = True
         return rows
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root that none sees."""
+
+    tokens: torch.Tensor  # `[B, N]`, int64
+    depths: torch.Tensor  # `[B, N]`, int64
+    ancestors: torch.Tensor  # `[B, N, N]`, bool, True where the row's node may see the column's
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
+        """Returns the batch with columns for at least `size` nodes."""
+        size = max(size, *map(len, trees))
+        tokens, depths, ancestors = [], [], []
+        for tree in trees:
+            spare = size - len(tree)
+            tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
+            depths.append([*tree.depths, *[tree.depths[0]] * spare])
+            alone = ([column == node for column in range(size)] for node in range(len(tree), size))
+            ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
+        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
 
 
 def certainty(trees: Sequence[DraftTree]) -> float:

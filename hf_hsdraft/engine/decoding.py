@@ -23,7 +23,6 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..runtime.foreign_parts import Watch, look_at
 from ..runtime.static_cache import with_draft_room
-from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_limits import (
     GRADIENTS,
     check_cache,
@@ -34,9 +33,16 @@ from ..runtime.target_limits import (
     text_config,
     without_cache,
 )
-from ..runtime.target_runtime import TargetRuntime
+from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verifier
-from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
+from .call_output import (
+    DraftStatistics,
+    HSDraftEncoderDecoderOutput,
+    HSDraftGenerateOutput,
+    as_output,
+    named_target,
+    prompt_outputs,
+)
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
 from .drafting import Drafting, history_for
@@ -260,7 +266,7 @@ def _read_prompts(
         for row in range(len(input_ids)):
             tree = DraftTree.root(-1)
             verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
-            texts.emit(row, tree, verdict, runtime.prompt_outputs(row))
+            texts.emit(row, tree, verdict, prompt_outputs(runtime, row) if runtime.records else [])
     texts.end_batch()
     return output
 

@@ -15,8 +15,9 @@ from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
 from ..runtime.findings import kind_of_call
-from ..runtime.target_forwards import TargetOutput, picked_taps
+from ..runtime.target_runtime import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
+from .call_output import path_outputs
 from .draft_limits import DraftLimits
 from .drafting import Drafting, LateNews, Wanted
 
@@ -170,7 +171,8 @@ class LocalTarget:
             texts.emit_chosen(verdicts)
         else:
             for row, verdict in verdicts.items():
-                texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
+                steps = path_outputs(runtime, row, verdict.path) if runtime.records else []
+                texts.emit(row, read.trees[row], verdict, steps)
         texts.end_batch()
         texts.stream()
         beyond = texts.beyond_end()

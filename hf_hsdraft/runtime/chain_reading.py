@@ -1,0 +1,84 @@
+"""Chains: drafts without branches, read as ordinary text. They need no mask, so every target may be able to read them.
+
+Recurrent layers cannot drop tokens. After a rejection their state from before the draft is restored, and the accepted
+tokens are read again with the next draft: `unread` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
+
+from ..core.cache_name import given_cache, returned_cache
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
+from .tree_reading import TOKEN_TYPES, TargetCall
+
+
+def read_chains(
+    call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int, padding: int = 0
+) -> Any:
+    """The target's outputs for a chain of each row; `call.unread` columns of tokens read again come first.
+
+    Args:
+        input_ids: `[B, length]`, the texts up to and with the roots.
+        columns: of the drafts; shorter ones end with tokens `padding`, which rows that have ended keep.
+    """
+    if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
+        raise ValueError("a tree that branches was drafted for a target that reads chains only")
+    if call.unread > TUNING.most_unread:
+        catch_up(call, input_ids[:, :-1])
+        call.entered = None
+    call.marked = (call.entered or call.slots.mark()) if call.slots.recurrent else None
+    drafted = [[*tree.tokens[1:], *[padding] * (columns - len(tree))] for tree in trees]
+    ids = torch.tensor(drafted, dtype=input_ids.dtype, device=input_ids.device).view(len(trees), columns - 1)
+    return _read_on(call, torch.cat([input_ids, ids], dim=1), call.unread + columns)
+
+
+def commit_chains(call: TargetCall, length: int, outputs: Any, columns: int) -> None:
+    """Keeps the first `length` of the columns read last, in every row."""
+    call.rows = call.rows.keeping([length] * len(call.rows.kept))
+    if length:
+        call.go_on(outputs, length)
+    if call.marked is None:
+        call.slots.drop(columns - length)
+        return
+    if length == columns:
+        call.unread = 0
+    else:
+        call.slots.roll_back(call.marked)
+        call.unread += length
+    call.slots.forget_past()
+
+
+def catch_up(call: TargetCall, input_ids: torch.Tensor) -> None:
+    """Reads the `call.unread` last tokens of `input_ids` `[B, length]` again, into the recurrent layers, for good."""
+    _read_on(call, input_ids, call.unread)
+    call.unread = 0
+
+
+def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
+    """Reads the last `size` tokens of each text `[B, length]` after the cached ones."""
+    end, decoder = call.rows.kept[0] - call.unread + size, call.target.config.is_encoder_decoder
+    # Inputs along the text continue from the caller's, as in plain decoding; they may not start where the text does.
+    ends = {name: end + further for name, further in call.further.items()}
+    kwargs = dict(call.kwargs)
+    for name in (call.names.positions, *TOKEN_TYPES):  # may have several axes, and reach further
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][..., : ends[name]]
+    kwargs = _prepare_attention_mask(kwargs, ends.get(call.names.mask, end), decoder)
+    kwargs = _prepare_token_type_ids(kwargs, ends.get("token_type_ids", end))
+    kwargs = _prepare_position_ids(kwargs, ends.get(call.names.positions, end), decoder)
+    inputs = call.inputs(input_ids, size, kwargs.get(call.names.mask), kwargs=kwargs)
+    outputs = call.forward(inputs, size)
+    if given_cache(inputs) is None:  # some models rebuild their cache where their frequencies change
+        call.slots.cache = returned_cache(outputs)
+        call.slots.cache.activate_past_recording()
+    return outputs
