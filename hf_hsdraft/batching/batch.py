@@ -30,10 +30,10 @@ class BatchTexts:
 
     stops_together = chosen_together = follows_logits = False
 
-    def __init__(self, verifier: Verifier, rows: int, device: torch.device, vocab_size: int) -> None:
+    def __init__(self, verifier: Verifier, rows: int, vocab_size: int) -> None:
         self.verifier, self.pad_token_id = verifier, 0
         self.at: dict[int, Text] = {}
-        self._rows, self._none = range(rows), torch.empty(0, 0, dtype=torch.int64, device=device)
+        self._rows = range(rows)
         self.foresight = BatchForesight(self, vocab_size)
 
     @property
@@ -49,12 +49,8 @@ class BatchTexts:
     def rows(self) -> Mapping[int, Text]:
         return self.at
 
-    def batch(self) -> torch.Tensor:
-        """Nothing: trees are read by their nodes alone."""
-        return self._none
-
     def of_rows(self, rows: Sequence[int]) -> torch.Tensor:
-        ids = [self.at[row].decoded.batch() for row in rows]
+        ids = [self.at[row].decoded.ids.all() for row in rows]
         longest = max(each.shape[1] for each in ids)
         return torch.cat([F.pad(each, (longest - each.shape[1], 0)) for each in ids])
 

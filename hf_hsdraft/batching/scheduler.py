@@ -300,7 +300,7 @@ class ContinuousBatching:
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
         target, device, runtime = self.target, device_of(self.target), text.handed_over()
-        texts = BatchTexts(text.decoded.verifier, self._places, device, embedded_tokens(target))
+        texts = BatchTexts(text.decoded.verifier, self._places, embedded_tokens(target))
         call = Call(target, self._places, self._options, texts, runtime, history=self._history)
         batch = Batch(call, self._drafter.taps_of(target), text)
         session = self._drafter.session(call)

@@ -205,13 +205,9 @@ class DecodedTexts:
     def last_token(self, index: int) -> int:
         return self.rows[index].emitted[-1]
 
-    def batch(self) -> torch.Tensor:
-        """`[B, length]` up to each row's last token; shorter rows are padded at the left."""
-        return self.ids.all()
-
     def of_rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """The same for some rows."""
-        return self.batch()[list(rows)]
+        """`[n, length]` up to each row's last token; shorter rows are padded at the left."""
+        return self.ids.all()[list(rows)]
 
     def foresee(self, vocab_size: int, generator: torch.Generator | None = None) -> None:
         """Lets drafts know coming draws over `vocab_size` logits, where tokens are the target's own; see `Draws`."""

@@ -129,7 +129,7 @@ class LocalTarget:
         read = {row: self._undrafted(row) for row in self.rows}
         read.update(zip(self._texts.active, trees, strict=True))
         texts = self._texts  # in step, chains read what plain decoding reads, with padding after rows that have ended
-        batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.batch()
+        batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.ids.all()
         output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
         return Read(read, output)
 

@@ -212,9 +212,7 @@ class TargetRuntime(TargetCall):
             self.kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
         self.outputs: Any = None
         self.batch: TreeBatch | None = None
-        self.columns = self.read_again = (
-            0  # the drafts' columns in it, and the columns before them that were read again
-        )
+        self.columns = self.read_again = 0
         self.ended: EndedRows | None = None
         self._keeps_slots = True
         if (cache := given_cache(self.kwargs)) is not None:
