@@ -111,8 +111,6 @@ class DraftLimits:
         runtime, rows = self._runtime, range(len(self.positions.roots))
         if self._untriable:
             logger.warning_once(f"Nothing is drafted for {type(runtime.target).__name__}: {self._untriable}.")
-            if self._refused is not refuse:
-                self._refused(refusal(runtime.target, f"{self._untriable}."))
             self._draft_nothing(self._untriable)
             return
         if runtime.refusal is not None:

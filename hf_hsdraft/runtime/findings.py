@@ -291,7 +291,8 @@ def find_out(
         in_any: whether a flag is set in any process, where all have to run the same forwards.
     """
     target, length = runtime.target, runtime.length + 1
-    layer = next((each for each in map(layer_class, cache_layers(runtime.cache)) if not _is_known(each)), None)
+    kinds = map(layer_class, cache_layers(runtime.cache))
+    layer = next((each for each in kinds if each.__module__ != "transformers.cache_utils"), None)
     if layer is not None and runtime.rows.padded:
         return Finding(False, False, f"its cache ({layer.__name__}) is not known to keep padding and drafts apart")
     at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
@@ -310,10 +311,6 @@ def find_out(
         found = _tried(runtime, input_ids, size, depth, width, chains, ragged, in_any)
         found = _remembered(target, kind, found, doubling)
     return found
-
-
-def _is_known(layer: type) -> bool:
-    return layer.__module__ == "transformers.cache_utils"
 
 
 def _tried(
@@ -409,15 +406,12 @@ def _remembered(target: Any, kind: Any, finding: Finding, doubling: bool) -> Fin
     if finding.misread:
         same = [finding, *(each for each in others if each.misread and each.times == 1)]
         length, tokens = min(each.length for each in same), max(each.tokens for each in same)
-        kept, others = replace(finding, length=length, tokens=tokens, times=len(same)), _without(others, same)
+        kept = replace(finding, length=length, tokens=tokens, times=len(same))
+        others = [each for each in others if each not in same]
     else:
-        others = _without(others, [each for each in others if _outdated(each, finding)])
+        others = [each for each in others if not _outdated(each, finding)]
     kinds[kind] = [*others, kept][-_MOST_FINDINGS:]
     return replace(finding, until=known_until(target, finding.length, doubling))
-
-
-def _without(findings: Sequence[Finding], some: Sequence[Finding]) -> list[Finding]:
-    return [each for each in findings if each not in some]
 
 
 def _outdated(each: Finding, by: Finding) -> bool:
