@@ -176,9 +176,7 @@ def speculative_decoding(
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         watch = Watch(target, own_modules)
-        output = _read_prompts(runtime, texts, input_ids, generation_config)
-        keeper.enter("prefill")
-        statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
+        output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
@@ -253,7 +251,7 @@ def _encodes(model_kwargs: Mapping[str, Any]) -> bool:
 
 
 def _read_prompts(
-    runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any
+    runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any, keeper: Keeper
 ) -> TargetOutput:
     """Runs the prompts' forward and chooses the first token of each text."""
     output = runtime.prefill(input_ids, generation_config)
@@ -268,6 +266,8 @@ def _read_prompts(
             verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
             texts.emit(row, tree, verdict, prompt_outputs(runtime, row) if runtime.records else [])
     texts.end_batch()
+    keeper.enter("prefill")
+    keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, len(input_ids)
     return output
 
 

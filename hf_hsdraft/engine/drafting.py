@@ -160,18 +160,19 @@ class Drafting:
         if self._rests:
             return
         for session in self._sessions:
-            if session is not self._paced or self.depth or not all(isinstance(each, LateNews) for each in news):
-                self._pass_on(session, news)
-                continue
-            for each in news:
-                self._waiting.setdefault(each.row, []).append(each)  # type: ignore[arg-type]
-            if max(map(len, self._waiting.values()), default=0) >= TUNING.most_pending:  # nothing waits for long
-                self.catch_up()
-
-    def _pass_on(self, session: Session, news: Sequence[Accepted]) -> None:
-        if session is self._paced:
+            if session is not self._paced:
+                session.observe(news)
+        if self._paced is None:
+            return
+        late = [each for each in news if isinstance(each, LateNews)]
+        if self.depth or len(late) < len(news):
             self.catch_up()
-        session.observe(news)
+            self._paced.observe(news)
+            return
+        for each in late:
+            self._waiting.setdefault(each.row, []).append(each)
+        if max(map(len, self._waiting.values()), default=0) >= TUNING.most_pending:  # nothing waits for long
+            self.catch_up()
 
     def catch_up(self) -> None:
         """Lets the drafter's session observe all that was accepted."""
