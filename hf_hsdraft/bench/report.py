@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -75,24 +76,8 @@ def number(value: float | None, digits: int = 2) -> str:
     return _EMPTY if value is None else f"{value:.{digits}f}"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The figures of one system, see `FIGURES`. `None` stands for unknown or meaningless."""
-
-    tau: float | None
-    acceptance_length: float | None
-    tokens_per_second: float
-    speed_up: float
-    time_ratio: float
-    speed_up_repeats: tuple[float, float]
-    speed_up_prompts: tuple[float, float, float]
-    decode_speed_up: float | None
-    first_token_ms: float | None
-    peak_memory_mb: float | None
-    peak_growth_mb: float | None
-    identical: int | None
-    ties: int | None
-    divergent: int | None
+class Summary(SimpleNamespace):
+    """The figures of one system, by their names in `FIGURES`. `None` stands for unknown or meaningless."""
 
     def cell(self, name: str) -> str:
         """Returns a figure as the main table shows it."""
@@ -282,7 +267,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
     measured, drafted = result.measured, result.drafted()
 
     def point(each: SweepPoint) -> dict[str, Any]:
-        figures = {name: asdict(row) for name, row in _summaries(each.measured).items()}
+        figures = {name: vars(row) for name, row in _summaries(each.measured).items()}
         found = {"value": each.value, "prompt_tokens": each.prompt_tokens, "summary": figures}
         return {**found, "left_out": each.measured.left_out}
 
@@ -290,10 +275,9 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         "definitions": {**DEFINITIONS, **MEANING, **profiling.DEFINITIONS},
         "settings": result.settings,
         "weights": {name: digest for name, digest in result.weights.items() if name in measured.runs},
-        "summary": {name: asdict(row) for name, row in result.summaries().items()},
+        "summary": {name: vars(row) for name, row in result.summaries().items()},
         "by_category": {
-            name: {category: asdict(row) for category, row in rows.items()}
-            for name, rows in result.categorised().items()
+            name: {category: vars(row) for category, row in rows.items()} for name, rows in result.categorised().items()
         },
         "round": {name: drafted.get(name, {}) for name in measured.others},
         "profile": {

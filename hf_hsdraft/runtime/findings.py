@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
-from ..core.tensors import device_of, on_device
+from ..core.tensors import device_of
 from .cache_slots import cache_layers, layer_class
 from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, rounds_inputs, usual_tolerance
 from .module_hooks import fingerprint
@@ -356,19 +356,7 @@ def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
         return runtime, rows
     lengths = runtime.rows.lengths
     first, *_, last = sorted(rows, key=lambda row: lengths[row])
-    return _apart_of(runtime, [first, last]), [first, last]
-
-
-def _apart_of(runtime: TargetRuntime, places: Sequence[int]) -> TargetRuntime:
-    """As `TargetCall.apart`, for some rows of the batch only, with a copy of their cache."""
-    trial, before, names = runtime.apart(), len(runtime.rows.kept), runtime.names
-    rows = on_device(places, device_of(runtime.target))
-    for name, axis in ((names.mask, 0), (names.positions, -2), ("inputs_embeds", 0)):
-        value = trial.kwargs.get(name)
-        if value is not None and value.shape[axis] == before:
-            trial.kwargs[name] = value.index_select(axis, rows.to(value.device))
-    trial.slots, trial.rows = runtime.slots.of_rows(places), runtime.rows.of(places)
-    return trial
+    return runtime.apart_of([first, last]), [first, last]
 
 
 # By target and kind of call. Bounded, for targets that change from call to call.

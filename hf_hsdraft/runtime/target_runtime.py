@@ -18,7 +18,7 @@ import torch
 from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.refusals import DraftingRefused
-from ..core.tensors import device_of
+from ..core.tensors import device_of, on_device
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
@@ -386,6 +386,17 @@ class TargetRuntime(TargetCall):
     def apart(self) -> Self:
         trial = super().apart()
         trial.ahead = trial.outputs = None  # these belong to the call itself
+        return trial
+
+    def apart_of(self, places: Sequence[int]) -> Self:
+        """As `apart`, for some rows of the batch only, with a copy of their cache."""
+        trial, before, names = self.apart(), len(self.rows.kept), self.names
+        rows = on_device(places, device_of(self.target))
+        for name, axis in ((names.mask, 0), (names.positions, -2), ("inputs_embeds", 0)):
+            value = trial.kwargs.get(name)
+            if value is not None and value.shape[axis] == before:
+                trial.kwargs[name] = value.index_select(axis, rows.to(value.device))
+        trial.slots, trial.rows = self.slots.of_rows(places), self.rows.of(places)
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
