@@ -22,6 +22,7 @@ from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..runtime.foreign_parts import Watch, look_at
+from ..runtime.module_hooks import experience_of
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_limits import (
     GRADIENTS,
@@ -31,7 +32,6 @@ from ..runtime.target_limits import (
     gradients_flow,
     refusal,
     text_config,
-    without_cache,
 )
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verifier
@@ -59,7 +59,7 @@ def check_call(
     check_inputs(target)
     if not kwargs.get("use_cache"):
         raise DraftingRefused("use_cache=False is not possible with a drafter: verification needs the target's cache")
-    if target in without_cache:
+    if experience_of(target).cacheless:
         check_cache(target, None)
     if gradients_flow(target, kwargs):
         raise DraftingRefused(GRADIENTS)

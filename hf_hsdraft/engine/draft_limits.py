@@ -7,7 +7,6 @@ end.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call
 from ..runtime.findings import LEAST_DEPTH, STEPS, Finding, Size, find_out
+from ..runtime.module_hooks import experience_of
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_runtime import TargetRuntime
 
@@ -240,17 +240,13 @@ class DraftLimits:
         return bool(shared)
 
 
-# Tokens that calls of a target might have emitted which were too short to win back its trial.
-_without_trial: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
 def _wins_back(target: Any, room: int) -> bool:
     """Whether drafts of a call of `room` tokens, and of as many again as earlier short calls had, pay for a trial."""
     if room <= STEPS + 1:
         return False
     if room < TUNING.trial_room and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
-        room += _without_trial.get(target, 0)
-        _without_trial[target] = room
+        known = experience_of(target)
+        room = known.untried = known.untried + room
         return room >= TUNING.trial_room
     return True
 

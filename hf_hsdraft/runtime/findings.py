@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,7 @@ from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from .cache_slots import cache_layers, layer_class
 from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, rounds_inputs, usual_tolerance
-from .module_hooks import fingerprint
+from .module_hooks import experience_of, fingerprint
 from .target_limits import known_until, slots_read_alike, text_config
 from .target_runtime import TargetRuntime
 from .tree_reading import read_trees
@@ -359,9 +358,7 @@ def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
     return runtime.apart_of([first, last]), [first, last]
 
 
-# By target and kind of call. Bounded, for targets that change from call to call.
-_findings: weakref.WeakKeyDictionary[Any, dict[Any, list[Finding]]] = weakref.WeakKeyDictionary()
-_MOST_KINDS, _MOST_FINDINGS = 64, 16
+_MOST_KINDS, _MOST_FINDINGS = 64, 16  # of a target that changes from call to call
 
 
 def _known(target: Any, kind: Any, length: int, tokens: int, depth: int, doubling: bool) -> Finding | None:
@@ -371,7 +368,7 @@ def _known(target: Any, kind: Any, length: int, tokens: int, depth: int, doublin
         kind: of the call, see `kind_of_call`, and of its drafts.
         doubling: see `known_until`.
     """
-    every = _findings.get(target, {}).get(kind, ())
+    every: Sequence[Finding] = experience_of(target).findings.get(kind, ())
     found = [replace(each, until=known_until(target, each.length, doubling)) for each in every]
     misread = [each for each in found if each.misread and each.times > 1 and each.tokens <= tokens]
     for each in misread:
@@ -387,7 +384,7 @@ def _known(target: Any, kind: Any, length: int, tokens: int, depth: int, doublin
 
 def _remembered(target: Any, kind: Any, finding: Finding, doubling: bool) -> Finding:
     """Remembers a finding for later calls; returns it with the length up to which it holds."""
-    kinds = _findings.setdefault(target, {})
+    kinds: dict[Any, list[Finding]] = experience_of(target).findings
     while len(kinds) > _MOST_KINDS:
         kinds.pop(next(iter(kinds)), None)
     kept, others = finding, kinds.get(kind, [])

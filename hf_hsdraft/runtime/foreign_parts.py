@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .module_hooks import fingerprint
+from .module_hooks import experience_of, fingerprint
 
 LIBRARIES = frozenset((
     "transformers", "torch", "peft", "accelerate", "trl", "deepspeed", "bitsandbytes", "liger_kernel", "torchao", "hqq",
@@ -260,9 +260,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _MOST_NUMBERS = 2**12  # of a tensor that is compared by them
 _MOST_OBJECTS = 20_000
 
-# Forms of targets, by `fingerprint`, whose own modules have changed nothing in a call.
-_steady: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-
 
 class Watch:
     """Compares what the user's modules of a target hold with what they held at the beginning of a call.
@@ -286,7 +283,7 @@ class Watch:
         """Why nothing may be drafted, after the prompts' forward; empty if something may."""
         if changed := self.changed():
             return f"{changed} changes in forwards, and a draft makes fewer of them"
-        if self._parts and fingerprint(self._target) not in _steady.get(self._target, ()):
+        if self._parts and fingerprint(self._target) not in experience_of(self._target).steady:
             name = next(iter(self._parts))
             return (
                 f"{name} is not transformers' own, and is watched in this call for what it changes; later calls draft, "
@@ -297,7 +294,7 @@ class Watch:
     def end(self, forwards: int) -> None:
         """After a call of so many forwards: later ones may draft, unless something has changed."""
         if self._parts and forwards > 1:
-            steady, form, changed = _steady.setdefault(self._target, set()), fingerprint(self._target), self.changed()
+            steady, form, changed = experience_of(self._target).steady, fingerprint(self._target), self.changed()
             if len(steady) > 64:  # of a target that changes from call to call
                 steady.clear()
             (steady.discard if changed else steady.add)(form)
