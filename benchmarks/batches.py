@@ -111,7 +111,7 @@ class _Pair:
 
     def _batches(self, size: int) -> list[Any]:
         """Batches of prompts of similar length."""
-        from hf_hsdraft.bench.prompts import padded_batches
+        from hf_hsdraft.bench.run import padded_batches
 
         texts = [text for text in prompt_texts(self.given) if len(text) <= self.given.longest]
         return [each for each in padded_batches(self.tokenizer, texts, size, "cpu") if len(each["input_ids"]) == size]

@@ -78,7 +78,7 @@ def _forward(target: Any, cache: DynamicCache, context: int, size: int) -> float
     """Returns the seconds of a forward, after which the cache is as before."""
     import torch
 
-    from hf_hsdraft.bench.machine import timed
+    from hf_hsdraft.bench.calls import timed
     from hf_hsdraft.core.cache_name import CACHE
 
     kwargs: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from runner import counts, loaded_target, options, print_by_rows
 
 
 def accelerated(target: Any, packed: bool, programs: bool) -> Any:
-    from hf_hsdraft.runtime.target_forwards import Acceleration
+    from hf_hsdraft.runtime.target_runtime import Acceleration
 
     acceleration = Acceleration(target)
     acceleration.begin(packed, 1000, programs)

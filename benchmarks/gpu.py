@@ -78,7 +78,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     import torch
     import transformers
 
-    from hf_hsdraft.bench.machine import processor
+    from hf_hsdraft.bench.calls import processor
 
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return {

@@ -43,7 +43,7 @@ def first_calls(pair: Pair, prompt: str, length: int, repeats: int) -> dict[bool
 
 def time_first_call(target: Any, drafter: Any, inputs: Sequence[Any], new_tokens: int, drafted: bool) -> float:
     """Returns the seconds of one greedy call, plain or drafted."""
-    from hf_hsdraft.bench.machine import timed
+    from hf_hsdraft.bench.calls import timed
 
     call = {**inputs[0], "do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     return timed(target.device, target.generate, **call, assistant_model=drafter if drafted else None)[1]
@@ -64,7 +64,7 @@ def measure_calls(target: Any, drafter: Any, inputs: Sequence[Any], max_new_toke
 
     Raises a ValueError if the system does not report a process's peak memory.
     """
-    from hf_hsdraft.bench.machine import PeakMemory
+    from hf_hsdraft.bench.calls import PeakMemory
 
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
     target.generate(**inputs[0], **settings)

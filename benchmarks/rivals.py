@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of each system; default: 2")
     parser.add_argument("--only", type=names, default=[""], help="comma-separated beginnings of names of the table")
     given = parser.parse_args(arguments)
-    from hf_hsdraft.bench.machine import processor
+    from hf_hsdraft.bench.calls import processor
     from hf_hsdraft.runtime.prompt_inputs import encode_prompt
     from hf_hsdraft.runtime.target_loading import embedded_gguf, load_tokenizer
 

@@ -94,7 +94,7 @@ def loaded_target(given: argparse.Namespace) -> tuple[Any, Any]:
 
 def prompt_texts(given: argparse.Namespace) -> list[str]:
     """Returns the first turns of `--prompts`, or of the prompts of `hsdraft bench`, `--limit` of them."""
-    from hf_hsdraft.bench.prompts import read_questions
+    from hf_hsdraft.bench.run import read_questions
 
     paths = [given.prompts] if getattr(given, "prompts", None) else []
     return [prompt.turns[0] for prompt in read_questions(paths, getattr(given, "limit", None))]
@@ -136,7 +136,7 @@ def decoded(
     **options: Any,
 ) -> Decoded:
     """Decodes a prompt or a batch once, greedily unless `options` of `generate()` say otherwise."""
-    from hf_hsdraft.bench.machine import synchronise
+    from hf_hsdraft.bench.calls import synchronise
 
     call = {"do_sample": False, "max_new_tokens": tokens, "return_dict_in_generate": True, **options}
     synchronise(target.device)

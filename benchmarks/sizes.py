@@ -186,7 +186,7 @@ def ways(target: Any, given: Any) -> dict[str, Callable[[int], Decoded]]:
 
 def rows_of(target: Any, shape: str, kind: str, given: Any) -> Iterator[dict[str, Any]]:
     """Measures all ways in turns; times are medians without the first token."""
-    from hf_hsdraft.bench.machine import PeakMemory
+    from hf_hsdraft.bench.calls import PeakMemory
 
     peaks, speeds = {}, []
     calls = ways(target, given)
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{name}: {', '.join(sorted(wrong))} is unknown: expected some of {', '.join(known)}")
     import torch
 
-    from hf_hsdraft.bench.machine import processor
+    from hf_hsdraft.bench.calls import processor
     from hf_hsdraft.cpu.small_weights import KERNEL
 
     KERNEL.operators(wait=True)

@@ -124,7 +124,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def fitting(rows: Sequence[dict[str, Any]], target: str | None, max_new_tokens: int) -> list[dict[str, Any]]:
     """Returns the rows whose first turn, and an answer, the target has positions for. Loads no weights."""
-    from hf_hsdraft.bench.prompts import length_of
+    from hf_hsdraft.bench.run import length_of
     from hf_hsdraft.runtime.target_loading import load_config, load_tokenizer
 
     room = getattr(load_config(target).get_text_config(), "max_position_embeddings", None) or float("inf")
@@ -148,7 +148,7 @@ def print_figures(report: Mapping[str, Any]) -> None:
 def figures(report: Mapping[str, Any], system: str) -> dict[str, dict[str, tuple[float | None, Any]]]:
     """Returns AL and the summary of a system, by kind of group and group."""
     from hf_hsdraft.bench.calls import Run
-    from hf_hsdraft.bench.summary import by_category
+    from hf_hsdraft.bench.report import by_category
 
     own, plain = (
         [Run(**{**row, "statistics": None, "divergence": None}) for row in report["runs"][name]]
@@ -184,7 +184,7 @@ def acceptance_length(runs: Sequence[Any]) -> float | None:
 
 
 def _cell(length: float | None, summary: Any) -> str:
-    from hf_hsdraft.bench.summary import number
+    from hf_hsdraft.bench.report import number
 
     return f"{number(length)}, {number(summary.tau)}, {summary.tokens_per_second:.1f}, {summary.speed_up:.2f}"
 

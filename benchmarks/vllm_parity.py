@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     import torch
 
-    from hf_hsdraft.bench.machine import processor
+    from hf_hsdraft.bench.calls import processor
     from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
     from hf_hsdraft.generate.by_name import load_drafter
     from hf_hsdraft.runtime.prompt_inputs import encode_prompt

@@ -42,7 +42,7 @@ _MODULES = {
     "FinishedText": "batching.scheduler",
     "erase_history": "drafters.history.history",
     "generate_many": "batching.generate_many",
-    "harmless": "runtime.foreign_code",
+    "harmless": "runtime.foreign_parts",
     "list_history": "drafters.history.history",
     "load_target": "runtime.target_loading",
     "register_drafter": "drafters.base.registry",

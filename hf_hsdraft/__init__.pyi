@@ -36,5 +36,5 @@ from .methods.specformer.drafter import SpecFormerDrafter as SpecFormerDrafter
 from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
 from .methods.uno import UnoDrafter as UnoDrafter
 from .remote.connecting import connect as connect
-from .runtime.foreign_code import harmless as harmless
+from .runtime.foreign_parts import harmless as harmless
 from .runtime.target_loading import load_target as load_target

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_hsdraft.bench.machine import synchronise
+from hf_hsdraft.bench.calls import synchronise
 
 FIGURES = ("reads", "waits", "launches", "graphs", "kernels", "operators")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

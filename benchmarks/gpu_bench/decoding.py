@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hf_hsdraft import harmless
-from hf_hsdraft.bench.calls import until_end
-from hf_hsdraft.bench.machine import PeakMemory, timed
+from hf_hsdraft.bench.calls import PeakMemory, timed, until_end
 
 from .counts import counted, per_step
 from .plan import COMPILED, LOOKUP, OURS, OURS_COMPILED, Settings

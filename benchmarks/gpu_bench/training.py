@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_hsdraft.bench.machine import PeakMemory
+from hf_hsdraft.bench.calls import PeakMemory
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.families.trainable import TRAINABLE

@@ -12,7 +12,7 @@ from typing import Any
 
 from oracles.remote_server import relay
 
-from hf_hsdraft.bench.machine import resident_bytes
+from hf_hsdraft.bench.calls import resident_bytes
 from remote_bench.clients import Order
 from remote_bench.plain import Plain
 from remote_bench.processes import KEEP_SECONDS, Devices, links_of, status_of

@@ -7,20 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..engine.call_output import DraftStatistics
+from ..engine.draft_limits import DraftLimits, TextPositions
 from ..engine.drafting import Drafting
 from ..engine.local_target import LocalTarget
 from ..engine.loop import Keeper, Round
 from ..runtime.ended_rows import take_in
-from ..runtime.target_forwards import TextRows
 from ..runtime.target_runtime import TargetRuntime
+from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .foresight import BatchForesight
-from .limits import BatchLimits
 from .text import Text
 
 
@@ -29,10 +30,10 @@ class BatchTexts:
 
     stops_together = chosen_together = follows_logits = False
 
-    def __init__(self, verifier: Verifier, rows: int, device: torch.device, vocab_size: int) -> None:
+    def __init__(self, verifier: Verifier, rows: int, vocab_size: int) -> None:
         self.verifier, self.pad_token_id = verifier, 0
         self.at: dict[int, Text] = {}
-        self._rows, self._none = range(rows), torch.empty(0, 0, dtype=torch.int64, device=device)
+        self._rows = range(rows)
         self.foresight = BatchForesight(self, vocab_size)
 
     @property
@@ -48,9 +49,10 @@ class BatchTexts:
     def rows(self) -> Mapping[int, Text]:
         return self.at
 
-    def batch(self) -> torch.Tensor:
-        """Nothing: trees are read by their nodes alone."""
-        return self._none
+    def of_rows(self, rows: Sequence[int]) -> torch.Tensor:
+        ids = [self.at[row].decoded.ids.all() for row in rows]
+        longest = max(each.shape[1] for each in ids)
+        return torch.cat([F.pad(each, (longest - each.shape[1], 0)) for each in ids])
 
     def new_tokens(self, row: int) -> int:
         return self.at[row].decoded.new_tokens(0)
@@ -111,16 +113,15 @@ class Batch(LocalTarget):
         texts: those whose prompts have been read, by place.
     """
 
-    def __init__(self, call: Call, limits: BatchLimits, taps: Sequence[int], text: Text) -> None:
+    def __init__(self, call: Call, taps: Sequence[int], text: Text) -> None:
         self.texts: BatchTexts = call.texts
         runtime: TargetRuntime = call.runtime
         runtime.prepare_trees()
-        runtime.make_room(limits.options.tree_size + 1)
-        super().__init__(call, limits, taps)  # type: ignore[arg-type]
-        runtime.leaves_gaps = False
+        runtime.make_room(call.options.tree_size + 1)
+        super().__init__(call, DraftLimits(call, TextPositions.of_places(call.rows)), taps)
+        runtime.leaves_gaps = self._texts_leave = False  # they leave by `change`
         runtime.rows = TextRows.of_slots(list(runtime.rows.kept), device_of(call.target))
-        self.rows, self._batch_limits = [], limits
-        self.texts.at[0] = text
+        self.rows, self.texts.at[0] = [], text
 
     def begin(self, drafting: Drafting) -> None:
         """Lets the first text in."""
@@ -159,18 +160,14 @@ class Batch(LocalTarget):
         drafting.keep([row for row in rows if row not in joined])
         if not rows:
             return
-        self._batch_limits.follow(self._runtime, self.texts.at)
-        self._roots = self._batch_limits.positions.roots
-        self._batch_limits.keep_up()
+        self._runtime.num_texts = len(rows)
+        self._roots[:] = [self.texts.at[row].root if row in rows else 0 for row in range(self._call.rows)]
+        self._limits.look_ahead()
+        if self._limits.options.depth:
+            self._limits.keep_up(rows)
         if joined:
             drafting.observe([self.texts.at[row].news_of_prompt(row, self.own_taps) for row in joined])
         self.set_pace(drafting, min(len(rows) / max(before, 1), 1.0))
-
-    def prepare(self, drafting: Drafting) -> None:
-        """Renews limits that no longer hold."""
-        self._session = drafting.session
-        if self._runtime.length >= self._batch_limits.known_until and self._batch_limits.keep_up():
-            self.set_pace(drafting)
 
     def news(self, read: Any, verdicts: dict[int, Verdict]) -> list[Accepted]:
         found = super().news(read, verdicts)

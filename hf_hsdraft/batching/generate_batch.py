@@ -12,7 +12,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..generate.attachment import attached
-from ..generate.wrapping import wrap
+from ..generate.generate_hook import wrap
 from .generate_many import generate_many
 from .scheduler import FinishedText
 

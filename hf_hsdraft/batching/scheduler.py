@@ -23,12 +23,12 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_output import DraftStatistics
 from ..engine.decoding import first_prompt, introduce
+from ..engine.draft_limits import draft_size
 from ..engine.drafting import Drafting, history_for
 from ..engine.loop import decode_round
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_runtime import TargetRuntime
 from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
-from .limits import BatchLimits
 from .prepared import Prepared, prepare
 from .text import Reading, Text
 
@@ -112,7 +112,7 @@ class ContinuousBatching:
         self._numbers, self._gone = itertools.count(), list[FinishedText]()
 
     def _take_options(self, options: DraftOptions) -> None:
-        self._options, self._limits = options, BatchLimits(options, self._places)
+        self._options = options
         self._drafter = adapted(self.drafter, options.adapter_name)
         self._history = history_for(self.drafter, self.target, options)
 
@@ -273,7 +273,7 @@ class ContinuousBatching:
             if not reading.left:
                 self._reading = None
                 text = Text(reading, verifier, request.seed)
-                if why := self._limits.why_alone(text):
+                if why := text.why_alone(draft_size(self._options, self._places)):
                     self._decode_alone(request, reading.prepared, why)
                 else:
                     text.begin()
@@ -300,10 +300,9 @@ class ContinuousBatching:
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
         target, device, runtime = self.target, device_of(self.target), text.handed_over()
-        self._limits = BatchLimits(self._options, self._places)
-        texts = BatchTexts(text.decoded.verifier, self._places, device, embedded_tokens(target))
+        texts = BatchTexts(text.decoded.verifier, self._places, embedded_tokens(target))
         call = Call(target, self._places, self._options, texts, runtime, history=self._history)
-        batch = Batch(call, self._limits, self._drafter.taps_of(target), text)
+        batch = Batch(call, self._drafter.taps_of(target), text)
         session = self._drafter.session(call)
         drafting = Drafting(
             self._drafter, call, session if session.takes_new_texts else TextSessions(self._drafter, call)

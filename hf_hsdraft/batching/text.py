@@ -16,8 +16,9 @@ from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted
 from ..engine.call_output import DraftStatistics, as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
-from ..runtime.target_forwards import TargetOutput, picked_taps
-from ..runtime.target_runtime import TargetRuntime
+from ..runtime.findings import Size, find_out
+from ..runtime.target_limits import furthest_read
+from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verdict, Verifier
 from .prepared import Prepared
 
@@ -90,12 +91,19 @@ class Text:
         self._logits = output.logits[0, -1:]
         self._rule_taps = picked_taps(output.taps[0, -1:], runtime.tap_layers, verifier.taps)
 
-    @property
-    def guessed(self) -> torch.Tensor:
-        """`[1, length + 1]`, the prompt with a likely token after it, for a trial of the target."""
-        return torch.cat(
-            [self.prepared.input_ids, self._logits.argmax(dim=-1).to(self.prepared.input_ids)[None]], dim=1
-        )
+    def why_alone(self, size: Size) -> str:
+        """Why it cannot join a batch with drafts of this size; tries what is unknown. Empty if it can."""
+        runtime, ids = self.runtime, self.prepared.input_ids
+        assert runtime is not None
+        if not runtime.rows_can_be_apart:
+            return "its cache or its inputs are not known to have rows that can be told apart"
+        if runtime.refusal is not None:
+            return str(runtime.refusal)
+        guessed = torch.cat([ids, self._logits.argmax(dim=-1).to(ids)[None]], dim=1)  # with a likely token
+        found = find_out(runtime, guessed, size, furthest_read(runtime.target, self.root) - self.root)
+        if found is None:
+            return "it is too close to the last position that its target has"
+        return "" if found.trees else found.reason
 
     def begin(self) -> None:
         """Chooses the first token."""

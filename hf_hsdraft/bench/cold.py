@@ -28,8 +28,7 @@ from ..generate.by_name import found_for_targets
 from ..runtime.prompt_inputs import encode_batch
 from ..runtime.target_loading import load_target
 from ..training.files import write_json
-from .calls import Settings, until_end
-from .machine import processor, timed
+from .calls import Settings, processor, timed, until_end
 from .plan import BenchPlan
 from .run import BATCH, turn_order
 from .systems import PLAIN, System, Variant, make_systems, with_options

@@ -20,12 +20,10 @@ from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt
 from ..training.files import write_json
 from ..training.loop.progress import Reporter
-from .calls import Settings
-from .machine import processor
+from .calls import Settings, processor
 from .profile import profile
-from .prompts import read_questions
 from .report import BenchResult, as_document
-from .run import Measured, check_points, measure, sweep
+from .run import Measured, check_points, measure, read_questions, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # greatest number of prompts in a profile

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 from .cold import ColdCalls
 from .profile import PARTS
-from .report import ROUND_PARTS, BenchResult
+from .report import ROUND_PARTS, BenchResult, summarise
 from .run import BATCH, CONTEXT, NEW, SweepPoint
-from .summary import summarise
 from .systems import PLAIN
 
 if TYPE_CHECKING:

@@ -21,21 +21,21 @@ import torch
 from torch import nn
 
 from ..core.cache_name import CACHE, given_cache
+from ..core.draft_tree import TreeBatch
 from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.base.tree_session import ParallelExpansion
 from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
 from ..drafters.hidden_state.network import WorkingWeights
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
-from ..drafters.ngrams.ngram_session import NgramSession
+from ..drafters.ngrams.ngram_cache import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
 from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
-from ..runtime.tree_reading import TreeBatch, as_attention_takes_it, tree_mask
-from .calls import Settings, time_call
-from .machine import synchronise, timed
-from .prompts import Inputs
+from ..runtime.tree_reading import as_attention_takes_it, tree_mask
+from .calls import Settings, synchronise, time_call, timed
+from .run import Inputs
 from .systems import System
 
 TARGET, PYTHON = "target forward", "Python"

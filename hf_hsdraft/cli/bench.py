@@ -94,9 +94,8 @@ def bench(
     from ..bench.calls import Settings
     from ..bench.plan import BenchPlan, draw, run_plan
     from ..bench.plots import draw_bench
-    from ..bench.prompts import NOTE
     from ..bench.report import print_report
-    from ..bench.run import BATCH, CONTEXT, NEW
+    from ..bench.run import BATCH, CONTEXT, NEW, NOTE
     from ..generate.by_name import found_for_targets
 
     lists = {CONTEXT: context_lengths, BATCH: batch_sizes, NEW: new_tokens}
@@ -163,9 +162,8 @@ def throughput(
 ) -> None:
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
     from ..bench.calls import Settings
-    from ..bench.prompts import read_questions
     from ..bench.report import define, sweep_glossary, sweep_table
-    from ..bench.run import BATCH, SweepPoint, check_points, sweep
+    from ..bench.run import BATCH, SweepPoint, check_points, read_questions, sweep
     from ..bench.systems import System
 
     sizes = numbers(batch_sizes, "--batch-sizes", "1,2,4")
@@ -236,7 +234,7 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
     from ..engine.call_output import pooled_tau
-    from ..engine.divergence import first_divergence
+    from ..runtime.misreading import first_divergence
 
     call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     calls, same = [], 0

@@ -1,12 +1,25 @@
-"""Draft trees as plain data."""
+"""Draft trees as plain data, and the functions that grow them: from a drafter's probabilities, or from look-ups.
+
+A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes, and
+gives it the gathered states of their parents, otherwise unchanged.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+
+from .methods import Registry
+from .tensors import on_device
+from .tuning import TUNING
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,28 @@ class DraftTree:
         return rows
 
 
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root that none sees."""
+
+    tokens: torch.Tensor  # `[B, N]`, int64
+    depths: torch.Tensor  # `[B, N]`, int64
+    ancestors: torch.Tensor  # `[B, N, N]`, bool, True where the row's node may see the column's
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
+        """Returns the batch with columns for at least `size` nodes."""
+        size = max(size, *map(len, trees))
+        tokens, depths, ancestors = [], [], []
+        for tree in trees:
+            spare = size - len(tree)
+            tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
+            depths.append([*tree.depths, *[tree.depths[0]] * spare])
+            alone = ([column == node for column in range(size)] for node in range(len(tree), size))
+            ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
+        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
+
+
 def certainty(trees: Sequence[DraftTree]) -> float:
     """Returns the mean probability that a text's next token is in its tree; 0 for no trees."""
     firsts = [[math.exp(s) for s, depth in zip(tree.scores, tree.depths, strict=True) if depth == 1] for tree in trees]
@@ -170,3 +205,260 @@ def from_nodes(nodes: Sequence[tuple[int, int, int, float]]) -> DraftTree:
     """Makes a tree from token, parent, depth and score of each node."""
     tokens, parents, depths, scores = zip(*nodes, strict=True)
     return DraftTree(tokens, parents, depths, scores)
+
+
+class Expansion:
+    """What a drafter says about the children of nodes.
+
+    `depth` is the greatest depth of a child. If `has_states` is False, as for a drafter that drafts all depths in one
+    forward, states are `None`.
+    """
+
+    depth: int
+    has_states: bool = True
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the log-probabilities `[B, n, V']` of all children, and the nodes' states `[B, n, S]` or `None`.
+
+        Log-probabilities that are the same for all nodes of a level may be `[B, 1, V']`.
+
+        Args:
+            level: depth of the children, 1 or more.
+            tokens: `[B, n]`, int64, tokens of the nodes.
+            states: `[B, n, S]`, states of the nodes' parents; `None` at level 1, where the node is the root.
+        """
+        raise NotImplementedError
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the `count` most probable children of all nodes, the best first; `scores` `[B, n]` are the nodes'.
+
+        A drafter may override this with a faster search than over all children.
+
+        Returns:
+            The children's scores `[B, k]`, the children as columns `[B, k]` of the log-probabilities, their parents
+            `[B, k]` as columns of `tokens`, and the nodes' states `[B, n, S]` or `None`.
+        """
+        log_probs, states = self(level, tokens, states)
+        return *best_children(log_probs, scores, count), states
+
+
+def best_children(
+    log_probs: torch.Tensor, scores: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns scores, columns and parents `[B, k]` of the best children, see `Expansion.best`."""
+    totals = scores[..., None] + log_probs
+    values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+    return values, places % totals.shape[-1], places // totals.shape[-1]
+
+
+@dataclass(frozen=True)
+class TreeLimits:
+    """How large trees may be."""
+
+    tree_size: int  # most nodes besides the root
+    beam_width: int  # nodes expanded at each depth; 1 gives a chain
+    threshold: float  # least probability of a path, 0 to 1; ignored by builders that draw
+    max_depths: Sequence[int]  # greatest depth of each text
+
+
+def states_of(states: torch.Tensor | None, parents: torch.Tensor) -> torch.Tensor | None:
+    """Returns states `[B, m, S]` at columns `[B, m]`; `None` if there are none."""
+    if states is None:
+        return None
+    if len(parents) == 1:
+        return states[:, parents[0]]
+    return states[torch.arange(len(parents), device=parents.device)[:, None], parents]
+
+
+class TreeBuilder(Protocol):
+    def __call__(
+        self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits, /
+    ) -> list[DraftTree]:
+        """Grows a tree for each text of a batch.
+
+        Args:
+            root_tokens: `[B]`, int64, the last accepted token of each text.
+            vocab_ids: `[V']`, int64, the token id of each column of the log-probabilities.
+        """
+
+
+def beam_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Grows trees by beam search on cumulative probability (Lyanna; EAGLE-2, section 4.1). A `TreeBuilder`.
+
+    Each depth expands the `beam_width` most probable nodes of the depth before. Of all children seen, the `tree_size`
+    most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
+    limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
+    """
+    found = FoundNodes.of(*searched(expansion, root_tokens, vocab_ids, limits))
+    return [
+        found.best_tree(row, limits.tree_size, depth, limits.threshold) for row, depth in enumerate(limits.max_depths)
+    ]
+
+
+def searched(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> tuple[torch.Tensor, list[int]]:
+    """Returns the root and the children that a beam search finds, in one tensor, and the number of nodes of each depth.
+
+    The tensor is `[3, B, nodes]`, int32: tokens, ranks of the parents at the depth before, and the bits of the scores,
+    which are float32. Each depth has its `tree_size` most probable children, the best first. `max_depths` and
+    `threshold` are ignored. Nothing is read back from the device, and all shapes follow from the arguments.
+    """
+    tokens = root_tokens[:, None]
+    scores = torch.zeros_like(tokens, dtype=torch.float32)
+    states: torch.Tensor | None = None
+    levels = [(tokens, torch.zeros_like(tokens), scores)]
+    most = 1 if limits.beam_width == 1 else limits.tree_size  # most children of a level that may stay
+    for level in range(1, expansion.depth + 1):
+        scores, columns, parents, states = expansion.best(level, tokens, states, scores, most)
+        tokens = vocab_ids[columns]
+        levels.append((tokens, parents, scores))
+        if level < expansion.depth:
+            width = limits.beam_width
+            tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
+    sizes = [level[0].shape[1] for level in levels]
+    tokens, parents, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
+    return torch.stack([tokens.int(), parents.int(), scores.view(torch.int32)]), sizes
+
+
+@dataclass(frozen=True)
+class FoundNodes:
+    """What `searched` has found, read back: `[B][nodes]`, root first, parents before their children."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]  # indices in the same list; of the root without meaning
+    depths: list[int]
+    scores: list[list[float]]
+
+    @classmethod
+    def of(cls, found: torch.Tensor, sizes: Sequence[int]) -> FoundNodes:
+        """Reads the device once."""
+        found = found.cpu()
+        tokens, ranks = found[:2].tolist()
+        depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
+        begins = [0, *itertools.accumulate(sizes)]
+        before = [begins[max(depth - 1, 0)] for depth in depths]
+        parents = [list(map(operator.add, before, of_text)) for of_text in ranks]
+        return cls(tokens, parents, depths, found[2].view(torch.float32).tolist())
+
+    def best_tree(self, row: int, size: int, depth: int, threshold: float) -> DraftTree:
+        """Makes a tree of the `size` most probable nodes down to `depth`; no path is less probable than `threshold`."""
+        scores, parents, depths = self.scores[row], self.parents[row], self.depths
+        least = math.log(threshold) if threshold > 0 else -sys.float_info.max
+        likely = [node for node in range(1, len(scores)) if scores[node] >= least and depths[node] <= depth]
+        # Stable, since of equal scores the earlier one may be the other's parent.
+        kept = sorted(sorted(likely, key=lambda node: -scores[node])[:size])
+        places = {0: 0}
+        nodes = [(self.tokens[row][0], -1, 0, 0.0)]
+        for node in kept:
+            if parents[node] in places:
+                places[node] = len(nodes)
+                nodes.append((self.tokens[row][node], places[parents[node]], depths[node], scores[node]))
+        return from_nodes(nodes)
+
+
+def best_first_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Grows trees node by node, always by the most probable path that is left (DDTree). A `TreeBuilder`.
+
+    For drafters whose depths are independent of the path: all nodes of a depth have the same children and no states.
+    Then the tree is the best one of its size, as a beam of unlimited width would find it. `beam_width` is ignored. The
+    probabilities of all depths leave the device in one transfer.
+    """
+    scores = torch.zeros_like(root_tokens[:, None], dtype=torch.float32)
+    levels = []
+    for level in range(1, expansion.depth + 1):
+        values, columns, _, states = expansion.best(level, root_tokens[:, None], None, scores, limits.tree_size)
+        assert states is None, "nodes with states know their path"
+        levels.append((values, vocab_ids[columns]))
+    log_probs, tokens = (torch.stack(column, dim=1).tolist() for column in zip(*levels, strict=True))
+    least = math.log(limits.threshold) if limits.threshold > 0 else -math.inf
+    rows = zip(root_tokens.tolist(), tokens, log_probs, limits.max_depths, strict=True)
+    return [
+        _best_tree(root, own_tokens[:depth], own_scores[:depth], limits.tree_size, least)
+        for root, own_tokens, own_scores, depth in rows
+    ]
+
+
+def _best_tree(root: int, tokens: list[list[int]], log_probs: list[list[float]], size: int, least: float) -> DraftTree:
+    """Makes a tree from tokens and log-probabilities of each depth, the best first.
+
+    The heap holds paths without a node: the next sibling of each node, and its first child. All others come after one
+    of these, so the best path of the heap is the best that is left. Among equal ones the shorter comes first. `least`
+    is the least log-probability of a path.
+    """
+    nodes = [(root, -1, 0, 0.0)]
+    waiting: list[tuple[float, int, tuple[int, ...], int]] = []  # cost, depth, ranks along the path, parent
+
+    def wait(ranks: tuple[int, ...], parent: int) -> None:
+        depth, rank = len(ranks), ranks[-1]
+        if depth <= len(tokens) and rank < len(tokens[depth - 1]):
+            score = nodes[parent][3] + log_probs[depth - 1][rank]
+            if score >= least and score > -math.inf:
+                heapq.heappush(waiting, (-score, depth, ranks, parent))
+
+    wait((0,), 0)
+    while waiting and len(nodes) <= size:
+        cost, depth, ranks, parent = heapq.heappop(waiting)
+        nodes.append((tokens[depth - 1][ranks[-1]], parent, depth, -cost))
+        wait((*ranks[:-1], ranks[-1] + 1), parent)
+        wait((*ranks, 0), len(nodes) - 1)
+    return from_nodes(nodes)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A function that grows trees, with properties of its trees."""
+
+    grow: TreeBuilder
+    draws: bool = False  # whether the nodes are drawn
+    whole: bool = False  # whether choosing a tree's best nodes would undo what it grows
+
+
+TREE_BUILDERS: Registry[Builder] = Registry("tree_builder", {"beam": Builder(beam_trees)})  # by the option's value
+
+
+Path = tuple[int, ...]  # drafted tokens after the root
+
+
+def grown_tree(
+    root: int,
+    following: Callable[[Path], Sequence[tuple[int, float]]],
+    tree_size: int,
+    depth: int,
+    width: int | None = None,
+    threshold: float = 0.0,
+) -> DraftTree:
+    """Returns the most probable continuations of a root as a tree.
+
+    Args:
+        following: returns likely tokens after a path with their conditional probabilities, the most probable first.
+        tree_size: most nodes besides the root.
+        depth: greatest depth of a node.
+        width: most children of a node; 1 gives a chain, None is no limit.
+        threshold: least probability of a path, 0 to 1.
+    """
+    floor = math.log(max(threshold, TUNING.ngram_least))
+    nodes, paths = [(root, -1, 0, 0.0)], list[Path]([()])
+    waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
+    arrivals = itertools.count()
+    while len(nodes) <= tree_size:
+        newest = len(nodes) - 1
+        if len(paths[newest]) < depth:
+            for token, probability in following(paths[newest])[:width]:
+                score = nodes[newest][3] + min(math.log(probability), 0.0)
+                if score >= floor:
+                    heapq.heappush(waiting, (-score, next(arrivals), newest, token))
+        if not waiting:
+            break
+        cost, _, parent, token = heapq.heappop(waiting)
+        nodes.append((token, parent, nodes[parent][2] + 1, -cost))
+        paths.append((*paths[parent], token))
+    return from_nodes(nodes)

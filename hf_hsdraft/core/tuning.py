@@ -276,19 +276,5 @@ class Tuning:
     fit_judged: int = 16
     fit_trusted: int = 96
 
-    # --- Batches of a verifying server ---
-    # Part of the last forward that a batch waits for texts - by hand: a quarter, for any text, brought 1.5 to 1.7 times
-    # the tokens/s of 2 ms with 16 devices that came back in time, and 0.8 times where they did not.
-    batch_wait: float = 0.5
-    # Part of a forward's fixed time that its columns may add, which limits drafts where many texts share it; number of
-    # forwards after which costs are known - by hand: with tau of 1.5 drafts gain as long as they add less.
-    drafts_share: float = 0.5
-    costs_known: int = 16
-    # Weight of the newest time that a text was away in the mean; number of times the mean, and seconds besides, after
-    # which it is late - by hand.
-    newest_away: float = 0.3
-    latest_away: float = 1.5
-    late_slack: float = 0.002
-
 
 TUNING = Tuning()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..core.cache_name import CACHE
@@ -233,3 +234,45 @@ def _by_step(texts: DecodedTexts, name: str) -> tuple[tuple[torch.Tensor, ...], 
     by_layer = [[[step[layer] for step in row] for row in rows] for layer in layers]
     steps = range(texts.length() - texts.prompt_length)
     return tuple(tuple(stacked(each, step) for each in by_layer) for step in steps)
+
+
+def prompt_outputs(runtime: TargetRuntime, row: int) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+    """Hidden states and attentions of the prompts' forward, for one row."""
+    return [{name: tuple(layer[row : row + 1] for layer in runtime.outputs[name]) for name in runtime.recorded}]
+
+
+def path_outputs(runtime: TargetRuntime, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+    """Hidden states and attentions of root and path, for each node as plain decoding returns them for one token."""
+    nodes = [0, *path]
+    return [_node_outputs(runtime, row, nodes[: index + 1]) for index in range(len(nodes))]
+
+
+def _node_outputs(runtime: TargetRuntime, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Outputs for the last node of `path`, from the root on."""
+    found, place = {}, runtime.read_again + path[-1]
+    for name in runtime.recorded:
+        layers = runtime.outputs[name]
+        if name == runtime.names.states:
+            found[name] = tuple(layer[row : row + 1, place : place + 1].clone() for layer in layers)
+        else:
+            weights = [layer[row : row + 1, :, place : place + 1] for layer in layers]
+            own = name != "cross_attentions"
+            found[name] = tuple(_weights_of_text(runtime, weights, row, path) if own else weights)
+    return found
+
+
+def _weights_of_text(
+    runtime: TargetRuntime, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
+    slots, read = runtime.slots, runtime.read_again + runtime.columns
+    static = slots.static is not None
+    path = [*range(runtime.read_again), *(runtime.read_again + node for node in path)]
+    left_over = slots.length - read - (runtime.rows.kept[row] - runtime.read_again)  # slots of other rows' longer paths
+    for index, layer in zip(slots.attending(len(weights)), weights, strict=True):
+        empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
+        cached = layer.shape[-1] - empty - read
+        text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
+        if static:
+            text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
+        yield text[..., -slots.windows[index] :] if index in slots.windows else text

@@ -7,7 +7,6 @@ end.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,12 @@ from transformers.utils import logging
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
+from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call
-from ..runtime.findings import Finding, Size, find_out
+from ..runtime.findings import LEAST_DEPTH, STEPS, Finding, Size, find_out
+from ..runtime.module_hooks import experience_of
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_runtime import TargetRuntime
-from ..runtime.trial import LEAST_DEPTH, STEPS
 
 logger = logging.get_logger(__name__)
 
@@ -33,9 +33,11 @@ def refuse(refusal: DraftingRefused) -> None:
 
 @dataclass
 class TextPositions:
+    """Where the texts of a call, or of a running batch, are."""
+
     prompt: torch.Tensor  # `[B, n]`, int64, positions of the prompts' taps
     real: torch.Tensor  # `[B, n]`, bool, False for padding
-    roots: list[int]  # position of each text's last token
+    roots: list[int]  # position of each text's last token; 0 for places without a text
     ahead: list[int]  # offset between the caller's `position_ids` and the text length, for each text
 
     @classmethod
@@ -51,6 +53,11 @@ class TextPositions:
         ahead = [position - root for position, root in zip(own, roots, strict=True)]
         return cls(positions[:, -tapped:], real[:, -tapped:], roots, ahead)
 
+    @classmethod
+    def of_places(cls, rows: int) -> TextPositions:
+        """Positions of texts that join later, at `rows` places."""
+        return cls(torch.empty(rows, 0), torch.empty(rows, 0), [0] * rows, [0] * rows)
+
     def of_root(self, row: int) -> set[int]:
         """A text's last position by its length and by the target's own positions: both may have limits."""
         return {self.roots[row], self.roots[row] + self.ahead[row]}
@@ -65,10 +72,10 @@ class TextPositions:
 
 
 class DraftLimits:
-    """The limits of a call's drafts, found after the prompts' forward.
+    """The limits of the drafts of a call, found after the prompts' forward, or of a running batch (`keep_up` alone).
 
     Args:
-        tapped: number of prompt positions that have taps.
+        positions: of the texts, which `LocalTarget` keeps up to date.
         refused: called if the target turns out to read no drafts. If it does not raise, the texts grow without drafts.
         untriable: why no trial can tell whether it does; nothing is drafted then. Empty otherwise.
 
@@ -83,13 +90,17 @@ class DraftLimits:
     """
 
     def __init__(
-        self, call: Call, tapped: int, refused: Callable[[DraftingRefused], None] = refuse, untriable: str = ""
+        self,
+        call: Call,
+        positions: TextPositions,
+        refused: Callable[[DraftingRefused], None] = refuse,
+        untriable: str = "",
     ) -> None:
         self._runtime, self._texts, self._synced_gpus = call.runtime, call.texts, call.synced_gpus
-        self.positions = TextPositions.of(call.runtime, tapped, call.rows)
+        self.positions, self._rows = positions, call.rows
         self.options, self.kind, self.reason = call.options, "tree", ""
-        self._refused, self._untriable, self._size = refused, untriable, _size(call)
-        self.known_until = self.deepest = sys.maxsize
+        self._refused, self._untriable, self._size = refused, untriable, draft_size(call.options, call.rows)
+        self.known_until, self.deepest = 0, sys.maxsize
         self.look_ahead()
 
     def find(self) -> None:
@@ -100,8 +111,6 @@ class DraftLimits:
         runtime, rows = self._runtime, range(len(self.positions.roots))
         if self._untriable:
             logger.warning_once(f"Nothing is drafted for {type(runtime.target).__name__}: {self._untriable}.")
-            if self._refused is not refuse:
-                self._refused(refusal(runtime.target, f"{self._untriable}."))
             self._draft_nothing(self._untriable)
             return
         if runtime.refusal is not None:
@@ -138,7 +147,7 @@ class DraftLimits:
     ) -> Finding | None:
         """See `find_out`, for these texts."""
         every, runtime, doubling = self.positions.reach(self._runtime.target), self._runtime, not self._synced_gpus
-        texts, reach = self._texts.batch()[list(rows)], min(every[row] for row in rows)
+        texts, reach = self._texts.of_rows(rows), min(every[row] for row in rows)
         return find_out(runtime, texts, self._size, reach, chains, ragged, tries, doubling, in_any)
 
     def _why_in_step(self, room: int) -> str:
@@ -210,12 +219,13 @@ class DraftLimits:
         self.known_until, self.deepest = found.until, found.depth
         if found.trees or (found.chains and not runtime.trees):
             return False
-        if found.chains:
+        chains = found.chains and self._rows == 1  # rows of a batch may differ in length
+        if chains:
             runtime.read_chains()
             self.options, self.kind = self.options.as_chain(), "chain"
         else:
             self.options, runtime.acceleration.off = replace(self.options, depth=0), True
-        what = "chains are drafted" if found.chains else "nothing is drafted"
+        what = "chains are drafted" if chains else "nothing is drafted"
         self.reason = f"{what} beyond {runtime.length} tokens: {found.reason}"
         logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
         return True
@@ -230,24 +240,19 @@ class DraftLimits:
         return bool(shared)
 
 
-# Tokens that calls of a target might have emitted which were too short to win back its trial.
-_without_trial: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
 def _wins_back(target: Any, room: int) -> bool:
     """Whether drafts of a call of `room` tokens, and of as many again as earlier short calls had, pay for a trial."""
     if room <= STEPS + 1:
         return False
     if room < TUNING.trial_room and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
-        room += _without_trial.get(target, 0)
-        _without_trial[target] = room
+        known = experience_of(target)
+        room = known.untried = known.untried + room
         return room >= TUNING.trial_room
     return True
 
 
-def _size(call: Call) -> Size:
-    """The size of a call's drafts. A text that remains of a batch may have a whole tree."""
-    options, shared = call.options, call.options.shared_by(call.rows)
-    chain = options.as_chain().shared_by(call.rows).tree_size
-    tokens = max(options.tree_size + 1, call.rows * (max(shared.tree_size, chain) + 1))
+def draft_size(options: DraftOptions, rows: int) -> Size:
+    """The size of the drafts of a batch. A text that remains of it may have a whole tree."""
+    shared, chain = options.shared_by(rows), options.as_chain().shared_by(rows).tree_size
+    tokens = max(options.tree_size + 1, rows * (max(shared.tree_size, chain) + 1))
     return Size(shared.tree_size + 1, tokens, options.tree_size, chain)

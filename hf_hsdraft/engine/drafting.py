@@ -1,19 +1,26 @@
-"""The drafting of a call: free sessions first, then the drafter's to the depth that pays, merged into one tree."""
+"""The drafting of a call: free sessions first, then the drafter's to the depth that pays, merged into one tree.
+
+News of rounds without drafts wait: the drafter's session reads them all at once before it drafts again.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.draft_tree import DraftTree, certainty, merge_trees
-from ..core.tensors import embedded_tokens
+import torch
+
+from ..core.draft_tree import DraftTree, Expansion, certainty, merge_trees
+from ..core.tensors import Transform, embedded_tokens, on_device
+from ..core.tuning import TUNING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ..drafters.ngrams.ngram_session import NgramSession
-from ..pace.pacing import CostPace, KindOfCall, Pace, pace_for
-from ..trees.tree_builders import Expansion
-from .late_news import LateReader
+from ..drafters.ngrams.ngram_cache import NgramSession
+from ..pace.pacing import CostPace, KindOfCall, pace_for
+
+_PACKAGE = f"{__package__.partition('.')[0]}."
 
 
 @dataclass(frozen=True)
@@ -25,12 +32,43 @@ class Wanted(Ask):
     decides: bool = True  # whether the batch waits for this text; the pace looks at these only
 
 
+class LateNews(Accepted):
+    """News of one row, whose tensors are made when they are read.
+
+    Args:
+        begin: position of the first token that was read.
+        parts: for each round the hidden states `[B, 1, D']`, and the row's place in them.
+        pick: selects the drafter's hidden states `[n, taps * D]` out of `[n, D']`.
+    """
+
+    def __init__(
+        self, row: int, tokens: list[int], begin: int, parts: Sequence[tuple[torch.Tensor, int]], pick: Transform
+    ) -> None:
+        vars(self).update(row=row, tokens=tokens, _begin=begin, _parts=parts, _pick=pick)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("taps", "positions", "following"):
+            raise AttributeError(name)
+        count, device = len(self.tokens), self._parts[0][0].device
+        taps = self._pick(torch.cat([states[place] for states, place in self._parts]))
+        positions = torch.arange(self._begin, self._begin + count)
+        vars(self).update(taps=taps, positions=positions, following=on_device(self.tokens, device))
+        return vars(self)[name]
+
+    @classmethod
+    def joined(cls, news: Sequence[LateNews]) -> LateNews:
+        """The news of successive rounds of a row as those of one round."""
+        first = news[0]
+        tokens = [token for each in news for token in each.tokens]
+        return cls(first.row, tokens, first._begin, [part for each in news for part in each._parts], first._pick)
+
+
 class Drafting:
     """All sessions of a call, and their pace.
 
     Attributes:
         session: the drafter's, `drafter.session(call)` by default.
-        pace: unlimited until `set_pace`.
+        pace: `None` where trees have fixed sizes, and until `set_pace`.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
@@ -41,29 +79,27 @@ class Drafting:
         if self._listeners:
             session.on_expansion = self._tell
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
-        self.pace: Pace = Pace()
+        self.pace: CostPace | None = None
         self.depth = 0
         history = None if call.history is None else _past_texts(call)
         self._sessions = [each for each in (ngrams, history, session) if each is not None]
         self._continuing = ngrams if call.options.ngram_continuation else None
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
-        self._late = LateReader(session) if self._paced is not None else None
+        self._waiting: dict[int, list[LateNews]] = {}  # news that the paced session has not observed, by text
         self._rests = False
         self._vocab_size = embedded_tokens(call.target)
-        self._drafted: dict[int, DraftTree] = {}  # the paced session's last drafts, by text
 
     def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:
         """Sets how much to draft: by measured costs of `kind`, or fixed. `share` is the share of texts that stay."""
         if options.tree_sizing == "fixed" or options.depth == 0:
-            self.pace = Pace()
+            self.pace = None
         else:
-            before = self.pace if isinstance(self.pace, CostPace) else None
-            self.pace = pace_for(self._call.target, self._drafter, kind, options.costs, before, share)
+            self.pace = pace_for(self._call.target, self._drafter, kind, options.costs, self.pace, share)
 
     def draft(self, asks: Sequence[Wanted]) -> list[DraftTree]:
         roots = [DraftTree.root(ask.root) for ask in asks]
-        self.depth, self._drafted = 0, {}
+        self.depth = 0
         wanted = [ask for ask in asks if ask.depth > 0]
         if not wanted or self._rests:
             return roots
@@ -74,30 +110,30 @@ class Drafting:
             found = self._of_session(session, asked)
             guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
         deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
-        depth = self.pace.plan(certainty([guessed[row] for row in deciding]))
-        trees = self._of_drafter(wanted, depth, deciding)
-        trees = {ask.row: _joined(trees[ask.row], guessed[ask.row], ask) for ask in wanted}
-        cut = self.pace.cut(list(trees.values()), [trees[row] for row in deciding])
-        trees = dict(zip(trees, cut, strict=True))
+        depth = sys.maxsize if self.pace is None else self.pace.plan(certainty([guessed[row] for row in deciding]))
+        drafted = self._of_drafter(wanted, depth)
+
+        def join(drafted: Mapping[int, DraftTree]) -> dict[int, DraftTree]:
+            return {ask.row: _joined(drafted.get(ask.row), guessed[ask.row], ask) for ask in wanted}
+
+        trees = join(drafted) if self.pace is None else self.pace.fit(drafted, self.depth, deciding, join)
         if self._continuing is not None:
             trees = {ask.row: self._continued(self._continuing, trees[ask.row], ask) for ask in wanted}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
-    def _of_drafter(self, asks: Sequence[Wanted], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
-        """The paced session's drafts, scored by the pace; roots alone where it does not draft."""
+    def _of_drafter(self, asks: Sequence[Wanted], depth: int) -> dict[int, DraftTree]:
+        """The paced session's drafts by text; empty where it does not draft."""
         if self._paced is None or depth == 0:
-            return {ask.row: DraftTree.root(ask.root) for ask in asks}
+            return {}
         self.catch_up()
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
-        drafted = self._of_session(self._paced, limited)
-        self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
-        return self.pace.scored(self._drafted, self.depth, deciding)
+        return dict(zip([ask.row for ask in asks], self._of_session(self._paced, limited), strict=True))
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """Drafts of a session, without nodes that would be verified in vain."""
         trees = session.draft(asks)
-        if type(session) is not NgramSession:  # whose tokens are in the vocabulary
+        if not type(session).__module__.startswith(_PACKAGE):  # the package's own trees are right
             _check(session, trees, asks, self._vocab_size)
         return [self._pruned(tree, ask) for ask, tree in zip(asks, trees, strict=True)]
 
@@ -123,28 +159,34 @@ class Drafting:
     def observe(self, news: Sequence[Accepted]) -> None:
         if self._rests:
             return
-        for each in news:
-            drafted = self._drafted.get(each.row)
-            if drafted is not None:
-                self.pace.learn(drafted, each.tokens)
-        self._drafted = {}
         for session in self._sessions:
-            if self._late is not None and session is self._paced:
-                self._late.observe(news, drafted=self.depth > 0)
-            else:
+            if session is not self._paced:
                 session.observe(news)
+        if self._paced is None:
+            return
+        late = [each for each in news if isinstance(each, LateNews)]
+        if self.depth or len(late) < len(news):
+            self.catch_up()
+            self._paced.observe(news)
+            return
+        for each in late:
+            self._waiting.setdefault(each.row, []).append(each)
+        if max(map(len, self._waiting.values()), default=0) >= TUNING.most_pending:  # nothing waits for long
+            self.catch_up()
 
     def catch_up(self) -> None:
         """Lets the drafter's session observe all that was accepted."""
-        if self._late is not None:
-            self._late.catch_up()
+        waiting, self._waiting = self._waiting, {}
+        if waiting and self._paced is not None:
+            self._paced.observe([LateNews.joined(news) for news in waiting.values()])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all other texts."""
         if self._rests:
             return
+        self._waiting = {row: news for row, news in self._waiting.items() if row in rows}
         for session in self._sessions:
-            (self._late if self._late is not None and session is self._paced else session).keep(rows)
+            session.keep(rows)
 
 
 def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
@@ -191,10 +233,12 @@ def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
     return ""
 
 
-def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:
+def _joined(tree: DraftTree | None, other: DraftTree, ask: Ask) -> DraftTree:
     """Merges two trees; of two chains it returns the better one."""
-    if len(other) == 1 or len(tree) == 1:
-        return tree if len(other) == 1 else other
+    if tree is None or len(tree) == 1:
+        return other
+    if len(other) == 1:
+        return tree
     if ask.chain:
         return max(tree, other, key=DraftTree.expected_length)
     return merge_trees(tree, other, ask.size)

@@ -15,11 +15,11 @@ from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
 from ..runtime.findings import kind_of_call
-from ..runtime.target_forwards import TargetOutput, picked_taps
+from ..runtime.target_runtime import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
+from .call_output import path_outputs
 from .draft_limits import DraftLimits
-from .drafting import Drafting, Wanted
-from .late_news import LateNews
+from .drafting import Drafting, LateNews, Wanted
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class LocalTarget:
         read = {row: self._undrafted(row) for row in self.rows}
         read.update(zip(self._texts.active, trees, strict=True))
         texts = self._texts  # in step, chains read what plain decoding reads, with padding after rows that have ended
-        batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.batch()
+        batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.ids.all()
         output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
         return Read(read, output)
 
@@ -171,7 +171,8 @@ class LocalTarget:
             texts.emit_chosen(verdicts)
         else:
             for row, verdict in verdicts.items():
-                texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
+                steps = path_outputs(runtime, row, verdict.path) if runtime.records else []
+                texts.emit(row, read.trees[row], verdict, steps)
         texts.end_batch()
         texts.stream()
         beyond = texts.beyond_end()

@@ -23,10 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree, Expansion
 from ..core.processors import ProcessorTime
 from ..drafters.base.protocol import Accepted
-from ..trees.tree_builders import Expansion
 from .call_output import DraftStatistics
 from .drafting import Drafting, Wanted
 
@@ -162,7 +161,8 @@ class Keeper(Observer):
     def _now(self) -> float:
         if self._waits:
             torch.cuda.synchronize(self._device)
-        measures = self._drafting is not None and self._drafting.pace.measures
+        pace = None if self._drafting is None else self._drafting.pace
+        measures = pace is not None and pace.measured is not None
         return time.perf_counter() if self._timed or measures else 0.0
 
     def enter(self, part: str) -> None:
@@ -204,7 +204,9 @@ class Keeper(Observer):
     def _report(self, drafting: Drafting, done: Round) -> None:
         acceleration, seconds, followed = self._acceleration, self._seconds, done.followed
         forward = None if acceleration is not None and acceleration.packs else seconds["verify"] - followed
-        emitted, draft = sum(done.emitted) / len(done.emitted), seconds["draft"] + followed
-        drafting.pace.note_round(max(done.nodes), emitted, forward, done.depth, draft, done.progress)
+        if drafting.pace is not None:
+            emitted, mean = {each.row: each.tokens for each in done.news}, sum(done.emitted) / len(done.emitted)
+            draft = seconds["draft"] + followed
+            drafting.pace.learn(emitted, max(done.nodes), mean, done.progress, done.depth, draft, forward)
         if acceleration is not None and acceleration.after_round():
             self._repace()

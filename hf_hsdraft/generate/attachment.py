@@ -31,13 +31,12 @@ from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
-from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics, named_target, reached_depths, told_depths, told_tau, told_text
-from ..engine.decoding import speculative_decoding
+from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import fingerprint, no_hooks_left
 from ..runtime.target_parts import decoding_model
 from .by_name import best_for, follow, load_for
-from .wrapping import wrap
+from .generate_hook import wrap
 
 logger = logging.get_logger(__name__)
 

@@ -23,7 +23,7 @@ from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.mtp.drafter import MtpDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from .wrapping import wrap
+from .generate_hook import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
 _lock = new_rlock()

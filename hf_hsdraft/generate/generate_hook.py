@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
+from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from ..drafters.base.draft_options import option_names
 from ..drafters.base.protocol import Drafter
-from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
-from ..engine.decoding import speculative_decoding
+from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow
-from .wrapping import wrap
+
+
+def wrap(**functions: Callable[..., Any]) -> None:
+    """Puts functions in the place of methods, once. Each is given the method that was there, and its arguments."""
+    for name, function in functions.items():
+        original = getattr(GenerationMixin, name)
+        if function not in getattr(original, "_hsdraft_functions", ()):
+            setattr(GenerationMixin, name, _wrapped(original, function))
+
+
+def _wrapped(original: Any, function: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    method._hsdraft_functions = (*getattr(original, "_hsdraft_functions", ()), function)  # type: ignore[attr-defined]
+    return method
+
 
 logger = logging.get_logger(__name__)
 

@@ -14,8 +14,7 @@ from operator import mul
 
 import torch
 
-from ..core.draft_tree import DraftTree, from_nodes
-from ..trees.tree_builders import TREE_BUILDERS, Builder, Expansion, TreeLimits, states_of
+from ..core.draft_tree import TREE_BUILDERS, Builder, DraftTree, Expansion, TreeLimits, from_nodes, states_of
 from ..verify.registry import VERIFIERS
 from ..verify.verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
 

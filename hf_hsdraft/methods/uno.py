@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..core.checks import check_fields, few, integer, printable, setting
-from ..core.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
@@ -30,7 +30,7 @@ from ..hub.drafter_files import OPTIONS, read_json
 from ..hub.fetching import find_folder, loading, taken_for_hub
 from ..runtime.target_limits import text_config
 from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
-from ..runtime.tree_reading import TreeBatch, node_inputs
+from ..runtime.tree_reading import node_inputs
 
 logger = logging.get_logger(__name__)
 

@@ -1,66 +1,262 @@
 """The pace: how deep to draft and how many nodes to verify, so that decoding takes the least time.
 
-All times are in plain rounds, see `costs_and_habits`. An accepted token saves one plain round; a draft and each
-verified node cost a part of one. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how often
-the drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace never
-changes the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered, and
-each run drafts the same trees.
+The unit of time is a plain round: a forward of the target on one token of each row. An accepted token saves one; a
+draft and each verified node cost a part of one. Two things are learnt: what forwards and drafts cost on this device
+(`MeasuredCosts`), and how often the drafts of a text are right (`Habits`). A text begins with the habits of the
+drafter's last text. The pace never changes the distribution of the emitted text. Where the user gives the costs,
+nothing is measured or remembered, and each run drafts the same trees.
 """
 
 from __future__ import annotations
 
 import math
-import sys
+import statistics
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import neg
 from typing import Any
 
 from ..core.draft_tree import DraftTree
-from ..core.tuning import TUNING
-from .costs_and_habits import Costs, Habits, MeasuredCosts
+from ..core.tuning import TUNING, Assumption
 
 
-class Pace:
-    """How much to draft and to verify in each round. This class drafts and verifies all there is."""
+@dataclass(frozen=True)
+class Costs:
+    """What the parts of a round cost, in plain rounds."""
 
-    measures = False
+    tree: float  # verifying any nodes at all
+    node: float  # each node verified
+    draft: float  # drafting at all
+    depth: float  # each depth drafted
 
-    def plan(self, certain: float = 0.0) -> int:
-        """Begins a round and returns how deep to draft. Rounds without a draft are counted here.
+    def verifying(self, nodes: int) -> float:
+        return self.tree + self.node * nodes if nodes else 0.0
 
-        `certain` is the probability that the next token is among those proposed without a draft.
+    def drafting(self, depth: int) -> float:
+        return self.draft + self.depth * depth if depth else 0.0
+
+
+@dataclass
+class Line:
+    """A cost `start + each * units`, estimated by least squares over measured rounds.
+
+    Later rounds weigh more. The two assumptions count as measurements, with more weight the smaller their spread.
+    """
+
+    start: Assumption
+    each: Assumption
+    _sums: tuple[float, ...] = (0.0,) * 5  # weighted sums of 1, units, units**2, cost, units * cost
+
+    def add(self, units: int, cost: float) -> None:
+        """Adds the cost of a round, clipped where it is far above the estimate: something disturbed such a round."""
+        start, each = self.estimate()
+        cost = min(cost, TUNING.late_factor * (start + each * units) + TUNING.late_rounds)
+        of_round = (1.0, units, units**2, cost, units * cost)
+        self._sums = tuple(TUNING.cost_fading * total + new for total, new in zip(self._sums, of_round, strict=True))
+
+    def estimate(self) -> tuple[float, float]:
+        """Returns `start` and `each`, neither negative."""
+        weight, units, squares, costs, products = self._sums
+        start_weight, each_weight = ((TUNING.cost_noise / assumed.spread) ** 2 for assumed in (self.start, self.each))
+        weight, costs = weight + start_weight, costs + start_weight * self.start.value
+        squares, products = squares + each_weight, products + each_weight * self.each.value
+        each = max((weight * products - units * costs) / (weight * squares - units**2), 0.0)
+        start = (costs - units * each) / weight
+        return (start, each) if start >= 0.0 else (0.0, max(products / squares, 0.0))
+
+
+@dataclass
+class MeasuredCosts:
+    """What the rounds of one kind of call cost: verifying by number of nodes, drafting by depth."""
+
+    verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
+    drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
+    plain: float | None = None  # seconds of a plain round, a running mean
+    widest: int = 0  # nodes of the largest tree timed
+    _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
+    _since: int = 0  # rounds since the last plain one
+
+    @classmethod
+    def of_rows(cls, rows: int) -> MeasuredCosts:
+        """Returns the prior for a batch, where a further node is a further node of each row.
+
+        The more rows a plain round has, the nearer a node comes to its whole time: then a machine is busy.
         """
-        return sys.maxsize
+        if rows == 1:
+            return cls()
+        node = TUNING.row_cost * rows / (1.0 + TUNING.row_cost * (rows - 1))
+        return cls(Line(TUNING.tree_cost, TUNING.node_cost.at(node)))
 
-    def scored(self, trees: Mapping[int, DraftTree], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
-        """Returns new drafts by text, scored by how probable it is that their nodes are accepted.
+    def of_fewer(self, share: float) -> MeasuredCosts:
+        """Returns the prior for rounds that read only this share of the rows."""
+        costs = self.costs
+        verifying = Line(TUNING.tree_cost.at(costs.tree), TUNING.node_cost.at(costs.node * share))
+        drafting = Line(TUNING.draft_cost.at(costs.draft), TUNING.depth_cost.at(costs.depth))
+        return MeasuredCosts(verifying, drafting, widest=self.widest)
 
-        Notes what each depth adds, up to the drafted one, by the texts that are `deciding`.
-        """
-        return trees
+    @property
+    def costs(self) -> Costs:
+        return Costs(*self.verifying.estimate(), *self.drafting.estimate())
 
-    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
-        """Cuts all `trees` to the number of nodes worth verifying, by the `deciding` ones. Called once a round."""
-        return list(trees)
+    @property
+    def most_nodes(self) -> int:
+        """Greatest number of nodes to verify next. Trees grow in steps, so none costs far more than expected."""
+        return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
+
+    def wants_plain(self, rate: float) -> bool:
+        """Returns whether to time a plain round next. At a high `rate` a rough time will do."""
+        if self.plain is not None and self.plain <= 0.0:  # the clock is too coarse
+            return False
+        count = len(self._plain_seconds)
+        if count < TUNING.most_plain:
+            return count < TUNING.first_plain or self._since >= TUNING.between_plain
+        return self._since >= TUNING.plain_aged and rate < TUNING.hardly_faster
+
+    def draft_time(self, depth: int, seconds: float) -> float:
+        """Returns how long a draft took, in plain rounds; far above what is expected, something disturbed it."""
+        expected = self.costs.drafting(depth)
+        latest = TUNING.late_factor * expected + TUNING.late_rounds
+        return min(max(seconds / self.plain, expected), latest) if self.plain and depth else expected
+
+    def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
+        """Adds a round that verified `nodes` nodes after a draft of depth `depth`."""
+        self._since = self._since + 1 if nodes else 0
+        if nodes == 0:
+            self._add_plain(forward_seconds)
+        if not self.plain:  # nothing to compare with
+            return
+        if nodes:
+            self.verifying.add(nodes, forward_seconds / self.plain - 1.0)
+            self.widest = max(self.widest, nodes)
+        if depth:
+            self.drafting.add(depth, draft_seconds / self.plain)
+
+    def _add_plain(self, seconds: float) -> None:
+        if len(self._plain_seconds) < TUNING.most_plain:
+            self._plain_seconds.append(seconds)
+            self.plain = statistics.median(self._plain_seconds)
+        else:
+            assert self.plain is not None
+            self.plain += TUNING.plain_weight * (min(seconds, TUNING.latest_plain * self.plain) - self.plain)
+
+
+@dataclass
+class Calibration:
+    """How often a drafted token is right, by the probability that the drafter gives it after its parent.
+
+    Tokens are counted in bins of that probability. While a bin has few, its prior comes from the totals of all bins.
+    """
+
+    trials: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
+    expected: float = TUNING.calibration_prior_right  # sum of the probabilities of all compared tokens
+    right: float = TUNING.calibration_prior_right  # number of right tokens
+
+    def probability(self, log_prob: float) -> float:
+        """Returns how often a token with this log-probability after its parent is right."""
+        place = _bin(log_prob)
+        assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
+        prior = TUNING.calibration_prior
+        return (self.hits[place] + prior * assumed) / (self.trials[place] + prior)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Learns from a whole draft, with the drafter's scores, and the tokens emitted after its root."""
+        """Compares a tree with the tokens emitted after its root."""
+        children, node = tree.children(), 0
+        for token in tokens:
+            for drafted, child in children[node].items():
+                log_prob = tree.scores[child] - tree.scores[node]
+                place = _bin(log_prob)
+                self.expected += math.exp(log_prob)
+                self.right += drafted == token
+                if self.trials[place] >= TUNING.calibration_most:  # texts change, so old tokens fade
+                    self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
+                self.trials[place] += 1.0
+                self.hits[place] += drafted == token
+            if token not in children[node]:
+                break
+            node = children[node][token]
+        if self.expected > TUNING.calibration_most:
+            self.expected, self.right = self.expected / 2, self.right / 2
 
-    def note_round(
-        self,
-        nodes: int,  # number of nodes verified in the largest tree
-        emitted: float,  # mean number of tokens emitted by the deciding texts
-        forward_seconds: float | None,  # time of the target's forward; `None` if it did something else too
-        depth: int,  # depth that was drafted; 0 for no draft
-        draft_seconds: float,  # time of the draft
-        progress: float | None = None,  # number of tokens by which the shortest text has grown; `None` for `emitted`
-    ) -> None:
-        """Notes how a round went."""
+    def applied(self, tree: DraftTree) -> DraftTree:
+        """Returns the tree with calibrated scores."""
+        scores = [0.0]
+        for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            right = self.probability(tree.scores[node] - tree.scores[parent])
+            scores.append(scores[parent] + math.log(max(right, 1e-9)))
+        return replace(tree, scores=tuple(scores))
+
+    def softened(self) -> Calibration:
+        """Returns the counts with less weight, for another text."""
+        shares = [TUNING.calibration_kept / max(trials, TUNING.calibration_kept) for trials in self.trials]
+        share = TUNING.calibration_kept / max(self.expected, TUNING.calibration_kept)
+        return Calibration(
+            [share * trials for share, trials in zip(shares, self.trials, strict=True)],
+            [share * hits for share, hits in zip(shares, self.hits, strict=True)],
+            share * self.expected,
+            share * self.right,
+        )
 
 
-class CostPace(Pace):
+def _bin(log_prob: float) -> int:
+    """Place of the first bin whose lower end is not above this; bins descend."""
+    return bisect_left(TUNING.calibration_bins, -log_prob, key=neg)
+
+
+@dataclass
+class Habits:
+    """How well the drafts of a text have done. Means and sums give more weight to later rounds."""
+
+    calibration: Calibration
+    gains: list[float]  # by depth: mean number of tokens that it adds, less the cost of verifying its nodes
+    drafts: int = 0  # drafts behind `gains`
+    tokens: float = TUNING.first_tokens  # emitted in a round, mean
+    time: float = TUNING.first_time  # of a round, mean, in plain rounds
+    accepted: float = 0.0  # drafted tokens accepted
+    expected: float = 0.0  # drafted tokens expected to be accepted
+    saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
+    pause: int = 0  # rounds until the next trial
+
+    @classmethod
+    def assumed(cls, depth: int) -> Habits:
+        """Returns the prior for a drafter's first text, or first batch."""
+        gains = [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)]
+        return cls(Calibration(), gains)
+
+    def of_depth(self, depth: int) -> Habits:
+        """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""
+        gains = self.gains[:depth]
+        while len(gains) < depth:
+            gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
+        return replace(self, gains=gains)
+
+    def for_another_text(self) -> Habits:
+        """Returns the habits with less weight, as a prior for the next text."""
+        return replace(
+            self,
+            calibration=self.calibration.softened(),
+            gains=list(self.gains),
+            drafts=min(self.drafts, TUNING.kept_drafts),
+            accepted=TUNING.kept_trust * self.accepted,
+            expected=TUNING.kept_trust * self.expected,
+        )
+
+    @property
+    def trust(self) -> float:
+        """Number of accepted tokens for each expected one."""
+        return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
+
+    @property
+    def rate(self) -> float:
+        """Tokens emitted in the time of a plain round; at least 1, the rate of plain decoding."""
+        return max(self.tokens / self.time, 1.0)
+
+
+class CostPace:
     """Chooses the depth and the nodes that save most time. One pace serves all texts of a call.
 
     A batch ends with its last text. So the texts furthest behind decide, and the others draft and verify as much.
@@ -70,17 +266,19 @@ class CostPace(Pace):
     Each round pays a small part of the debt off. A trial after a pause has to be paid for beforehand, and a text begins
     with the pause that the last one came to. A batch of `rows` texts, which a draft costs more and gains less, saves up
     less to lose.
+
+    Each round calls `plan` before its draft, `fit` after it and `learn` at its end.
     """
 
     def __init__(self, depth: int, costs: Costs | MeasuredCosts, rows: int = 1) -> None:
         self.habits, self._batch = Habits.assumed(depth), rows > 1
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
-        self.measures = self.measured is not None
         self._depth, self._costs = depth, costs
         self._pause = 0  # rounds to wait before the next draft
         self._waited = 0
         self._is_plain = False  # this round drafts nothing, to time it
         self._promised = 0.0  # expected gain of this round's trees, in tokens
+        self._drafted: Mapping[int, DraftTree] = {}  # this round's whole drafts, by text
 
     def take_over(self, before: CostPace) -> None:
         """Continues with what an earlier pace of the call has learnt of the text."""
@@ -97,6 +295,10 @@ class CostPace(Pace):
         return self._costs if isinstance(self._costs, Costs) else self._costs.costs
 
     def plan(self, certain: float = 0.0) -> int:
+        """Begins a round and returns how deep to draft. Rounds without a draft are counted here.
+
+        `certain` is the probability that the next token is among those proposed without a draft.
+        """
         habits = self.habits
         self._is_plain = self.measured is not None and self.measured.wants_plain(habits.rate)
         if self._is_plain:
@@ -131,10 +333,28 @@ class CostPace(Pace):
                 best, chosen = worth, depth
         return chosen
 
-    def scored(self, trees: Mapping[int, DraftTree], depth: int, deciding: Sequence[int]) -> Mapping[int, DraftTree]:
-        scored = {row: self.habits.calibration.applied(tree) for row, tree in trees.items()}
-        self._note_gains([scored[row] for row in deciding], depth)
-        return scored
+    def fit(
+        self,
+        drafted: Mapping[int, DraftTree],
+        depth: int,
+        deciding: Sequence[int],
+        join: Callable[[Mapping[int, DraftTree]], dict[int, DraftTree]],
+    ) -> dict[int, DraftTree]:
+        """Returns the trees that are worth verifying, by text.
+
+        Args:
+            drafted: drafts of depth `depth` with the drafter's scores; empty if nothing was drafted.
+            deciding: the texts that the batch waits for. They decide, and the others verify as much.
+            join: returns drafts, which are now scored by how probable it is that their nodes are accepted, together
+                with what was proposed for nothing.
+        """
+        self._drafted = drafted
+        scored = {row: self.habits.calibration.applied(tree) for row, tree in drafted.items()}
+        if scored:
+            self._note_gains([scored[row] for row in deciding], depth)
+        trees = join(scored)
+        size = self._best_size([trees[row] for row in deciding])
+        return {row: tree.first(size) for row, tree in trees.items()}
 
     def _note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
         habits, count, gains = self.habits, len(trees), self._gains(trees, depth)
@@ -154,8 +374,8 @@ class CostPace(Pace):
     def _gains(self, trees: Sequence[DraftTree], depth: int) -> list[float]:
         """Returns for each depth how many tokens its nodes add, less what verifying them costs.
 
-        A node adds the probability that it is accepted. As in `cut`, all trees keep equally many nodes, the best ones,
-        while a further node of each tree pays. The gains are means over the trees.
+        A node adds the probability that it is accepted. As in `_best_size`, all trees keep equally many nodes, the best
+        ones, while a further node of each tree pays. The gains are means over the trees.
         """
         costs, rate = self.costs, self.habits.rate
         least = rate * costs.node
@@ -168,14 +388,10 @@ class CostPace(Pace):
             gains[level - 1] += (math.exp(score) - least) / len(trees)
         gains = [max(gain, 0.0) for gain in gains]
         total = sum(gains)
-        if len(trees) == 1 or not total:  # with one text only `cut` counts the tree's cost
+        if len(trees) == 1 or not total:  # with one text only `_best_size` counts the tree's cost
             return gains
         share = max(1.0 - rate * costs.tree / total, 0.0)  # a tree that is not verified gains nothing
         return [share * gain for gain in gains]
-
-    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
-        size = self._best_size(deciding)
-        return [tree.first(size) for tree in trees]
 
     def _best_size(self, trees: Sequence[DraftTree]) -> int:
         """Returns how many nodes of each tree to verify, and sets `_promised` to their expected gain.
@@ -198,26 +414,27 @@ class CostPace(Pace):
         self._promised = expected
         return size
 
-    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        self.habits.calibration.learn(tree, tokens)
-
-    def note_round(
+    def learn(
         self,
-        nodes: int,
-        emitted: float,
-        forward_seconds: float | None,
-        depth: int,
-        draft_seconds: float,
-        progress: float | None = None,
+        emitted: Mapping[int, Sequence[int]],  # tokens of each text
+        nodes: int,  # number of nodes verified in the largest tree
+        mean: float,  # number of tokens emitted by the deciding texts, mean
+        progress: float,  # number of tokens by which the shortest text has grown
+        depth: int,  # depth that was drafted; 0 for no draft
+        draft_seconds: float,  # time of the draft
+        forward_seconds: float | None,  # time of the target's forward; `None` if it did something else too
     ) -> None:
+        """Learns from how a round went."""
+        for row, tree in self._drafted.items():
+            self.habits.calibration.learn(tree, emitted[row])
+        self._drafted = {}
         costs, habits = self.costs, self.habits
         if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if nodes:
-            habits.accepted = TUNING.pace_fading * habits.accepted + emitted - 1.0
+            habits.accepted = TUNING.pace_fading * habits.accepted + mean - 1.0
             habits.expected = TUNING.pace_fading * habits.expected + self._promised
         self._promised = 0.0
-        progress = emitted if progress is None else progress
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         lost = time
         if self._batch and self.measured is not None:  # a first draft reads the prompts too

@@ -17,15 +17,6 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..runtime.cache_slots import CacheSlots, make_room
 from ..runtime.misreading import same_but_rounding
-from ..runtime.target_forwards import (
-    Acceleration,
-    Names,
-    TargetCall,
-    TargetOutput,
-    TextRows,
-    picked_taps,
-    target_output,
-)
 from ..runtime.target_limits import (
     check_cache,
     check_inputs,
@@ -34,7 +25,8 @@ from ..runtime.target_limits import (
     text_config,
     why_no_trees,
 )
-from ..runtime.tree_reading import AttentionKind, attention_kinds, read_trees
+from ..runtime.target_runtime import Acceleration, TargetOutput, picked_taps, target_output
+from ..runtime.tree_reading import AttentionKind, Names, TargetCall, TextRows, attention_kinds, read_trees
 
 
 @dataclass(frozen=True)

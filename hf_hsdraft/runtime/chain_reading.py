@@ -22,7 +22,7 @@ from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
 from ..cpu.stand_ins import StandIn, standing_in
-from .target_forwards import TOKEN_TYPES, TargetCall
+from .tree_reading import TOKEN_TYPES, TargetCall
 
 
 def read_chains(

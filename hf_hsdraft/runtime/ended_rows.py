@@ -21,8 +21,7 @@ from ..core.tensors import device_of
 from ..core.tuning import TUNING
 from .cache_slots import GrowingLayer
 from .module_hooks import has_foreign_hooks
-from .target_forwards import TargetCall, TextRows
-from .tree_reading import AttentionKind, TreeBatch, commit_trees, read_batch
+from .tree_reading import AttentionKind, TargetCall, TextRows, TreeBatch, commit_trees, read_batch
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:

@@ -15,7 +15,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,33 @@ from transformers.utils import output_capturing
 from ..core.forks import freed_in_children, new_lock
 
 _PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass
+class Experience:
+    """What calls have found out about a target; kept for as long as it lives.
+
+    Attributes:
+        findings: what it does with drafts, by kind of call; see `find_out`.
+        steady: its forms, by `fingerprint`, in which modules of the user's have changed nothing in a call.
+        untried: tokens that calls might have emitted which were too short to win back its trial.
+        cacheless: whether it has returned no cache. As it may keep states in its modules, later calls are refused
+            before the prompt.
+        capturing: the drafted calls that run, and what was installed before them.
+    """
+
+    findings: dict[Any, list[Any]] = field(default_factory=dict)
+    steady: set[int] = field(default_factory=set)
+    untried: int = 0
+    cacheless: bool = False
+    capturing: _Calls | None = None
+
+
+_experiences: weakref.WeakKeyDictionary[Any, Experience] = weakref.WeakKeyDictionary()
+
+
+def experience_of(target: Any) -> Experience:
+    return _experiences.setdefault(target, Experience())
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -107,7 +134,6 @@ class _Calls:
     running: int = 0
 
 
-_calls: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _lock = new_lock()
 if hasattr(output_capturing, "_hook_installation_lock"):  # drafted calls install hooks far more often than others
     freed_in_children(output_capturing._hook_installation_lock)
@@ -121,10 +147,10 @@ def no_hooks_left(target: nn.Module) -> Iterator[None]:
     hooks stay until the end of the next drafted call.
     """
     with _lock:
-        calls = _calls.get(target)
-        if calls is None:
+        known = experience_of(target)
+        if (calls := known.capturing) is None:
             places = frozenset((id(module), where) for module, where in _installed(target))
-            calls = _calls[target] = _Calls(places)
+            calls = known.capturing = _Calls(places)
         calls.running += 1
     try:
         yield
@@ -132,7 +158,7 @@ def no_hooks_left(target: nn.Module) -> Iterator[None]:
         with _lock:
             calls.running -= 1
             if calls.running == 0 and _removed(target, calls.before):
-                del _calls[target]
+                known.capturing = None
 
 
 def without_hooks(copied: nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from transformers.generation.utils import GenerationMixin
 from ..core.refusals import DraftingRefused
 from ..core.tuning import TUNING
 from .cache_slots import cache_layers, layer_class, recurrent_layers, text_cache
+from .module_hooks import experience_of
 from .static_cache import why_not_static
 
 MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
@@ -51,9 +51,6 @@ class Limit:
     ever: bool
     reason: str
 
-
-# Targets that have returned no cache. Some keep states in their modules, so later calls are refused before the prompt.
-without_cache: weakref.WeakSet[Any] = weakref.WeakSet()
 
 GRADIENTS = (
     "gradients are on and reach the target's outputs, and drafting writes into the cache that a backward pass reads; "
@@ -106,7 +103,7 @@ def refusal(target: Any, reason: str) -> DraftingRefused:
 def check_cache(target: Any, cache: Any) -> None:
     """Raises a DraftingRefused with the reason if no draft can be verified with this cache."""
     if cache is None:
-        without_cache.add(target)
+        experience_of(target).cacheless = True
     if reason := why_refused(target, cache):
         raise refusal(target, f"{reason}.")
 

@@ -1,40 +1,179 @@
 """The target in a call: taps, forwards over trees or chains, committing paths, rolling back the rest.
 
-It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and `trial`
-tries the rest.
+It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and
+`findings` tries the rest.
+
+Its forwards may be accelerated without changing the output: compiled on GPUs, grouped and packed on CPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 
 from ..core.cache_name import given_cache
-from ..core.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.refusals import DraftingRefused
-from ..core.tensors import device_of
+from ..core.tensors import device_of, on_device
+from ..cpu.compiled_layers import CompiledLayers
+from ..cpu.grouped_attention import grouped_attention
+from ..cpu.packing import Packing
+from ..gpu.fixed_shapes import CompiledCalls, compiled
 from .cache_slots import as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
 from .static_cache import slots_of_prompts
-from .target_forwards import TargetCall, TargetOutput, dropped, target_output
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
-from .target_parts import LastState, final_norm
+from .target_parts import LastState, decoder_list, final_norm
 from .tree_reading import (
     AttentionKind,
-    TreeBatch,
+    TargetCall,
     close_gaps,
     commit_trees,
+    dropped,
     kinds_of_attention,
     read_batch,
     read_roots,
     tokens_kept,
 )
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One target forward over B sequences.
+
+    Attributes:
+        logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
+        taps: `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read.
+    """
+
+    logits: torch.Tensor
+    taps: torch.Tensor
+
+    def last(self, columns: int) -> TargetOutput:
+        """The last columns; raises a DraftingRefused if there are fewer."""
+        if (found := self.logits.shape[1]) < columns:
+            raise DraftingRefused(f"its forward over {columns} tokens returns logits of {found}: expected one of each")
+        return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
+
+
+def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
+    if tuple(layers) == tuple(wanted):
+        return taps
+    places = [layers.index(layer) for layer in wanted]
+    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+
+
+def target_output(
+    target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int], last: LastState | None = None
+) -> TargetOutput:
+    """Extracts logits and taps of a forward; taps are empty without `tap_layers`.
+
+    Raises a DraftingRefused if hidden states are missing, or not one vector per position.
+    """
+    logits, states = outputs.logits, outputs.get(states_name)
+    states = states if last is None else last.behind(states)
+    if not tap_layers:
+        return TargetOutput(logits, logits.new_empty(*logits.shape[:-1], 0))  # no view, which would hold the logits
+    if states and len(states) <= tap_layers[-1]:
+        returned = f"and it returns only {len(states)}"
+        raise refusal(target, f"the drafter reads hidden state {tap_layers[-1]} of its layers, {returned}.")
+    missing = [layer for layer in tap_layers if states and states[layer] is None]
+    if missing:
+        left_out = "which it leaves out when it is asked for"
+        raise refusal(target, f"the drafter reads hidden state {missing[0]} of its layers, {left_out}.")
+    shapes = {tuple(states[layer].shape[:-1]) for layer in tap_layers} if states else set()
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        found = " and ".join(map(str, sorted(shapes))) or "none"
+        raise refusal(target, f"its hidden states have to be one vector for each position; found {found}.")
+    return TargetOutput(logits, torch.cat([states[layer].to(logits.device) for layer in tap_layers], dim=-1))
+
+
+class Acceleration:
+    """Runs the forwards of one call.
+
+    Attributes:
+        compile_config: for forwards over trees; `None` if they are not compiled.
+        packed: whether forwards multiply by packed copies of the weights.
+        packs: whether the next forward makes such copies, and takes longer for it.
+        programs: whether decoder layers run as compiled programs.
+        off: whether forwards run transformers' operators alone, as in a call that does not draft.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._compiled: CompiledCalls | None = None
+        self._packing: Packing | None = None
+        self._layers: CompiledLayers | None = None
+        self.compile_config: Any = None
+        self.packed = self.packs = self.programs = self.off = False
+
+    def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
+        """Compiles forwards into a static cache where `generate()` would compile its decoding step."""
+        if self._target._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self._compiled = CompiledCalls(self._target, generation_config.compile_config, states)
+            self.compile_config = self._compiled.config
+
+    def compiled(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Compiles a function of fixed shapes if forwards are compiled."""
+        return function if self._compiled is None else compiled(function, self.compile_config)
+
+    def begin(self, asked_for: bool | None, room: int, programs: bool | None = False) -> None:
+        """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
+
+        Args:
+            asked_for: the option `packed_weights`.
+            programs: the option `compiled_layers`.
+            room: number of tokens that the call may emit.
+        """
+        self._packing = Packing(self._target, False if self._compiled else asked_for)
+        self.packs = self._packing.begin(room)
+        self.packed = self._packing.weights is not None
+        if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
+            with contextlib.suppress(ValueError):  # no list of layers
+                layers = list(decoder_list(self._target)[1])
+                self._layers = CompiledLayers(
+                    layers, programs, lambda: self._packing is not None and self._packing.may_pack
+                )
+
+    def after_round(self) -> bool:
+        """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
+        if self._packing is None or self.off:
+            return False
+        before = self.packed, self.programs
+        self.packs = self._packing.after_round()
+        self.packed = self._packing.weights is not None
+        if self._layers is not None:
+            compiled = self._layers.after_forward()
+            self.packs = self.packs or compiled  # the first forward compares them with the layers
+            if self._packing.weights is not None and self._packing.weights.join(self._layers.new_groups()):
+                self.packs = True
+            self.programs = self._layers.running
+        return (self.packed, self.programs) != before
+
+    def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
+        """Returns the target's outputs.
+
+        Args:
+            comes_again: whether many forwards have inputs of this shape, so that compiling pays off.
+            model: runs instead of the target, and is made of its layers.
+        """
+        if self._compiled is not None and comes_again and model is None:
+            return self._compiled.forward(inputs)
+        with contextlib.ExitStack() as stack:
+            if self.off:
+                return (self._target if model is None else model)(**inputs, return_dict=True)
+            stack.enter_context(grouped_attention(device_of(self._target)))
+            if self._packing is not None and self._packing.weights is not None:
+                stack.enter_context(self._packing.weights.in_use())
+            if self._layers is not None:
+                stack.enter_context(self._layers.in_use(whole=model is None))
+            return (self._target if model is None else model)(**inputs, return_dict=True)
 
 
 class TargetRuntime(TargetCall):
@@ -45,11 +184,13 @@ class TargetRuntime(TargetCall):
         model_kwargs: what `generate()` would pass to its decoding method.
 
     Attributes:
-        trees: whether drafts are read as trees; chains otherwise. `trial` finds out.
+        trees: whether drafts are read as trees; chains otherwise. `findings` finds out.
         kinds: kinds of attention that need separate masks, once trees are prepared.
         num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the call's cache had filled at first.
         ended: where rows may leave the batch, what tracks them; `None` elsewhere.
+        outputs: of the last forward.
+        columns, read_again: the drafts' columns in it, and the columns before them that were read again.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
         ahead: verifies trees instead by `verify(trees, columns)`, unless that returns `None`; set by methods that read
             nodes before. `None` for most calls.
@@ -57,7 +198,7 @@ class TargetRuntime(TargetCall):
     """
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
-        super().__init__(target, model_kwargs)
+        super().__init__(target, model_kwargs, Acceleration(target))
         self.trees, self.kinds, self.reused_share = True, list[AttentionKind](), 0.0
         self.ahead: Any = None
         self.num_texts = self.cached_before = self._prompt_length = 0
@@ -69,9 +210,9 @@ class TargetRuntime(TargetCall):
         if asked and not self.kwargs.get("output_hidden_states"):
             # transformers drops indices beyond the encoder's layers, so an encoder-decoder returns all states.
             self.kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
-        self._outputs: Any = None  # of the last forward
+        self.outputs: Any = None
         self.batch: TreeBatch | None = None
-        self._columns = self._again = 0  # the drafts' columns in it, and the columns before them that were read again
+        self.columns = self.read_again = 0
         self.ended: EndedRows | None = None
         self._keeps_slots = True
         if (cache := given_cache(self.kwargs)) is not None:
@@ -88,18 +229,18 @@ class TargetRuntime(TargetCall):
         before = given_cache(self.kwargs)
         self.cached_before = 0 if before is None else int(before.get_seq_length())
         with as_given(before), self._last_state_kept():
-            self._outputs = self.target._prefill(input_ids, generation_config, self.kwargs)
-            self.hold(self._outputs, self.num_texts)
+            self.outputs = self.target._prefill(input_ids, generation_config, self.kwargs)
+            self.hold(self.outputs, self.num_texts)
             read = self._output()
             if read.logits.requires_grad:  # by something that `why_gradients` does not see, such as a hook
                 raise DraftingRefused(GRADIENTS)
-            states = self._outputs[self.names.states] if self.records and self.names.states in self._recorded else ()
+            states = self.outputs[self.names.states] if self.records and self.names.states in self.recorded else ()
             if any(each.dim() != 3 for each in states):
                 raise refusal(self.target, "hidden states that the call returns are not one vector for each position.")
         expected = slots_of_prompts(self.target, input_ids, generation_config, self.kwargs, self.cached_before)
         self.drops = not self.slots.hold(expected)
         self.slots.keep_past()  # not earlier: a sliding layer would keep the whole prompt
-        self.go_on(self._outputs, 1)
+        self.go_on(self.outputs, 1)
         return read
 
     def prepare_trees(self) -> str:
@@ -138,33 +279,33 @@ class TargetRuntime(TargetCall):
         `input_ids` `[B, length]` are the texts of the whole call up to the roots; arbitrary for rows that have left.
         Chains that are shorter than others end with tokens `padding`.
         """
-        self._outputs = self.batch = None  # a compiled forward reuses that memory
-        self._columns = max(map(len, trees))
-        plain_step = len(trees) == 1 and self._columns == 1  # runs plain decoding's forward, which is compiled too
+        self.outputs = self.batch = None  # a compiled forward reuses that memory
+        self.columns = max(map(len, trees))
+        plain_step = len(trees) == 1 and self.columns == 1  # runs plain decoding's forward, which is compiled too
         if self.slots.left >= self.fixed and not plain_step:
-            self._columns = max(self._columns, self.fixed)
+            self.columns = max(self.columns, self.fixed)
         # `input_ids` and the model's inputs still have rows that have left.
         with self._last_state_kept():
-            if self.trees and (self._columns > 1 or len(trees) > 1 or self.ended is not None):
-                self._outputs, self._again = self._read_trees(trees), 0
+            if self.trees and (self.columns > 1 or len(trees) > 1 or self.ended is not None):
+                self.outputs, self.read_again = self._read_trees(trees), 0
             else:
-                self._outputs, self._again = read_chains(self, trees, input_ids, self._columns, padding), self.unread
-        return self._output().last(self._columns)
+                self.outputs, self.read_again = read_chains(self, trees, input_ids, self.columns, padding), self.unread
+        return self._output().last(self.columns)
 
     def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
         kept = self.rows.kept
-        if self.ahead is not None and (outputs := self.ahead.verify(trees, self._columns)) is not None:
+        if self.ahead is not None and (outputs := self.ahead.verify(trees, self.columns)) is not None:
             return outputs
-        if self._columns == 1 and self.slots.static is None and min(kept) == max(kept) == self.length:
+        if self.columns == 1 and self.slots.static is None and min(kept) == max(kept) == self.length:
             return read_roots(self, trees, self.kinds)
-        self.batch = TreeBatch.of(trees, device_of(self.target), self._columns)
+        self.batch = TreeBatch.of(trees, device_of(self.target), self.columns)
         return read_batch(self, self.batch, self.kinds)
 
     def _last_state_kept(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._last_state is None else self._last_state.kept()
 
     def _output(self) -> TargetOutput:
-        return target_output(self.target, self._outputs, self.names.states, self.tap_layers, self._last_state)
+        return target_output(self.target, self.outputs, self.names.states, self.tap_layers, self._last_state)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
@@ -172,9 +313,9 @@ class TargetRuntime(TargetCall):
         Paths are `None` for rows that have ended. Where rows are `in_step`, all paths are equally long.
         """
         if self.trees and not self.drops:  # otherwise only roots were read, and slots no longer match positions
-            commit_trees(self, paths, self._columns)
+            commit_trees(self, paths, self.columns)
         else:
-            commit_chains(self, max(map(tokens_kept, paths)), self._outputs, self._columns)
+            commit_chains(self, max(map(tokens_kept, paths)), self.outputs, self.columns)
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
@@ -212,7 +353,7 @@ class TargetRuntime(TargetCall):
 
     def read_missing(self, input_ids: torch.Tensor) -> None:
         """Reads some of these tokens of the texts `[B, length]`, padding included, in one forward."""
-        self._outputs = self.batch = None
+        self.outputs = self.batch = None
         with self.undone_on_error():
             read_missing(self, input_ids[:, self._prompt_length :].tolist(), self._end(input_ids.shape[1]), self.kinds)
 
@@ -244,7 +385,18 @@ class TargetRuntime(TargetCall):
 
     def apart(self) -> Self:
         trial = super().apart()
-        trial.ahead = trial._outputs = None  # these belong to the call itself
+        trial.ahead = trial.outputs = None  # these belong to the call itself
+        return trial
+
+    def apart_of(self, places: Sequence[int]) -> Self:
+        """As `apart`, for some rows of the batch only, with a copy of their cache."""
+        trial, before, names = self.apart(), len(self.rows.kept), self.names
+        rows = on_device(places, device_of(self.target))
+        for name, axis in ((names.mask, 0), (names.positions, -2), ("inputs_embeds", 0)):
+            value = trial.kwargs.get(name)
+            if value is not None and value.shape[axis] == before:
+                trial.kwargs[name] = value.index_select(axis, rows.to(value.device))
+        trial.slots, trial.rows = self.slots.of_rows(places), self.rows.of(places)
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
@@ -283,23 +435,10 @@ class TargetRuntime(TargetCall):
         wanted = self._generation_config
         return bool(wanted.return_dict_in_generate and (wanted.output_hidden_states or wanted.output_attentions))
 
-    def prompt_outputs(self, row: int) -> list[dict[str, tuple[torch.Tensor, ...]]]:
-        """Hidden states and attentions of the prompts' forward, for one row; empty if the call returns none."""
-        if not self.records:
-            return []
-        return [{name: tuple(layer[row : row + 1] for layer in self._outputs[name]) for name in self._recorded}]
-
-    def path_outputs(self, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
-        """Hidden states and attentions of root and path, for each node as plain decoding returns them for one token."""
-        if not self.records:
-            return []
-        nodes = [0, *path]
-        return [_node_outputs(self, row, nodes[: index + 1]) for index in range(len(nodes))]
-
     @property
-    def _recorded(self) -> list[str]:
+    def recorded(self) -> list[str]:
         """Which of the requested hidden states and attentions the last outputs contain; some models have none."""
-        config, names, outputs = self._generation_config, self.names, self._outputs
+        config, names, outputs = self._generation_config, self.names, self.outputs
         wanted = [names.states] if config.output_hidden_states else []
         wanted += names.attentions if config.output_attentions else ()
         return [name for name in wanted if outputs.get(name) and outputs[name][0] is not None]
@@ -337,34 +476,3 @@ class TargetRuntime(TargetCall):
     def in_step(self) -> bool:
         """Whether all rows must accept equally many tokens: only a tree's mask can separate rows."""
         return not self.trees and len(self.rows.kept) > 1
-
-
-def _node_outputs(call: TargetRuntime, row: int, path: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Outputs for the last node of `path`, from the root on."""
-    found, place = {}, call._again + path[-1]
-    for name in call._recorded:
-        layers = call._outputs[name]
-        if name == call.names.states:
-            found[name] = tuple(layer[row : row + 1, place : place + 1].clone() for layer in layers)
-        else:
-            weights = [layer[row : row + 1, :, place : place + 1] for layer in layers]
-            own = name != "cross_attentions"
-            found[name] = tuple(_weights_of_text(call, weights, row, path) if own else weights)
-    return found
-
-
-def _weights_of_text(
-    call: TargetRuntime, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]
-) -> Iterator[torch.Tensor]:
-    """Reduces each layer's weights `[1, heads, 1, kv]` over the cache and all nodes to the row's text."""
-    slots, read = call.slots, call._again + call._columns
-    static = slots.static is not None
-    path = [*range(call._again), *(call._again + node for node in path)]
-    left_over = slots.length - read - (call.rows.kept[row] - call._again)  # slots of other rows' longer paths
-    for index, layer in zip(slots.attending(len(weights)), weights, strict=True):
-        empty = layer.shape[-1] - slots.length if static else 0  # slots beyond the nodes
-        cached = layer.shape[-1] - empty - read
-        text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
-        if static:
-            text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
-        yield text[..., -slots.windows[index] :] if index in slots.windows else text

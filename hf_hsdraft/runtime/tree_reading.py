@@ -1,4 +1,4 @@
-"""Trees: their masks, forwards over one tree per row, and committing them to the cache.
+"""A target's forwards in a call: their inputs, and trees: their masks, and committing them to the cache.
 
 Slots and positions differ here. Each node of a tree takes one slot, after the longest text, while siblings share a
 position. Rows may differ in length: slots behind a shorter text are left over, and its nodes may not see them.
@@ -6,18 +6,23 @@ position. Rows may differ in length: slots behind a shorter text are left over, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 
-from ..core.draft_tree import DraftTree
+from ..core.cache_name import CACHE, returned_cache
+from ..core.draft_tree import DraftTree, TreeBatch
+from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
-from .cache_slots import move_slots
-from .target_forwards import TargetCall
-from .target_limits import text_config, why_no_trees
+from ..cpu.stand_ins import StandIn
+from .cache_slots import CacheSlots, Mark, move_slots
+from .target_limits import check_cache, check_mask, refusal, text_config, why_no_trees
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 _WIDTHS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _NO_ATTENTION = ("moe", "mlp")  # layer types that never see a mask
@@ -71,28 +76,6 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
     return list(kinds.values())
 
 
-@dataclass(frozen=True)
-class TreeBatch:
-    """Trees of a batch as one forward reads them. Shorter ones are padded with copies of the root that none sees."""
-
-    tokens: torch.Tensor  # `[B, N]`, int64
-    depths: torch.Tensor  # `[B, N]`, int64
-    ancestors: torch.Tensor  # `[B, N, N]`, bool, True where the row's node may see the column's
-
-    @classmethod
-    def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
-        """Returns the batch with columns for at least `size` nodes."""
-        size = max(size, *map(len, trees))
-        tokens, depths, ancestors = [], [], []
-        for tree in trees:
-            spare = size - len(tree)
-            tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
-            depths.append([*tree.depths, *[tree.depths[0]] * spare])
-            alone = ([column == node for column in range(size)] for node in range(len(tree), size))
-            ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
-        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
-
-
 def tree_mask(
     batch: TreeBatch,
     kind: AttentionKind,
@@ -143,36 +126,219 @@ def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class DraftedLevels:
-    """Nodes in the order of reading, depth by depth."""
+class TextRows:
+    """The texts of the rows that are read.
 
-    batch: TreeBatch  # the first level has depth 0
-    is_chain: bool = True  # whether no level has more than one node
+    Attributes:
+        kept: number of text slots of each row. Slots behind are left over from longer rows.
+        prompt_slots: number of slots of the prompts.
+        attended: `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none.
+        last_positions: `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None`
+            without position ids.
+        gapless: these rows without the slots that `with_gaps` has left over; `None` if it has not.
+    """
+
+    kept: list[int]
+    prompt_slots: int
+    attended: torch.Tensor | None
+    last_positions: torch.Tensor | None
+    gapless: TextRows | None = None
 
     @classmethod
-    def nothing(cls, tokens: torch.Tensor) -> DraftedLevels:
-        """Returns levels without nodes, for the rows of tokens `[B, n]`, on their device."""
-        none = tokens[:, :0]
-        return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
+    def of_slots(cls, kept: list[int], device: torch.device) -> TextRows:
+        """Rows without padding whose tokens are in the slots of their positions."""
+        return cls(kept, 0, None, torch.full((len(kept),), -1, device=device))
 
     @property
-    def count(self) -> int:
-        return self.batch.tokens.shape[1]
+    def next_positions(self) -> list[int] | None:
+        """Position id of each row's first token after the prompt; the maximum over several axes."""
+        if self.last_positions is None:
+            return None
+        last = self.last_positions.reshape(-1, self.last_positions.shape[-1]).amax(dim=0)
+        return (last.expand(len(self.kept)) + 1).tolist()
 
-    def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> DraftedLevels:
-        """Adds nodes `[B, n]` after ancestors `[B, n, depth]`, given as columns."""
-        before, (rows, count) = self.batch, tokens.shape
-        depths = torch.full_like(tokens, paths.shape[2])
-        seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        ancestors = torch.cat([F.pad(before.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
-        batch = TreeBatch(torch.cat([before.tokens, tokens], 1), torch.cat([before.depths, depths], 1), ancestors)
-        return DraftedLevels(batch, self.is_chain and count == 1)
+    @property
+    def lengths(self) -> list[int]:
+        """Number of cached tokens of each row, without padding."""
+        if self.attended is None:
+            return list(self.kept)
+        real = self.attended.sum(dim=1).expand(len(self.kept)).tolist()
+        return [kept - self.prompt_slots + count for kept, count in zip(self.kept, real, strict=True)]
 
-    def own_columns(self, count: int) -> torch.Tensor:
-        """Returns the columns `[B, count, 1]` of the last `count` nodes."""
-        rows, device = len(self.batch.tokens), self.batch.tokens.device
-        return torch.arange(self.count - count, self.count, device=device)[None, :, None].expand(rows, -1, -1)
+    def keeping(self, counts: Sequence[int]) -> TextRows:
+        kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
+        gapless = None if self.gapless is None else self.gapless.keeping(counts)
+        return replace(self, kept=kept, gapless=gapless)
+
+    def with_gaps(self, read: Sequence[bool], device: torch.device) -> TextRows:
+        """The rows after each has read a token into the last slot, of equal length.
+
+        Slots that longer rows have left over before it stay in the shorter ones, and are masked like padding. So no
+        keys and values are moved. Tokens must be at their places for other inputs and masks: not for windows.
+
+        Args:
+            read: for each row, whether its token is kept.
+            device: of the masks.
+        """
+        assert self.last_positions is not None
+        longest = max(self.kept)
+        kept = on_device(self.kept, device)[:, None]
+        seen = torch.arange(longest, device=device) < kept
+        if self.attended is not None:
+            seen[:, : self.prompt_slots] &= self.attended
+        last = on_device([[each] for each in read], device, dtype=torch.bool)
+        tokens = kept[:, 0] + last[:, 0] - self.prompt_slots
+        gapless = (self.gapless or self).keeping([int(each) for each in read])
+        attended, slots = torch.cat([seen, last], dim=1), longest + 1
+        return TextRows([slots] * len(read), slots, attended, self.last_positions + tokens, gapless)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the prompts are."""
+        return (self.gapless or self).attended is not None
+
+    def of(self, places: Sequence[int]) -> TextRows:
+        attended, positions, before = self.attended, self.last_positions, len(self.kept)
+        if attended is not None and len(attended) == before:
+            attended = attended[on_device(places, attended.device)]
+        if positions is not None and positions.shape[-1] == before:
+            positions = positions[..., on_device(places, positions.device)]
+        gapless = None if self.gapless is None else self.gapless.of(places)
+        return TextRows([self.kept[place] for place in places], self.prompt_slots, attended, positions, gapless)
+
+
+class Names:
+    """Names of a target's text inputs and outputs; for an encoder-decoder, its decoder's."""
+
+    def __init__(self, target: Any) -> None:
+        decoder = target.config.is_encoder_decoder
+        prefix = "decoder_" if decoder else ""
+        self.mask, self.positions = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self.states = f"{prefix}hidden_states"
+        self.attentions = ("decoder_attentions", "cross_attentions") if decoder else ("attentions",)
+
+    @property
+    def by_rows(self) -> tuple[str, ...]:
+        """Inputs that can be sliced by row."""
+        return self.mask, self.positions, "inputs_embeds", "output_hidden_states"
+
+
+class TargetCall:
+    """A target in one call: its cache, the texts' places there, and forwards that read on.
+
+    Attributes:
+        acceleration: the `Acceleration` that runs its forwards.
+        kwargs: model inputs that `generate()` passes from forward to forward.
+        fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
+        unread: number of accepted tokens that recurrent layers have to read again; see `read_chains`.
+        marked: state of the cache before the last chains, with recurrent layers.
+        entered: its state before the round.
+        stepping: what runs in place of layers that read several tokens otherwise than one by one; None until needed.
+        keeps_ended: whether windows keep what rows that have ended still see, as padding is read for them at the end.
+        leaves_gaps: whether rounds without drafts leave slots between tokens; see `TextRows.with_gaps`.
+        drops: whether a forward has lost slots of the cache, for example by a hook; then no draft can be rolled back.
+        further: number of columns of each input along the text beyond the cache after the prompts; negative where the
+            caller gave only the new tokens' columns.
+    """
+
+    slots: CacheSlots  # from the prompts' forward on
+    rows: TextRows
+
+    def __init__(self, target: Any, kwargs: dict[str, Any], acceleration: Any) -> None:
+        self.target, self.kwargs, self.names = target, dict(kwargs), Names(target)
+        self.acceleration = acceleration
+        self.fixed = self.forwards = self.unread = 0
+        self.marked: Mark | None = None
+        self.entered: Mark | None = None
+        self.stepping: Mapping[Any, StandIn] | None = None
+        self.keeps_ended = self.leaves_gaps = self.drops = False
+        self.further = dict[str, int]()
+
+    def hold(self, outputs: Any, num_texts: int) -> None:
+        """Takes over the cache from the prompts' forward; raises a DraftingRefused if it cannot roll back."""
+        cache = returned_cache(outputs)
+        check_cache(self.target, cache)
+        slots = CacheSlots(cache)
+        if slots.hold_more_than_the_text:
+            more = "some layers of its cache hold more than the text, which cannot be told from what was rejected."
+            raise refusal(self.target, more)
+        device, length = device_of(self.target), slots.length
+        mask, positions = self.kwargs.get(self.names.mask), self.kwargs.get(self.names.positions)
+        check_mask(self.target, mask, length)
+        attended = None if mask is None else mask[:, :length].bool().to(device)
+        if attended is not None and bool(attended.all()):
+            attended = None
+        last = None if positions is None else positions[..., -1].to(device)
+        self.slots, self.rows, self.forwards = slots, TextRows([length] * num_texts, length, attended, last), 1
+        given = {name: self.kwargs.get(name) for name in (self.names.mask, self.names.positions, *TOKEN_TYPES)}
+        self.further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
+
+    def apart(self) -> Self:
+        """Copy for trials: it reads into the same cache, which a mark restores, and changes nothing else here."""
+        trial = copy.copy(self)
+        trial.kwargs, trial.slots, trial.entered = dict(self.kwargs), copy.copy(self.slots), None
+        return trial
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        size: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The inputs of a forward over the last `size` tokens of `ids` `[B, n]`.
+
+        Args:
+            mask: as `generate()` would pass it.
+            positions: of these tokens, if they do not follow from the text.
+            kwargs: instead of the call's.
+        """
+        kwargs = dict(self.kwargs if kwargs is None else kwargs)
+        kwargs[CACHE] = self.slots.cache
+        kwargs[self.names.mask] = mask
+        if positions is not None:
+            kwargs[self.names.positions] = positions
+            for name in TOKEN_TYPES:
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, -1:].expand(-1, size)
+        inputs = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=size, is_first_iteration=False, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = size
+        return inputs
+
+    def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
+        """The outputs for `size` columns, which the cache then holds, of the target or a `model` made of its layers."""
+        self.forwards += 1
+        own = model is None and any(value is self.slots.cache for value in inputs.values())
+        length = self.slots.length + size
+        outputs = self.acceleration.forward(inputs, comes_again=size in (1, self.fixed), model=model)
+        self.slots.count(size)
+        if own and not self.drops and not self.slots.hold(length):
+            self._drop(size)
+        return outputs
+
+    def _drop(self, size: int) -> None:
+        """Notes that slots were lost; raises a DraftingRefused if plain decoding would not have lost them there."""
+        self.drops = True
+        in_a_round = self.entered is not None  # and not in a trial
+        if size > 1 or len(self.rows.kept) > 1 or not in_a_round:
+            raise dropped(self.target)
+
+    def go_on(self, outputs: Any, new_tokens: int) -> None:
+        """Updates `kwargs` for the next forward."""
+        decoder = self.target.config.is_encoder_decoder
+        self.kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.kwargs, is_encoder_decoder=decoder, num_new_tokens=new_tokens
+        )
+
+
+def dropped(target: Any) -> DraftingRefused:
+    return refusal(
+        target, "its cache loses tokens while it is read, which could not be brought back after a rejection."
+    )
 
 
 def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:

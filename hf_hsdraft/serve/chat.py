@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..core.progress import working
 from ..drafters.base.protocol import Drafter
-from ..engine.divergence import first_divergence
+from ..runtime.misreading import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
 from .conversation import Answer, Conversation, PieceStreamer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import MOST_NODES, Limit, choice, integer, is_number, printable
+from ..core.draft_tree import TREE_BUILDERS
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
 from ..core.tuning import TUNING
-from ..trees.tree_builders import TREE_BUILDERS
 from .verdict import OwnChoice, Verifier
 
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
@@ -137,3 +137,33 @@ def free_options(stored: Mapping[str, Any], where: Any) -> tuple[dict[str, Any],
         f"this. To use it, load the drafter, set drafter.generation_config.{next(iter(refused))}, and pass the drafter "
         "itself, not its name"
     )
+
+
+BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts, allowed beside a rule's
+
+
+def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
+    """Reads a lossy rule with the options set: `fly`, or `fly+fly_entropy=0.5+fly_window=2`.
+
+    Raises a ValueError for unknown names and bad values.
+    """
+    name, *parts = text.strip().split("+")
+    lossy = [each for each in VERIFIERS if is_lossy(each)]
+    if name not in lossy:
+        raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
+    own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
+    for part in parts:
+        option, sign, value = part.partition("=")
+        if option in BESIDE and value.isdecimal():
+            options[option] = int(value)
+            continue
+        if option not in own or not sign:
+            known = ", ".join([*own, *BESIDE])
+            raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {known}, as a=b")
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].expected}") from None
+        whole = isinstance(own[option].default, int) and number.is_integer()
+        options[option] = own[option].checked(int(number) if whole else number)
+    return name, options

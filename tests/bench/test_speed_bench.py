@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hf_hsdraft.bench.calls import Run, Settings
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
-from hf_hsdraft.bench.summary import summarise
+from hf_hsdraft.bench.report import summarise
 
 CATEGORIES = (
     "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",

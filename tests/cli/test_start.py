@@ -112,7 +112,7 @@ def test_processes_of_a_command_draft(tmp_path):
     (tmp_path / "hsdraft").write_text(
         "import multiprocessing\n"
         "if __name__ == '__main__':\n"
-        "    import hf_hsdraft.bench.machine\n"
+        "    import hf_hsdraft.bench.calls\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.apply(eval, (\"__import__('hf_hsdraft') and 'torch' in __import__('sys').modules\",)))\n"
     )

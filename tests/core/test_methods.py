@@ -17,6 +17,7 @@ from test_specformer import make_specformer
 
 import hf_hsdraft
 from hf_hsdraft.core import methods
+from hf_hsdraft.core.draft_tree import TREE_BUILDERS
 from hf_hsdraft.core.methods import Registry
 from hf_hsdraft.drafters.base.refiners import REFINERS
 from hf_hsdraft.drafters.base.registry import FAMILIES, formats
@@ -26,7 +27,6 @@ from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS
 from hf_hsdraft.training.loss.chains import DATA_POLICIES
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, WHOLE_LOSSES
-from hf_hsdraft.trees.tree_builders import TREE_BUILDERS
 from hf_hsdraft.verify.registry import VERIFIERS, rule_options
 
 
@@ -127,7 +127,7 @@ LATER = """
 import sys
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.trees.tree_builders import TREE_BUILDERS
+from hf_hsdraft.core.draft_tree import TREE_BUILDERS
 from transformers import AutoModel
 
 def loaded():

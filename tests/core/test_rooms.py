@@ -12,7 +12,6 @@ from setuptools import find_packages
 PACKAGE = Path(__file__).parents[2] / "hf_hsdraft"
 FLOORS = (
     "core",
-    "trees",
     "verify",
     "pace",
     "cpu",

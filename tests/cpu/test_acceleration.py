@@ -13,7 +13,7 @@ from hf_hsdraft import HSDrafter
 from hf_hsdraft.cpu import packed_weights, private_operators
 from hf_hsdraft.cpu.products import Product
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-from hf_hsdraft.runtime.target_forwards import Acceleration
+from hf_hsdraft.runtime.target_runtime import Acceleration
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 
@@ -21,7 +21,7 @@ PACKAGE = Path(hf_hsdraft.__file__).parent
 def test_two_modules_of_the_runtime_know_of_acceleration():
     modules = [path for room in ("runtime", "engine") for path in (PACKAGE / room).glob("*.py")]
     asking = [path.stem for path in modules if re.search(r"^from \.\.(cpu|gpu)\.", path.read_text(), re.M)]
-    assert sorted(asking) == ["target_forwards", "target_loading"]  # where it runs, and where files are known
+    assert sorted(asking) == ["target_loading", "target_runtime"]  # where it runs, and where files are known
 
 
 def plain_session(drafter, call):

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hsdraft import CachebackDrafter, harmless
 from hf_hsdraft.cpu import grouped_attention as module
-from hf_hsdraft.runtime.target_forwards import Acceleration
+from hf_hsdraft.runtime.target_runtime import Acceleration
 
 CPU = torch.device("cpu")
 

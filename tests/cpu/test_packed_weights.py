@@ -26,7 +26,7 @@ from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, has_kernel, linears_to_pack
 from hf_hsdraft.cpu.stand_ins import Placed
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.pace.costs_and_habits import MeasuredCosts
+from hf_hsdraft.pace.pacing import MeasuredCosts
 from hf_hsdraft.serve import chat
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if has_kernel(torch.ones(1, 1, dtype=dtype))]

@@ -14,7 +14,7 @@ from hf_hsdraft.cpu import layer_programs, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
 from hf_hsdraft.cpu.stand_ins import standing_in
 from hf_hsdraft.runtime.cache_slots import make_room
-from hf_hsdraft.runtime.target_forwards import Acceleration
+from hf_hsdraft.runtime.target_runtime import Acceleration
 
 pytestmark = pytest.mark.skipif(KERNEL.operators(wait=True) is None, reason="no compiler, or another processor")
 IDS = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -13,12 +13,12 @@ from oracles.exactness import FullExpansion
 from oracles.format_parity import randomise
 from session_helpers import news
 
+from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees, best_first_trees
 from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion, TokenBias
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.drafter import BlockConvolution, BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, MarkovHead
-from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees, best_first_trees
 
 # --- heads -----------------------------------------------------------------------------------------------------------
 

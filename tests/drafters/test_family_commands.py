@@ -147,7 +147,7 @@ def test_a_check_ends_with_its_verdict(folders, monkeypatch, tmp_path):
     def checked(*arguments: str):
         return CliRunner().invoke(app, ["check", folders["cacheback"], *arguments])
 
-    monkeypatch.setattr("hf_hsdraft.engine.divergence.first_divergence", lambda *_, **__: "differs at token 3")
+    monkeypatch.setattr("hf_hsdraft.runtime.misreading.first_divergence", lambda *_, **__: "differs at token 3")
     result = checked(folders["target"], "--max-new-tokens", "8")
     assert result.exit_code == 1
     assert "verdict: FAILED: 0 of 3 texts are those of plain decoding; tau " in result.output.splitlines()[-1]

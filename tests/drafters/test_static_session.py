@@ -12,14 +12,13 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from oracles.device_reads import host_reads
 
-from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.draft_tree import DraftTree, TreeBatch
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, StaticSession
 from hf_hsdraft.gpu.fixed_shapes import keep_in_place
-from hf_hsdraft.runtime.tree_reading import TreeBatch
 from hf_hsdraft.verify.verdict import chosen_path, walk
 
 STEPS, SIZE = 4, 24

@@ -37,7 +37,7 @@ from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.methods.drawn import Rejection
 from hf_hsdraft.pace.pacing import CostPace
-from hf_hsdraft.runtime import findings
+from hf_hsdraft.runtime import module_hooks
 from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
 from hf_hsdraft.serve.chat import DraftColourStreamer
@@ -810,11 +810,12 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, cut, draft = [], [], CostPace.cut, Drafting.draft
+    asked, sizes, fit, draft = [], [], CostPace.fit, Drafting.draft
 
-    def noting_trees(self, trees, deciding):
-        asked.append([tree.tokens[0] for tree in deciding])
-        return cut(self, trees, deciding)
+    def noting_rows(self, drafted, depth, deciding, join):
+        trees = fit(self, drafted, depth, deciding, join)
+        asked.append([trees[row].tokens[0] for row in deciding])
+        return trees
 
     def noting_sizes(self, asks):
         sizes.append((len(asks), asks[0].size))
@@ -825,7 +826,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
         return trees
 
     monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
-    monkeypatch.setattr(CostPace, "cut", noting_trees)
+    monkeypatch.setattr(CostPace, "fit", noting_rows)
     monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, **GREEDY, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)
@@ -868,7 +869,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
     monkeypatch.setattr(draft_limits, "find_out", noting)
     tuned(sure_length=16)
     for rows in (2, 4):
-        findings._findings.clear()
+        module_hooks._experiences.clear()
         inputs = batch_of(rows, length=8, side=side)
         kwargs = {"do_sample": False, "max_new_tokens": 36, "pad_token_id": 0}
         free = target.generate(**inputs, **kwargs)[:, 8:].tolist()

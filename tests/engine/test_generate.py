@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from hf_hsdraft import CausalLMDrafter, HSCandidateGenerator, HSDrafter
 from hf_hsdraft.engine import loop
-from hf_hsdraft.engine.divergence import first_divergence
 from hf_hsdraft.generate.generate_hook import _assisted_decoding, install
+from hf_hsdraft.runtime.misreading import first_divergence
 
 NEW = 24
 

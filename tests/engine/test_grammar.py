@@ -122,7 +122,7 @@ def test_fewer_nodes_are_verified_and_as_many_tokens_accepted(target, grammars, 
     counts = []
     for prunes in (True, False):
         if not prunes:
-            monkeypatch.setattr("hf_hsdraft.engine.grammar_processor.GrammarProcessor.prune", lambda _, ids, tree: tree)
+            monkeypatch.setattr("hf_hsdraft.engine.row_processors.GrammarProcessor.prune", lambda _, ids, tree: tree)
         output = decode(target, prompt, grammars["digits"], drafter=drafter, return_dict_in_generate=True)
         counts.append((output.statistics.drafted_nodes, output.statistics.accepted_lengths))
     (pruned, accepted), (whole, accepted_whole) = counts

@@ -14,13 +14,13 @@ from conftest import make_target
 from test_trainable import FRAMES, IDS, assert_gradients, borrow, decodes_as_plain, packed, plan, random_drafter, run
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
+from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees
 from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.methods.specformer.training import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll
-from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 STEPS, LABELS = 5, 3
 TOKENS = torch.tensor([4, 7, 9])  # the blank is column 3

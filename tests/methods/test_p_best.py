@@ -9,8 +9,8 @@ import torch
 from conftest import as_plain
 from oracles.exactness import FullExpansion
 
+from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees
 from hf_hsdraft.methods.refinement.refinement import p_best_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 TOKENS, DEPTH = 5, 4
 

@@ -27,13 +27,13 @@ from hf_hsdraft.methods.lossy.quality import (
     EXACT,
     Answer,
     Quality,
+    Rule,
     log_probability,
     measure_quality,
     rules_of,
     systems_of,
 )
 from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.verify.lossy_rule import Rule
 
 
 @pytest.mark.parametrize("task", GENERATED)

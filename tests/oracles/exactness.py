@@ -24,8 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.trees.tree_builders import TREE_BUILDERS, Expansion, TreeLimits
+from hf_hsdraft.core.draft_tree import TREE_BUILDERS, DraftTree, Expansion, TreeLimits
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import Nodes, Verifier, draw_token
 

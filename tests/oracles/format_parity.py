@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_hsdraft.core.draft_tree import Expansion
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
 from hf_hsdraft.drafters.base.protocol import Call, Session, WrappedDrafter
-from hf_hsdraft.trees.tree_builders import Expansion
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
 PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))

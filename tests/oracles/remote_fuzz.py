@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 from websockets.exceptions import ConnectionClosed
 
-from hf_hsdraft.bench.machine import resident_bytes
+from hf_hsdraft.bench.calls import resident_bytes
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import (
     TO_CLIENT,

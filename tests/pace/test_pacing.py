@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine import loop
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.pace.costs_and_habits import Calibration, Costs, Habits, MeasuredCosts
-from hf_hsdraft.pace.pacing import CostPace, KindOfCall
+from hf_hsdraft.pace.pacing import Calibration, CostPace, Costs, Habits, KindOfCall, MeasuredCosts
 
 COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
 
@@ -27,14 +26,11 @@ def chain(*probabilities):
     return DraftTree(tuple(depths), tuple(depth - 1 for depth in depths), tuple(depths), tuple(scores))
 
 
-def draft(pace, trees, depth):
-    """What a round drafts, scored and noted."""
-    return list(pace.scored(dict(enumerate(trees)), depth, range(len(trees))).values()) if depth else trees
-
-
-def cut_size(pace, trees):
-    """Number of nodes of the largest tree that is verified."""
-    return max(map(len, pace.cut(trees, trees))) - 1
+def fitted_size(pace, trees, depth=0):
+    """Number of nodes of the largest tree that is verified; without a depth the trees were proposed for nothing."""
+    by_row = dict(enumerate(trees))
+    found = pace.fit(by_row if depth else {}, depth, list(by_row), lambda scored: dict(scored) or by_row)
+    return max(map(len, found.values())) - 1
 
 
 def run(pace, rounds, right, drafted=0.6, seconds=None):
@@ -47,13 +43,11 @@ def run(pace, rounds, right, drafted=0.6, seconds=None):
     for _ in range(rounds):
         depth = pace.plan()
         tree = chain(*[drafted] * depth)
-        size = cut_size(pace, draft(pace, [tree], depth))
+        size = fitted_size(pace, [tree], depth)
         length = next((n for n in range(depth) if draw.random() >= right), depth)
-        if depth:
-            pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)
         forward, drafting = (1.0, 0.0) if seconds is None else seconds(size, depth)
-        pace.note_round(size, emitted, forward, depth, drafting)
+        pace.learn({0: [*range(1, length + 1), 99]}, size, emitted, emitted, depth, drafting, forward)
         time += forward + drafting
         if seconds is None:
             time += COSTS.verifying(size) + COSTS.drafting(depth)
@@ -120,7 +114,7 @@ def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
         sum(sum(path[:size]) for path in paths) / len(rows) - pace.habits.rate * (0.02 + node * size if size else 0.0)
         for size in range(max(map(len, rows)) + 1)
     ]
-    assert worth[cut_size(pace, trees)] == pytest.approx(max(worth), abs=1e-9)
+    assert worth[fitted_size(pace, trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
 def test_a_node_of_a_batch_costs_less_than_a_plain_round_however_many_rows():
@@ -141,15 +135,13 @@ def test_a_useless_drafter_costs_a_batch_at_most_a_few_percent_from_the_first_ca
         habits = pace.habits
         while tokens < 40:
             depth = pace.plan()
-            trees = draft(pace, [chain(*[0.6] * depth)] * rows, depth)
-            size = cut_size(pace, trees)
+            size = fitted_size(pace, [chain(*[0.6] * depth)] * rows, depth)
             length = int(size > 0 and draw.random() < right)
             draft_seconds = 0.0 if not depth else 0.12 + (0.9 if not drafts else 0.0)
             forward_seconds = 1.0 + size * 0.1
             drafts += depth > 0
-            for tree in trees if depth else ():
-                pace.learn(tree, [*range(1, length + 1), 99])
-            pace.note_round(size, 1 + length, forward_seconds, depth, draft_seconds)
+            tokens_of_each = {row: [*range(1, length + 1), 99] for row in range(rows)}
+            pace.learn(tokens_of_each, size, 1 + length, 1 + length, depth, draft_seconds, forward_seconds)
             time, tokens = time + forward_seconds + draft_seconds, tokens + 1 + length
         lost.append(time - tokens)
     assert lost[0] < 0.04 * 40
@@ -161,9 +153,10 @@ def batch_rounds(rows, costs, rounds=60):
     pace, drafts, unused = CostPace(1, costs), 0, 0
     for _ in range(rounds):
         depth = pace.plan()
-        size = cut_size(pace, draft(pace, [chain(each) if depth else chain() for each in rows], depth))
+        size = fitted_size(pace, [chain(each) if depth else chain() for each in rows], depth)
         drafts, unused = drafts + (depth > 0), unused + (depth > 0 and size == 0)
-        pace.note_round(size, 1.0 + (sum(rows) / len(rows) if size else 0.0), None, depth, 0.0)
+        mean = 1.0 + (sum(rows) / len(rows) if size else 0.0)
+        pace.learn(dict.fromkeys(range(len(rows)), ()), size, mean, mean, depth, 0.0, None)
     return drafts, unused
 
 
@@ -399,8 +392,8 @@ def test_what_drafting_loses_is_bounded_where_expectations_stay_wrong():
     pace, lost = CostPace(4, Costs(0.1, 0.1, 0.1, 0.05)), []
     for _ in range(400):
         depth = pace.plan()
-        size = cut_size(pace, draft(pace, [chain(*[0.9] * depth)], depth))
-        pace.note_round(size, 1.0 + size, None, depth, 0.0, progress=1.0)
+        size = fitted_size(pace, [chain(*[0.9] * depth)], depth)
+        pace.learn({0: ()}, size, 1.0 + size, 1.0, depth, 0.0, None)
         lost.append(pace.costs.verifying(size) + pace.costs.drafting(depth))
     assert max(lost) > 0.3 and sum(lost) < 0.05 * len(lost)
     assert sum(lost[200:]) < 0.03 * 200
@@ -417,13 +410,13 @@ def test_rows_that_have_ended_make_nodes_cheaper():
     left = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert left.costs.node == pytest.approx(whole.costs.node / 2)
     assert left.costs.depth == pytest.approx(whole.costs.depth)
-    assert left.plan() == 0 and cut_size(left, [chain(0.9)]) == 0  # the first round says what a plain one takes now
-    left.note_round(0, 1.0, 0.030, 0, 0.0)
+    assert left.plan() == 0 and fitted_size(left, [chain(0.9)]) == 0  # the first round says what a plain one takes now
+    left.learn({}, 0, 1.0, 1.0, 0, 0.0, 0.030)
     assert left.measured.plain == 0.030
     again = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert again.measured is left.measured
     given = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), COSTS, whole, share=0.5)
-    assert given.costs == COSTS and not given.measures
+    assert given.costs == COSTS and given.measured is None
 
 
 class Drafter:

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hsdraft import CachebackDrafter, attach, harmless
 from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
-from hf_hsdraft.runtime.module_hooks import fingerprint
+from hf_hsdraft.runtime.module_hooks import experience_of, fingerprint
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
@@ -160,7 +160,7 @@ def test_findings_about_many_forms_of_a_target_are_not_all_kept(monkeypatch):
         handle = target.register_forward_hook(harmless(lambda *_: None))
         drafted(target, inputs, plain)
         handle.remove()
-    assert len(findings._findings[target]) <= 5
+    assert len(experience_of(target).findings) <= 5
 
 
 def test_adapters_by_row_are_tried_once():

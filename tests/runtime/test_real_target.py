@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_hsdraft import HSDrafter, attach
-from hf_hsdraft.engine.divergence import first_divergence
-from hf_hsdraft.runtime import findings
+from hf_hsdraft.runtime import module_hooks
+from hf_hsdraft.runtime.misreading import first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 
@@ -85,7 +85,7 @@ FIRST_PROMPTS = ("Name three colours.", "Hi", PROMPTS[2])
 def kinds_of_drafts(target, tokenizer, drafter):
     """What is drafted if each of some prompts is the first one, by which the target is tried."""
     for prompt in FIRST_PROMPTS:
-        findings._findings.clear()
+        module_hooks._experiences.clear()
         inputs = encode_prompt(tokenizer, prompt)
         output = target.generate(
             **inputs, assistant_model=drafter, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
@@ -114,4 +114,4 @@ def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch, t
         with monkeypatch.context() as patch:
             patch.setattr(type(target.model), "forward", fault)
             assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"chain"}
-    findings._findings.clear()
+    module_hooks._experiences.clear()

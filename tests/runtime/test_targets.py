@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import sys
+import weakref
 from unittest.mock import ANY
 
 import pytest
@@ -23,7 +24,7 @@ from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.engine.drafting import Drafting
-from hf_hsdraft.runtime import findings, target_limits
+from hf_hsdraft.runtime import target_limits
 from hf_hsdraft.runtime.misreading import rounds_inputs
 
 
@@ -442,9 +443,10 @@ def test_what_a_target_can_is_tried_once():
         output = text(target, drafter=drafter, return_dict_in_generate=True)
         counts.append(len(calls) - output.statistics.target_forwards)
     assert counts[0] > 0 and counts[1] == 0
+    gone = weakref.ref(target)
     del target, drafter, output
     gc.collect()
-    assert all(kept is not None for kept in findings._findings)
+    assert gone() is None
 
 
 @pytest.mark.parametrize("rows", [1, 3])

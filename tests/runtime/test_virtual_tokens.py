@@ -9,7 +9,7 @@ from test_contract import Steps
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_hsdraft import CachebackDrafter, harmless
-from hf_hsdraft.runtime import findings
+from hf_hsdraft.runtime.module_hooks import experience_of
 
 peft = pytest.importorskip("peft")
 VIRTUAL = 5
@@ -49,7 +49,7 @@ def test_virtual_tokens_are_refused_before_any_work(method, rows):
         streams = {"streamer": streamer} if rows == 1 else {}
         with pytest.raises(ValueError, match=r"prepare_inputs_for_generation.*PEFT"):
             model.generate(**call, **streams, assistant_model=drafter)
-        assert not forwards and not streamer.steps and target not in findings._findings
+        assert not forwards and not streamer.steps and not experience_of(target).findings
         assert drafter.generation_config == before
     hook.remove()
     assert model.generate(**call).tolist() == plain.tolist()

@@ -21,10 +21,10 @@ from ...core.checks import (
     printable,
     short,
 )
+from ...core.draft_tree import TREE_BUILDERS
 from ...core.options import Option
 from ...core.tuning import TUNING
-from ...pace.costs_and_habits import Costs
-from ...trees.tree_builders import TREE_BUILDERS
+from ...pace.pacing import Costs
 from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .adapters import check_adapter_name

@@ -18,11 +18,10 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...core.checks import MOST_NODES, misfit_of
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, Expansion
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
-from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...core.draft_tree import Expansion
 from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Expansion
 from .decoder_layer import AttendByLayer
 from .draft_options import DraftOptions
 from .protocol import Accepted, Ask, Call

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import (
+    TREE_BUILDERS,
+    DraftTree,
+    Expansion,
+    TreeLimits,
+    beam_trees,
+    best_children,
+    best_first_trees,
+)
 from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import TUNING
-from ...trees.tree_builders import TREE_BUILDERS, Expansion, TreeLimits, beam_trees, best_children, best_first_trees
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session

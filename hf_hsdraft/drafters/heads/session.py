@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...core.draft_tree import Expansion
 from ...core.tensors import on_device
-from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, ParallelSession, Slots, ends_of

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, FoundNodes, TreeLimits, searched
 from ...core.forks import new_lock
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
-from ...trees.tree_builders import FoundNodes, TreeLimits, searched
 from ...verify.verdict import chosen_path
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Verified

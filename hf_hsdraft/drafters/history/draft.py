@@ -11,9 +11,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, grown_tree
 from ...core.tuning import TUNING
-from ...trees.tree_builders import grown_tree
 from .past_texts import Continuation
 
 _ALONE, _AGREED, _SPLIT = range(3)  # one occurrence; several that one token follows; several that differ

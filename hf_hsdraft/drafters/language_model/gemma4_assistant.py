@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ...core.checks import printable
+from ...core.draft_tree import Expansion, TreeBatch
 from ...core.refusals import DraftingRefused
 from ...core.tensors import on_device
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.tree_reading import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
-from ...trees.tree_builders import Expansion
+from ...runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 from ..base.draft_options import DraftOptions
 from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of

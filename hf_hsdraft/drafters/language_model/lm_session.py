@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, Expansion
 from ...core.tensors import device_of, on_device
 from ...runtime.tree_reading import AttentionKind
-from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call

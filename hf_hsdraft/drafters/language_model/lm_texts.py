@@ -10,18 +10,21 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
 from ...core.cache_name import CACHE
+from ...core.draft_tree import TreeBatch
 from ...core.tensors import device_of, on_device
 from ...core.tuning import TUNING
 from ...runtime.cache_slots import CacheSlots, move_slots
-from ...runtime.target_forwards import TargetOutput, target_output
 from ...runtime.target_limits import furthest_position, text_config
-from ...runtime.tree_reading import AttentionKind, DraftedLevels, TreeBatch, as_attention_takes_it, tree_mask
+from ...runtime.target_runtime import TargetOutput, target_output
+from ...runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 
 
 class LMTexts:
@@ -239,3 +242,36 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     if one[:least] == other[:least]:
         return least
     return next(place for place in range(least) if one[place] != other[place])
+
+
+@dataclass(frozen=True)
+class DraftedLevels:
+    """Nodes in the order of reading, depth by depth."""
+
+    batch: TreeBatch  # the first level has depth 0
+    is_chain: bool = True  # whether no level has more than one node
+
+    @classmethod
+    def nothing(cls, tokens: torch.Tensor) -> DraftedLevels:
+        """Returns levels without nodes, for the rows of tokens `[B, n]`, on their device."""
+        none = tokens[:, :0]
+        return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
+
+    @property
+    def count(self) -> int:
+        return self.batch.tokens.shape[1]
+
+    def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> DraftedLevels:
+        """Adds nodes `[B, n]` after ancestors `[B, n, depth]`, given as columns."""
+        before, (rows, count) = self.batch, tokens.shape
+        depths = torch.full_like(tokens, paths.shape[2])
+        seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        ancestors = torch.cat([F.pad(before.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
+        batch = TreeBatch(torch.cat([before.tokens, tokens], 1), torch.cat([before.depths, depths], 1), ancestors)
+        return DraftedLevels(batch, self.is_chain and count == 1)
+
+    def own_columns(self, count: int) -> torch.Tensor:
+        """Returns the columns `[B, count, 1]` of the last `count` nodes."""
+        rows, device = len(self.batch.tokens), self.batch.tokens.device
+        return torch.arange(self.count - count, self.count, device=device)[None, :, None].expand(rows, -1, -1)

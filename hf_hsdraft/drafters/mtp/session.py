@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ...core.draft_tree import Expansion
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots

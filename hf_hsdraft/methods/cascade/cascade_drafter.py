@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...core.checks import FORMAT_VERSION, is_integer, printable
+from ...core.draft_tree import TREE_BUILDERS
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
@@ -32,7 +33,6 @@ from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
-from ...trees.tree_builders import TREE_BUILDERS
 from .cascade_session import CascadeSession, Step
 from .levels import LMReader, StateFeed, model_of
 from .supposing import supposes, supposing_session

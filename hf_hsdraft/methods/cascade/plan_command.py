@@ -41,8 +41,8 @@ def plan(
     --measure, if it was faster.
     """
     from ...bench.calls import Settings
-    from ...bench.prompts import NOTE, read_questions
     from ...bench.report import BenchResult, print_report
+    from ...bench.run import NOTE, read_questions
     from ...bench.run import measure as measured_by
     from ...drafters.ngrams.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ...bench.calls import Settings, time_call
-from ...bench.machine import synchronise, timed
-from ...bench.prompts import Inputs
+from ...bench.calls import Settings, synchronise, time_call, timed
+from ...bench.run import Inputs
 from ...bench.systems import PLAIN, System, Variant, drafted_system
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Drafter, WrappedDrafter

@@ -107,8 +107,7 @@ def quality(
     picture: Annotated[Path | None, typer.Option(help="PNG file for the curve of accuracy against speed.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
-    from ...bench.calls import Settings
-    from ...bench.machine import processor
+    from ...bench.calls import Settings, processor
     from ...bench.plan import reporter
     from ...bench.report import define
     from ...core.checks import public_name

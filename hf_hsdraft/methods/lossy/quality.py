@@ -14,13 +14,64 @@ from ...bench.run import WARM_UP_TOKENS, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
 from ...runtime.prompt_inputs import encode_prompts, end_tokens
-from ...verify.lossy_rule import Rule
+from ...verify.registry import BESIDE, VERIFIERS, lossy_rule
 from ...verify.verdict import Verifier
 from .checked_tasks import Item
 
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"
 _NGRAM = 4  # tokens of an n-gram by which repetition is counted
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A lossy rule with its options, as a caller writes it."""
+
+    name: str  # of `VERIFIERS`
+    options: dict[str, Any] = field(default_factory=dict)  # only those set, of the rule and of `BESIDE`
+
+    @property
+    def text(self) -> str:
+        """The rule as `parse` reads it."""
+        return "+".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """The set options that concern drafts."""
+        return {name: value for name, value in self.options.items() if name in BESIDE}
+
+    @property
+    def threshold(self) -> str:
+        """Name of the option that controls how much is accepted."""
+        return VERIFIERS[self.name].own_options[0].name
+
+    @property
+    def value(self) -> float:
+        return self.options.get(self.threshold, VERIFIERS[self.name].own_options[0].default)
+
+    @property
+    def is_published(self) -> bool:
+        return all(self.options.get(name, default) == default for name, default in self.defaults.items())
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The rule's options, as published."""
+        return {option.name: option.default for option in VERIFIERS[self.name].own_options}
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """All options that a drafter gets for this rule, unset ones included."""
+        return {"verification": self.name, **self.defaults, **self.options}
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Reads `fly` or `fly+fly_entropy=0.5+fly_window=2`; raises a ValueError as `lossy_rule`."""
+        return cls(*lossy_rule(text))
+
+    def at(self, value: float) -> Rule:
+        """Returns the rule with another threshold. Raises a ValueError if that is out of range."""
+        VERIFIERS[self.name].own_options[0].checked(value)
+        return replace(self, options={**self.options, self.threshold: value})
 
 
 def exact_name(rule: Rule) -> str:

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ...bench.systems import PLAIN
-from ...verify.lossy_rule import Rule
-from .quality import EXACT, Answer, Quality, exact_name
+from .quality import EXACT, Answer, Quality, Rule, exact_name
 
 LEAST_ACCURACY = 0.2  # of plain decoding; below it a task is uninformative
 _RESAMPLES, _SEED = 1000, 0

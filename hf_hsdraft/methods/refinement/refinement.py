@@ -32,13 +32,21 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ...core.checks import is_integer
-from ...core.draft_tree import DraftTree, from_nodes
+from ...core.draft_tree import (
+    TREE_BUILDERS,
+    Builder,
+    DraftTree,
+    Expansion,
+    FoundNodes,
+    TreeLimits,
+    from_nodes,
+    searched,
+)
 from ...core.tensors import RMSNorm, Transform, on_device
 from ...drafters.base import refiners
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.drafter_files import check_weights, read_json, sha256, tensors
 from ...training.files import write_complete
-from ...trees.tree_builders import TREE_BUILDERS, Builder, Expansion, FoundNodes, TreeLimits, searched
 
 _EPS = 1e-6
 CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json

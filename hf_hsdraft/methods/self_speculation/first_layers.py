@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from ...core.draft_tree import DraftTree, from_nodes
+from ...core.draft_tree import DraftTree, TreeBatch, from_nodes
 from ...core.tensors import device_of, on_device
 from ...runtime.cache_slots import Mark
 from ...runtime.misreading import same_but_rounding
@@ -28,7 +28,7 @@ from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import InPlaceOf, decoder_list, with_modules
 from ...runtime.target_runtime import TargetRuntime
-from ...runtime.tree_reading import TreeBatch, node_inputs, read_trees
+from ...runtime.tree_reading import node_inputs, read_trees
 
 logger = logging.get_logger(__name__)
 

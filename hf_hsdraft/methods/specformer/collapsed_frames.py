@@ -19,8 +19,8 @@ from functools import cached_property
 
 import torch
 
+from ...core.draft_tree import Expansion
 from ...core.tuning import TUNING
-from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 
 _LEAST = -60.0  # log-probability of a frame's symbol, below which differences mean nothing

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...core.checks import integer, setting
+from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
 from ...drafters.base.draft_options import DraftOptions, default_options
@@ -25,7 +26,6 @@ from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetW
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias
 from ...hub.pretrained_drafter import PretrainedDrafter
-from ...trees.tree_builders import Expansion
 from .collapsed_frames import CollapsedFrames
 
 

@@ -37,8 +37,8 @@ from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm,
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts
 from ...hub.checkpoint import Checkpoint
-from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_runtime import TargetOutput
 from ...training.files import write_complete
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json

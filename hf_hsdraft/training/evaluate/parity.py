@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, Expansion
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import WrappedDrafter
 from ...drafters.base.refiners import NOT_REFINED
 from ...engine.loop import Observer, Round
-from ...trees.tree_builders import Expansion
 from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation
 from ..data.features import read_features

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.exactness import FullExpansion
 
-from hf_hsdraft.core.draft_tree import DraftTree, merge_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
+from hf_hsdraft.core.draft_tree import DraftTree, TreeLimits, beam_trees, merge_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:

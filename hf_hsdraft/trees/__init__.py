@@ -1,1 +1,0 @@
-"""Builders that grow draft trees."""
