@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,30 +17,91 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CacheNotFound, HfApi, scan_cache_dir
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
-from ..core.checks import few, printable
+from ..core.checks import demand, few, printable, public_name
+from ..core.fields import Fields
 from .drafter_files import (
+    CARD,
     CONFIG,
     DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
+    RECIPE,
     WEIGHTS,
     DamagedFile,
     Shape,
     checked_numbers,
+    find_folder,
     header,
     listed_files,
     mismatch,
     opened,
+    read_document,
     read_json,
     weight_files,
 )
-from .fetching import find_folder
 from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
+
+_PROPOSALS = "config.json, speculators_config"
+
+
+def speculators_type(checkpoint: Checkpoint) -> str:
+    """Returns the kind of drafter that a checkpoint in this format names; empty for other formats."""
+    kind = checkpoint.config.get("speculators_model_type")
+    return kind if isinstance(kind, str) else ""
+
+
+def target_of(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Returns the target's publishable name and its class names in a config.json, as far as named."""
+    found: Any = config
+    for name in ("speculators_config", "verifier"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    found = found if isinstance(found, Mapping) else {}
+    name, architectures = found.get("name_or_path"), found.get("architectures")
+    return (
+        public_name(name) if isinstance(name, str) else "",
+        tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+    )
+
+
+def check_proposals(config: Fields) -> None:
+    """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
+    proposals = config.table("speculators_config", None)
+    methods, place = proposals.values.get("proposal_methods") if proposals else None, f"{_PROPOSALS}.proposal_methods"
+    demand(isinstance(methods, list | None), place, methods, "expected a list")
+    for method in methods or []:
+        fields = Fields(method if isinstance(method, dict) else {}, place)
+        fields.expect("proposal_type", "greedy")
+        fields.expect("verifier_accept_k", 1)
+        fields.expect("accept_tolerance", 0, 0.0)
+
+
+def speculators_fields(
+    kind: str, num_draft_steps: int, target_name: str, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the common fields of config.json for `kind` `"eagle3"` or `"dspark"`; no `target_name` becomes null."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_draft_steps,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target_name or None, "architectures": list(architectures)},
+        },
+    }
+
 
 _SINGLE = (WEIGHTS, "medusa_lm_head.safetensors")  # names of one file of weights; the first that is there
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # the first that is there
@@ -297,3 +358,42 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
+
+
+_LARGEST_CARD = 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One commit of a model in the cache."""
+
+    commit: str
+    refs: tuple[str, ...]  # branches and tags that point to it
+    checkpoint: Checkpoint  # with an empty `config` if config.json is missing or damaged
+
+
+def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
+    """Yields all commits of the models in the cache, by name, the latest first."""
+    try:
+        repositories = scan_cache_dir(cache_dir).repos
+    except CacheNotFound:
+        return
+    models = [each for each in repositories if each.repo_type == "model"]
+    for repository in sorted(models, key=lambda each: each.repo_id):
+        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+            folder = revision.snapshot_path
+            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
+            yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
+
+
+def named_targets(folder: Path) -> set[str]:
+    """Returns the names of targets that a card's `base_model` and a training recipe give."""
+    named = [read_document(folder / RECIPE).get("target")]
+    try:
+        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
+        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
+    except Exception:  # no card, or one whose metadata is damaged in any way
+        metadata = {}
+    bases = metadata.get("base_model")
+    named += bases if isinstance(bases, list) else [bases]
+    return {name for name in named if isinstance(name, str) and name}

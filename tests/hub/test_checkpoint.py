@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_hsdraft.core.fields import Fields
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.hub.checkpoint import Checkpoint, check_proposals, speculators_fields
 from hf_hsdraft.hub.drafter_files import DamagedFile
-from hf_hsdraft.hub.speculators_format import check_proposals, speculators_fields
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "d2t": torch.arange(4)}
 

@@ -15,9 +15,8 @@ from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from .decoder_layer import AttendByLayer
-from .draft_options import DraftOptions
+from .draft_options import DraftOptions, refiner_of
 from .protocol import Accepted, Ask, Call
-from .refiners import refiner_of
 from .target_weights import TargetWeights
 from .tree_session import Confidence, DraftMemory, Levels, ParallelExpansion, TokenBias, TreeSession
 

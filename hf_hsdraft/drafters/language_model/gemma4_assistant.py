@@ -25,8 +25,7 @@ from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
 from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..base.registry import Format, fields_told, register_format
-from ..base.target_info import Fit, TargetInfo, fit_of, misfit
+from ..base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
 from ..base.target_weights import borrow
 from ..base.tree_session import LevelExpansion, Levels, TreeSession
 from .lm_drafter import ModelDrafter

@@ -15,9 +15,9 @@ from ...core.checks import is_integer, printable, short
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
-from ...hub.fetching import loading, taken_for_hub
+from ...hub.drafter_files import loading, taken_for_hub
 from ...hub.pretrained_drafter import write_options
-from ...hub.pushing import push_saved
+from ...hub.publication import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, option_names
 from ..base.plain_config import PlainConfig
@@ -25,7 +25,6 @@ from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.registry import Format, register_format
 from ..base.saved_drafter import refuse_unknown, take_options
 from ..base.travelling_config import ANY
-from .lm_ability import ability_of, shared_tokens, what_differs
 from .lm_files import (
     DRAFTING_OPTIONS,
     describe,
@@ -37,6 +36,7 @@ from .lm_files import (
     why_not_by_config,
 )  # fmt: skip
 from .lm_session import CausalLMSession, ParallelLMSession
+from .lm_texts import ability_of, shared_tokens, what_differs
 
 
 @dataclass(frozen=True)
