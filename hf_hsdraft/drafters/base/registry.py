@@ -52,7 +52,7 @@ class TokenizerOfTarget:
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
     "block.formats", "eagle.formats", "heads.formats", "hidden_state.modeling_hsdraft",
-    "language_model.lm_drafter", "language_model.gemma4_assistant", "mtp.drafter", "ngrams.cacheback",
+    "language_model.lm_drafter", "language_model.gemma4_assistant", "mtp.drafter", "lookup.cacheback",
 )  # fmt: skip
 
 

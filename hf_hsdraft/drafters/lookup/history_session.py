@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ..base.protocol import Accepted, Ask, Call, Session
-from .draft import HistoryDraft
+from ..base.protocol import Accepted, Ask, Call
 from .history import History
-from .past_texts import LONGEST_MATCH, Continuation, TokenIndex
+from .ngrams import LookupSession
+from .past_texts import LONGEST_MATCH, Continuation, HistoryDraft, TokenIndex
 
 
 class GrowingTexts:
@@ -44,24 +44,16 @@ class GrowingTexts:
         return self._index.find(tail, depth)
 
 
-class HistorySession(Session):
+class HistorySession(LookupSession):
     """Drafts for each row by the texts of a history, and by the other rows of the call."""
 
-    free = takes_new_texts = True
-    takes_ngrams = False
-
     def __init__(self, call: Call, history: History) -> None:
-        self._history, self._options, self._foresight = history, call.options, call.foresight
+        super().__init__(call)
+        self._history = history
         self._tails: dict[int, list[int]] = defaultdict(list)
         self._drafts: dict[int, HistoryDraft] = {}  # the last one of each row
         several = call.rows > 1 and call.texts is not None
         self._growing = GrowingTexts([call.texts.room(row) for row in range(call.rows)]) if several else None
-
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: self._tree(ask) for ask in asks}
-        if self._foresight is not None:
-            trees = self._foresight.scored(trees)
-        return list(trees.values())
 
     def _tree(self, ask: Ask) -> DraftTree:
         tail, depth = self._tails[ask.row], min(ask.depth, ask.size, TUNING.history_depth)

@@ -23,8 +23,7 @@ from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
-from .ngram_cache import FollowerTable
-from .ngram_session import NgramSession
+from .ngrams import FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
 
