@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import printable
-from ..drafters.base.registry import FAMILIES, load_families, recognise, told_of
+from ..drafters.base.registry import FAMILIES, load_families, recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.checkpoint import Checkpoint, cached_models, target_of
 from ..hub.drafter_files import (
@@ -160,7 +160,7 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     form = recognise(checkpoint)
-    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), told_of(form, checkpoint)
+    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), dict(form.describe(checkpoint))
     quantised = f", quantised: {checkpoint.quantisation}" if checkpoint.quantisation else ""
     return {
         "drafter": {

@@ -22,7 +22,7 @@ from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from ...runtime.target_loading import default_drafter
 from .draft_options import option_names
-from .registry import FAMILIES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise, told_of
+from .registry import FAMILIES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
 from .saved_drafter import Placement, WeightlessDrafter, give_options, refuse_unknown
 
 logger = logging.get_logger(__name__)
@@ -148,7 +148,7 @@ def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]
     if not _is_of_family(checkpoint):
         form = recognise(checkpoint)
         kind = f"{form.drafter.__name__} ({form.name})" if form.drafter is not None else form.name
-        told = told_of(form, checkpoint)
+        told = form.describe(checkpoint)
         drafts, problem = told.get("drafts", ""), told.get("cannot be loaded", "")
         if not problem:
             return _Seen(kind, form.fit(checkpoint, target, named), size, drafts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,13 +197,6 @@ def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
     """Returns `spread_layers`, or fewer for small targets."""
     spread = spread_layers(num_target_layers, count)
     return sorted({min(max(tap, 1), max(num_target_layers - 1, 1)) for tap in spread}) if count > 1 else [*spread]
-
-
-def rotated_part(rotation: Mapping[str, Any]) -> float:
-    """The part of a head that is rotated, as in `rotary_of`: "proportional" rotates whole heads, parts by angle 0."""
-    named = (rotation.get("rope_scaling") or {}, rotation.get("rope_parameters") or {})
-    tables = [each for each in named if "proportional" not in (each.get("rope_type"), each.get("type"))]
-    return next((each["partial_rotary_factor"] for each in (*tables, rotation) if "partial_rotary_factor" in each), 1.0)
 
 
 def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:

@@ -28,8 +28,9 @@ from ..base.draft_options import REFINER_OPTIONS
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
-from .configuration import BlockConfig, rotated_part
+from .configuration import BlockConfig
 from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
+from .rows import rotated_part
 from .session import CONFIDENCE, BlockSession, training_attention
 
 logger = logging.get_logger(__name__)

@@ -45,7 +45,7 @@ from ..base.published_format import (
     taps,
     told,
 )
-from ..base.registry import Format, register_format
+from ..base.registry import register_refusal
 from .configuration import DRAFT_STEPS, LatentSizes
 from .drafter import EagleDrafter
 
@@ -151,22 +151,18 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
     return found
 
 
-def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-    """Raises a ValueError for the heads of a target."""
-    name, kind = printable(checkpoint.name), speculators_type(checkpoint)
-    found = f"speculators_model_type={kind}" if kind else few(of_target(checkpoint.shapes))
-    raise ValueError(
-        f"{name} holds a target's own prediction heads ({found}): those are not drafted with here; expected a drafter "
-        "in files of its own"
+def _why_refused(checkpoint: Checkpoint) -> str:
+    kind, heads = speculators_type(checkpoint), of_target(checkpoint.shapes)
+    if kind != "mtp" and not heads:
+        return ""
+    return (
+        f"holds a target's own prediction heads ({f'speculators_model_type={kind}' if kind else few(heads)}): those "
+        "are not drafted with here; expected a drafter in files of its own"
     )
 
 
 def _may_be_refused(config: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in config or {"hidden_size", "vocab_size"} <= config.keys()
-
-
-def _is_refused(checkpoint: Checkpoint) -> bool:
-    return speculators_type(checkpoint) == "mtp" or bool(of_target(checkpoint.shapes))
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
@@ -366,4 +362,4 @@ OLDER_FORMATS = (
 
 for _form in (*FORMATS, *OLDER_FORMATS):
     _form.register()
-register_format(Format("heads of a target", 72, _is_refused, _refuse, possible=_may_be_refused, loads=False))
+register_refusal("heads of a target", 72, _why_refused, _may_be_refused)
