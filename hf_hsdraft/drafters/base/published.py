@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import are_ascending, check_fields, demand, integer, printable, public_name, setting
+from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint, speculators_fields
@@ -23,27 +23,20 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
 from .draft_options import DraftOptions, check_refiners, default_options
-from .plain_config import FLAG, PlainConfig
+from .plain_config import FLAG, MOST_OF_TARGET, TargetSizes
 from .published_format import PublishedFormat, drafted_ids
 from .readings import settle, settled_by, told
 from .registry import misfit, recognise
 from .saved_drafter import Placement, SavedDrafter, take_options
 from .target_weights import TargetWeights
 
-MOST_LAYERS, MOST_TAPS, _MOST_OF_TARGET = 64, 64, 4096
+MOST_LAYERS, MOST_TAPS = 64, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedConfig(PlainConfig):
-    """Configuration of a drafter of a published architecture. Fields are checked on construction.
+class PublishedConfig(TargetSizes):
+    """Configuration of a drafter of a published architecture; as `TargetSizes`."""
 
-    A ValueError names a field that is out of range or contradicts another.
-    """
-
-    vocab_size: int | None = setting(
-        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
-    )
-    target_hidden_size: int = setting("width of the target's hidden states", limit=integer(2**17))
     target_tap_layers: Sequence[int] | None = setting(
         "hidden states of the target that are read, ascending, in the order of the columns of `fc`. 0 are the "
         "embeddings, k the output of layer k. `None` means 2, L // 2 and L - 3 of the target's L layers, (-1,) is L",
@@ -56,10 +49,6 @@ class PublishedConfig(PlainConfig):
         "`max_position_embeddings`, see `rotary_of`",
         default_factory=dict, hash=False
     )  # fmt: skip
-    draft_vocab_size: int | None = setting(
-        "V', the number of tokens that can be drafted; `None` for those of any target",
-        None, limit=integer(2**22), optional=True
-    )  # fmt: skip
     mask_token_id: int | None = setting(
         "the token whose embedding stands for tokens that are not drafted yet", None, integer(2**31, 0), optional=True
     )
@@ -70,28 +59,18 @@ class PublishedConfig(PlainConfig):
     last_tap_is_normed: bool = setting(
         "whether the target's last hidden state is read after its final norm, as transformers gives it", False, FLAG
     )
-    target_num_hidden_layers: int | None = setting(
-        "of the target, where it is known", None, integer(_MOST_OF_TARGET), optional=True
-    )
-    target_name: str = setting("name of the target, where it is known", "")
     target_architectures: Sequence[str] = setting("class names of the target, where they are known", ())
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        taps, most = self.target_tap_layers, self.target_num_hidden_layers or _MOST_OF_TARGET
+        super().__post_init__()
+        taps, most = self.target_tap_layers, self.target_num_hidden_layers or MOST_OF_TARGET
         valid = taps in (None, (-1,)) or (0 < len(taps) <= MOST_TAPS and are_ascending(taps, 0, most))
         wanted = f"expected ascending indices of hidden states from 0 (embeddings) to {most}, each once"
         demand(valid, "target_tap_layers", taps if taps is None else list(taps), wanted)
-        size, drafted, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
-        valid = drafted is None if size is None else drafted is not None and drafted <= size
-        demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
+        self.check_drafted()
+        size, mask = self.vocab_size, self.mask_token_id
         valid = mask is None or size is None or mask < self.num_embedded
         demand(valid, "mask_token_id", mask, f"expected a token id below vocab_size={size}")
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether only a part of the target's vocabulary can be drafted."""
-        return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
 
     @property
     def rotation(self) -> dict[str, Any]:

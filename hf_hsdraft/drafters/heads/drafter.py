@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.checks import POSITIVE, check_fields, demand, integer, public_name, setting
+from ...core.checks import POSITIVE, integer, public_name, setting
 from ...core.tensors import on_device
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ...trees.tree_builders import Expansion
 from ..base.draft_options import DraftOptions
-from ..base.plain_config import FLAG, PlainConfig, described
+from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles
 from ..base.published_format import TOKEN_MAP, offsets_listed
@@ -95,34 +95,18 @@ _EPSILON = 1e-6  # of the norms of MLP and LSTM speculators
 
 @described
 @dataclass(frozen=True, kw_only=True)
-class HeadsConfig(PlainConfig):
-    """What the configurations of these drafters share. A ValueError names a field that is out of range."""
+class HeadsConfig(TargetSizes):
+    """What the configurations of these drafters share; as `TargetSizes`."""
 
     model_type: ClassVar[str] = "heads"
     mask_token_id: ClassVar[None] = None
     target_tap_layers: ClassVar[None] = None
-    target_num_hidden_layers: ClassVar[None] = None
 
-    vocab_size: int | None = setting(
-        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
-    )
-    draft_vocab_size: int | None = setting(
-        "V', the number of tokens that can be drafted; `None` for those of any target",
-        limit=integer(2**22), optional=True
-    )  # fmt: skip
-    target_hidden_size: int = setting("H, width of the target's hidden states", limit=integer(2**17))
     num_draft_steps: int = setting("number of heads, the greatest depth of a draft", limit=integer(MOST_HEADS))
-    target_name: str = setting("name of the target, where it is known", "")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        size, drafted = self.vocab_size, self.draft_vocab_size
-        valid = drafted is None if size is None else drafted is not None and drafted <= size
-        demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
-
-    @property
-    def is_reduced(self) -> bool:
-        return self.draft_vocab_size != self.vocab_size
+        super().__post_init__()
+        self.check_drafted()
 
     @property
     def last_tap_is_normed(self) -> bool:

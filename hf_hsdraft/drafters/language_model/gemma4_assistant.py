@@ -36,7 +36,7 @@ _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 def _sizes(config: Any) -> TargetSizes:
     """The sizes of the target, by transformers' configuration of an assistant."""
-    return TargetSizes(config.get_text_config().vocab_size, config.backbone_hidden_size)
+    return TargetSizes(vocab_size=config.get_text_config().vocab_size, target_hidden_size=config.backbone_hidden_size)
 
 
 @dataclass(frozen=True)

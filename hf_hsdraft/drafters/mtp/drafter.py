@@ -148,7 +148,7 @@ def _sizes(checkpoint: Checkpoint) -> TargetSizes:
     if not (is_integer(vocab_size) and is_integer(hidden_size)):
         place = checkpoint.folder / CONFIG
         raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
-    return TargetSizes(vocab_size, hidden_size)  # type: ignore[arg-type]
+    return TargetSizes(vocab_size=vocab_size, target_hidden_size=hidden_size)
 
 
 class NextnDrafter(Drafter):
