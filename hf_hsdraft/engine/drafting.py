@@ -157,7 +157,7 @@ def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
 
 
 def _past_texts(call: Call) -> Session:
-    from ..drafters.lookup.history_session import HistorySession
+    from ..drafters.lookup.past_texts import HistorySession
 
     return HistorySession(call, call.history)
 

@@ -30,12 +30,12 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.lookup import history as histories
 from hf_hsdraft.drafters.lookup.history import SUFFIX, History, HistoryFile, history_of, read_all
-from hf_hsdraft.drafters.lookup.history_session import HistorySession
 from hf_hsdraft.drafters.lookup.past_texts import (
     BLOCK,
     LONGEST_MATCH,
     Continuation,
     HistoryDraft,
+    HistorySession,
     Record,
     TokenIndex,
     Trust,

@@ -30,9 +30,8 @@ from ...drafters.base.protocol import Accepted, Call, Read, weights_of
 from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
 from ...drafters.base.travelling_config import default_tap_layers
 from ...drafters.language_model.layer_subset import layers_of, sharing_weights
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
-from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts, ability_of, shared_tokens
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_forwards import TargetOutput
