@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Found:
     made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
     drafts: str = ""  # whether trees or chains, and in how many forwards
     problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
+    evidence: Evidence = Evidence.SIZES
 
 
 Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
@@ -71,21 +72,20 @@ def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found
     drafters of the target that do not draft here, n-grams; the same by how well they fit.
     """
     load_families()
-    cached = _cached(target)
-    here = {found.name for _, found in cached if found.here}
+    cached = list(_cached(target))
+    here = {found.name for found in cached if found.here}
     published, note = ([], "") if local_files_only else _published(target, here)
-    asked = {found.name for _, found in published}
-    every = [each for each in cached if each[1].here or each[1].name not in asked] + published
+    asked = {found.name for found in published}
+    every = [found for found in cached if found.here or found.name not in asked] + published
     every.sort(key=_rank)
     without_files = [found for finder in _finders.values() for found in finder(target, local_files_only)]
     first, last = ([found for found in without_files if found.trained is trained] for trained in (True, False))
-    return [*first, *(found for _, found in every), *last], note
+    return [*first, *every, *last], note
 
 
-def _rank(each: tuple[Evidence, Found]) -> tuple[bool, bool, bool, Evidence, int]:
-    evidence, found = each
-    smaller = evidence == Evidence.SMALLER  # the smallest one first
-    return bool(found.problem), smaller, not found.here, evidence, (found.bytes or 0) if smaller else 0
+def _rank(found: Found) -> tuple[bool, bool, bool, Evidence, int]:
+    smallest = 0 if found.trained else found.bytes or 0  # of smaller language models, which come last
+    return bool(found.problem), not found.trained, not found.here, found.evidence, smallest
 
 
 def train_command(place: str) -> str:
@@ -97,24 +97,22 @@ def train_command(place: str) -> str:
 # In the cache
 
 
-def _cached(target: TargetInfo) -> list[tuple[Evidence, Found]]:
+def _cached(target: TargetInfo) -> Iterator[Found]:
     """Drafters and smaller models in the cache, and the drafter that comes with a checkout of the package."""
     chosen: dict[str, CachedModel] = {}
     for model in cached_models():  # the latest commit, or that of the main branch
         if model.checkpoint.name not in chosen or "main" in model.refs:
             chosen[model.checkpoint.name] = model
-    found: list[tuple[Evidence, Found]] = []
     if (own := default_drafter(None)) is not None:
-        found += _fitting(Checkpoint(own, Path(own), read_json(Path(own) / CONFIG)), target, "")
+        yield from _fitting(Checkpoint(own, Path(own), read_json(Path(own) / CONFIG)), target, "")
     for model in chosen.values():
         if model.checkpoint.name != target.name:
-            found += _fitting(model.checkpoint, target, "" if "main" in model.refs else model.commit)
-    return found
+            yield from _fitting(model.checkpoint, target, "" if "main" in model.refs else model.commit)
 
 
-def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[tuple[Evidence, Found]]:
+def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[Found]:
     try:
-        seen = _examined(checkpoint, target, named_targets(checkpoint.folder))
+        found = _examined(checkpoint, target, named_targets(checkpoint.folder), revision)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a file in the cache may hold anything; panics of Rust are no Exceptions
@@ -122,47 +120,45 @@ def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Itera
             told = printable(error, 300) or "no reason given"
             logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")
         return
-    if seen.fit is None:
-        return
-    fit, here = seen.fit, seen.size is not None
-    if fit.evidence == Evidence.SMALLER and not here:
-        return
-    why = fit.why if here else f"{fit.why}; its weights are not fetched yet"
-    yield fit.evidence, _loadable(checkpoint.name, seen, why, fit.evidence, here, revision)
+    if found is not None and found.here:
+        yield found
+    elif found is not None and found.trained:
+        yield replace(found, why=f"{found.why}; its weights are not fetched yet")
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What the files of a drafter tell."""
+def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str], revision: str = "") -> Found | None:
+    """Looks at a drafter's configuration and the headers of its files; None if it was made for another target.
 
-    kind: str
-    fit: Fit | None  # None for another target's
-    size: int | None  # None if its weights are not all here
-    drafts: str = ""  # as in `Found`
-    problem: str = ""  # as in `Found`
-
-
-def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> _Seen:
-    """Looks at a drafter's configuration and the headers of its files; raises one of `_UNUSABLE` if it is none."""
-    size = checkpoint.bytes if checkpoint.is_described else None
+    Raises one of `_UNUSABLE` if it is no drafter.
+    """
+    size, drafts, problem = checkpoint.bytes if checkpoint.is_described else None, "", ""
     if not _is_of_family(checkpoint):
         form = recognise(checkpoint)
         kind = f"{form.drafter.__name__} ({form.name})" if form.drafter is not None else form.name
-        told = form.describe(checkpoint)
-        drafts, problem = told.get("drafts", ""), told.get("cannot be loaded", "")
+        described = form.describe(checkpoint)
+        drafts, problem = described.get("drafts", ""), described.get("cannot be loaded", "")
         if not problem:
-            return _Seen(kind, form.fit(checkpoint, target, named), size, drafts)
-        is_named = target.is_named({*named, target_of(checkpoint.config)[0]})
-        return _Seen(kind, Fit(Evidence.NAMED, "made for this target") if is_named else None, size, drafts, problem)
-    family, config = FAMILIES[checkpoint.config["model_type"]], None
-    if issubclass(family.config, PreTrainedConfig):
-        config = family.config.from_dict(dict(checkpoint.config))
-    elif issubclass(family.drafter, WeightlessDrafter):
-        place = checkpoint.folder / CONFIG
-        config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
-    names_target = hasattr(config, "target_hidden_size")
-    fit = fit_of(config, target, named) if names_target else None
-    return _Seen(family.drafter.__name__, fit, size, _TREES if names_target else "")
+            fit = form.fit(checkpoint, target, named)
+        else:
+            is_named = target.is_named({*named, target_of(checkpoint.config)[0]})
+            fit = Fit(Evidence.NAMED, "made for this target") if is_named else None
+    else:
+        family, config = FAMILIES[checkpoint.config["model_type"]], None
+        if issubclass(family.config, PreTrainedConfig):
+            config = family.config.from_dict(dict(checkpoint.config))
+        elif issubclass(family.drafter, WeightlessDrafter):
+            place = checkpoint.folder / CONFIG
+            config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
+        kind, names_target = family.drafter.__name__, hasattr(config, "target_hidden_size")
+        fit, drafts = (fit_of(config, target, named), _TREES) if names_target else (None, "")
+    if fit is None:
+        return None
+    use = f"model.generate(**inputs, assistant_model={json.dumps(checkpoint.name)})"
+    if revision:
+        use = f'attach(model, {json.dumps(checkpoint.name)}, revision="{revision}")'
+    found = Found(checkpoint.name, kind, fit.why, size, f"cannot be loaded: {problem}" if problem else use)
+    told = {"here": size is not None, "loading": {"revision": revision} if revision else {}, "drafts": drafts}
+    return replace(found, trained=fit.evidence != Evidence.SMALLER, evidence=fit.evidence, problem=problem, **told)
 
 
 def _is_of_family(checkpoint: Checkpoint) -> bool:
@@ -171,21 +167,10 @@ def _is_of_family(checkpoint: Checkpoint) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
-def _loadable(name: str, seen: _Seen, why: str, evidence: Evidence, here: bool, revision: str = "") -> Found:
-    loading = {"revision": revision} if revision else {}
-    use = f"model.generate(**inputs, assistant_model={json.dumps(name)})"
-    if revision:
-        use = f'attach(model, {json.dumps(name)}, revision="{revision}")'
-    if seen.problem:
-        use = f"cannot be loaded: {seen.problem}"
-    trained = evidence != Evidence.SMALLER
-    return Found(name, seen.kind, why, seen.size, use, trained, here, loading, None, seen.drafts, seen.problem)
-
-
 # On the Hub
 
 
-def _published(target: TargetInfo, known: Collection[str]) -> tuple[list[tuple[Evidence, Found]], str]:
+def _published(target: TargetInfo, known: Collection[str]) -> tuple[list[Found], str]:
     """Published drafters that are not among the `known` names, and a line on why the Hub was not asked."""
     if not target.on_hub:
         return [], "the Hub was not asked: the target has no name there"
@@ -215,24 +200,22 @@ def _listed(base: str) -> list[ModelInfo]:
     return sorted(found.values(), key=lambda info: -(info.downloads or 0))
 
 
-def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[tuple[Evidence, Found]]:
+def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[Found]:
     """Examines a published drafter by its configuration and the headers of its weights."""
     says = f"its card names {'this target' if target.on_hub == target.name else target.on_hub} as base model"
     try:
         checkpoint = Checkpoint.open(info.id)
         if not _is_of_family(checkpoint) and not checkpoint.is_described:
-            if not any(file.rfilename.endswith((".bin", ".pt")) for file in info.siblings or ()):
-                return
-            why, evidence = f"{says}; its format shows once its pickled weights are fetched", Evidence.SIZES
-            yield evidence, _loadable(info.id, _Seen("unknown format", None, None), why, evidence, here=False)
+            if any(file.rfilename.endswith((".bin", ".pt")) for file in info.siblings or ()):
+                why = f"{says}; its format shows once its pickled weights are fetched"
+                use = f"model.generate(**inputs, assistant_model={json.dumps(info.id)})"
+                yield Found(info.id, "unknown format", why, None, use, here=False)
             return
-        seen = _examined(checkpoint, target, {target.on_hub})
+        found = _examined(checkpoint, target, {target.on_hub})
     except (*_UNUSABLE, ArithmeticError, MemoryError, RuntimeError):
         return
-    if seen.fit is None:
-        return
-    why, evidence = seen.fit.why if seen.fit.evidence == Evidence.SMALLER else says, seen.fit.evidence
-    yield evidence, _loadable(info.id, seen, why, evidence, here=False)
+    if found is not None:
+        yield replace(found, here=False, why=says if found.trained else found.why)
 
 
 class AutoDrafter:
