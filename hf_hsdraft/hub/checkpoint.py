@@ -1,4 +1,4 @@
-"""Foreign drafter checkpoints, inspected and checked before anything is allocated.
+"""Drafter checkpoints in any format, on the Hub or local, inspected and checked before anything is allocated.
 
 Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read; names and
 shapes come before that, from the headers of the files. Older files, which are pickled, have no such headers.

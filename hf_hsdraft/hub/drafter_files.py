@@ -1,4 +1,4 @@
-"""The files of a drafter's folder, checked before anything is allocated."""
+"""The files of a drafter's folder: found or fetched from the Hub, and checked before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repository that a saved drafter becomes.
+"""The repository that a saved drafter becomes, and pushing it, adapters and data sets to the Hub.
 
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights

@@ -1,4 +1,8 @@
-"""Loads a drafter of any family, by the `model_type` in its config.json or by its format."""
+"""Loads a drafter of any family, and finds what drafts for a target.
+
+Families are told by the `model_type` in config.json, others by their format. Finding looks into the target's
+checkpoint, the cache and the Hub; no weights are loaded or fetched.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Drafting options, merged from a drafter's `generation_config` and the call's, and checked."""
+"""Drafting options, merged from a drafter's `generation_config` and the call's, and checked.
+
+Drafters that draft all depths at once take refiners: methods that change draft logits by the path's tokens.
+`methods/refinement` has the only one. Each has an option of its name, its share in the logits; at 0, the default, it is
+not loaded.
+"""
 
 from __future__ import annotations
 

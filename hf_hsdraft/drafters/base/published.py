@@ -1,4 +1,4 @@
-"""What drafters of published architectures share: their networks, the target that they were made for, their files."""
+"""What drafters of published architectures share: configuration, network, and files in the speculators format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Drafter families by the `model_type` of their config.json, and formats of drafters that other projects publish.
 
 Families register themselves and the formats that they load. `AutoDrafter` tries formats in ascending `rank`, so those
-with distinctive marks come before generic ones.
+with distinctive marks come before generic ones. Formats say how well a checkpoint fits a target, whose weights need not
+be there.
 """
 
 from __future__ import annotations

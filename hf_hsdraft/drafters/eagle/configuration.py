@@ -1,4 +1,4 @@
-"""Configuration of an EAGLE-3 drafter, in all published variants."""
+"""Configuration and decoder layers of EAGLE drafters, with the parameter names of published files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter, with the parameter names of published files.
+"""EAGLE drafters and their sessions, with the parameter names of published files.
 
 At position i, with embedding e and the target's hidden state h_i: the row of an accepted position reads e(x_{i+1}) and
 the fused h_i, and gives y_i, which predicts x_{i+2}. The row of a drafted token reads its embedding and the y of the

@@ -1,4 +1,4 @@
-"""Published formats of EAGLE-3 drafters, as tables.
+"""Published formats of EAGLE drafters, as tables.
 
 | format | written by | hidden states it names |
 |---|---|---|
@@ -9,7 +9,8 @@
 | EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
 | EAGLE-1, EAGLE-2, HASS, FR-Spec | their authors, vLLM | none: the last one, after the final norm |
 
-Tensors have the network's parameter names, except that the first layer may be called `midlayer`.
+Tensors have the network's parameter names, except that the first layer may be called `midlayer`. In EAGLE-1 and -2 `fc`
+fuses a token's embedding with one hidden state, and output rows are the target's.
 """
 
 from __future__ import annotations

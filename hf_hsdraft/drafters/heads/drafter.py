@@ -1,4 +1,4 @@
-"""Drafters that are heads over the target's last hidden state, with the parameter names of published files.
+"""Drafters that are heads over the target's last hidden state, and their session; parameters as in published files.
 
 From h_{t-1}, the state that the last accepted token x_t was predicted from, head d predicts x_{t+d}. Medusa's heads
 read that state alone, so all depths are drafted at once. The others read the path's tokens too, one depth after the

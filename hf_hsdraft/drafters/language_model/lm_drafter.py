@@ -1,4 +1,4 @@
-"""A small language model as drafter: loading, saving, and use in `generate()`."""
+"""A small language model as drafter: its session, loading, saving, and use in `generate()`."""
 
 from __future__ import annotations
 

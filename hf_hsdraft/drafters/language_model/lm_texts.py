@@ -1,7 +1,7 @@
 """Rows of a batch in a language model's cache: accepted tokens, followed for a while by drafted ones.
 
 Each row fills its first slots. Masked slots follow shorter rows, up to the end of the longest one. Drafted tokens take
-the slots after that, and are dropped after the draft.
+the slots after that, and are dropped after the draft. A trial tells whether a model can do this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Histories: the past texts of a target that all calls of a drafter draft from, in memory or in a folder."""
+"""Histories: the past texts of a target that all calls of a drafter draft from, in memory or in a folder.
+
+On disk there is one append-only file for each target, which several processes share. It begins with a header: `MAGIC`,
+a random number of this generation of the file, and the digest of target and tokenizer. Records follow, each with its
+length, its CRC-32, and its tokens. Writers hold a lock; readers need none: they read complete records from where they
+stopped, and ignore a torn one at the end, which the next writer cuts off. A file that is rewritten or erased gets
+another number, so that every process drops what it knew of the old one.
+"""
 
 from __future__ import annotations
 

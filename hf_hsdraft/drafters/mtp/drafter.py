@@ -1,4 +1,4 @@
-"""A drafter made of the target's own layers for multi-token prediction."""
+"""Drafters made of layers for multi-token prediction, the target's own or published without it, and their session."""
 
 from __future__ import annotations
 

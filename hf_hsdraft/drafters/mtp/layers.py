@@ -4,6 +4,9 @@ A *column* is what the layers make of one token of a text. In the column of x_p,
 the output of layer k - 1 in the column of x_{p-1}, layer 0 the target's hidden state h_{p-1}; its output predicts
 x_{p+1}. So these are the pairs that `transformers.modeling_layers.MtpModel` computes, sorted by token
 (DeepSeek-V3, section 2.2).
+
+transformers' `MtpModel` reads the names of DeepSeek's and Qwen's files. A row of `KINDS` says how others are renamed,
+and what differs from a layer with full attention between `eh_proj([enorm(embedding), hnorm(state)])` and a norm.
 """
 
 from __future__ import annotations
