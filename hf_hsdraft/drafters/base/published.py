@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
-from ...hub.checkpoint import LOOSE_MASK, Checkpoint, speculators_fields
+from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape, loading, taken_for_hub
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
@@ -381,9 +381,22 @@ def speculators_document(
         **(sliding if windows else {}),
         **{name: value for name, value in config.rope.items() if value is not None},
     }
-    target = public_name(config.target_name)
+    steps = config.num_draft_steps
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": steps, "verifier_accept_k": 1, "accept_tolerance": 0.0
+    }  # fmt: skip
     return {
-        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": public_name(config.target_name) or None,
+                "architectures": list(config.target_architectures),
+            },
+        },
         "architectures": [architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "transformer_layer_config": layers,

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from ...core.checks import are_ascending, demand, printable, settings, short
 from ...core.fields import REQUIRED, Fields
-from ...hub.checkpoint import Checkpoint, Shape, check_proposals, speculators_type, target_of
+from ...hub.checkpoint import Checkpoint, Shape, speculators_type, target_of
 from ...hub.drafter_files import CONFIG
 from .decoder_layer import LayerSizes
 from .readings import kept
@@ -42,7 +42,7 @@ class Files:
         self.form, self.checkpoint, self.given = form, checkpoint, given
         top = Fields(checkpoint.config, CONFIG)
         if speculators_type(checkpoint):
-            check_proposals(top)
+            _check_proposals(top)
         if form.with_defaults and not form.layers:
             top = _with_defaults(top, form.with_defaults)
         self.top, self._tables = top, {"": top}
@@ -78,6 +78,18 @@ class Files:
             each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
         for name in self.form.checked:
             self.table(name).refuse_unread_numbers()
+
+
+def _check_proposals(config: Fields) -> None:
+    """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
+    proposals, place = config.table("speculators_config", None), f"{CONFIG}, speculators_config.proposal_methods"
+    methods = proposals.values.get("proposal_methods") if proposals else None
+    demand(isinstance(methods, list | None), place, methods, "expected a list")
+    for method in methods or []:
+        fields = Fields(method if isinstance(method, dict) else {}, place)
+        fields.expect("proposal_type", "greedy")
+        fields.expect("verifier_accept_k", 1)
+        fields.expect("accept_tolerance", 0, 0.0)
 
 
 Row = Callable[[Files, "Field[Any]"], Any]

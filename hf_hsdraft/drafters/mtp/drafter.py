@@ -6,8 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -25,7 +24,7 @@ from ...runtime.target_parts import decoding_model
 from ...trees.tree_builders import Expansion
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import DraftOptions, default_options
-from ..base.plain_config import PlainConfig, TargetSizes
+from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.registry import Fit, Format, TargetInfo, empty_model, fit_of, misfit, register_format
@@ -198,17 +197,6 @@ def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: in
 LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
 
 
-@dataclass(frozen=True)
-class MtpConfig(PlainConfig):
-    """What the layers are for."""
-
-    model_type: ClassVar[str] = "mtp"
-
-    vocab_size: int
-    num_mtp_layers: int
-    target_name: str = ""
-
-
 class MtpDrafter(Drafter):
     """Drafts with the layers for multi-token prediction that a target's checkpoint holds (DeepSeek-V3, section 2.2).
 
@@ -224,10 +212,10 @@ class MtpDrafter(Drafter):
 
     def __init__(self, target: Any, layers: MtpLayers) -> None:
         self._target, self.layers = weakref.ref(target), layers
-        name = str(getattr(target.config, "name_or_path", "") or "")
-        self.config = MtpConfig(text_config(target).vocab_size, layers.count, name)
+        name, text = str(getattr(target.config, "name_or_path", "") or ""), text_config(target)
+        self.config = TargetSizes(vocab_size=text.vocab_size, target_hidden_size=text.hidden_size, target_name=name)
         self.num_draft_steps = max(layers.count, LEAST_STEPS)
-        self.taps = (decoder_layers(text_config(target)),)  # after the final norm
+        self.taps = (decoder_layers(text),)  # after the final norm
         self.generation_config = self.default_generation_config()
 
     @classmethod
