@@ -91,17 +91,27 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         """The files of weights, fetched if missing."""
         if self.hub:
-            self.also(*(listed_files(self.folder) or _SINGLE))
-            if not self._has_safetensors:
+            listed = listed_files(self.folder)
+            self.also(*(listed or _SINGLE))
+            if not listed and not self._local:
                 self.also(*_PICKLED)
-        if self._pickled is not None:
-            return [self._pickled]
-        return weight_files(self.folder) if self._single is None else [self._single]
+        return self._local or weight_files(self.folder)  # which says what is missing
+
+    @property
+    def _local(self) -> list[Path]:
+        """The files of weights that are here; none if one is missing. Pickled ones count where there are no others."""
+        for name in _SINGLE:
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        listed = listed_files(self.folder)
+        groups = [listed] if listed else [[name] for name in _PICKLED]
+        places = [[self.folder / name for name in names] for names in groups]
+        return next((paths for paths in places if all(path.is_file() for path in paths)), [])
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
         """Headers of the files on the Hub; none if the files are local, or the Hub serves no parts of them."""
-        if not self.hub or self.hub.get("local_files_only") or self._has_weights:
+        if not self.hub or self.hub.get("local_files_only") or self._local:
             return []
         place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
         listed = listed_files(self.folder)
@@ -122,7 +132,7 @@ class Checkpoint:
             for name, each in header.tensors.items()
         }
         files = [] if self._headers else self._files
-        if files == [self._pickled]:
+        if files and files[0].name in _PICKLED:
             pickled = self._unpickled(files[0]).items()
             return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
@@ -178,7 +188,7 @@ class Checkpoint:
     @property
     def is_described(self) -> bool:
         """Whether names and shapes of the tensors are known without fetching weights."""
-        return bool(self._headers) or self._has_weights
+        return bool(self._headers) or bool(self._local)
 
     @property
     def bytes(self) -> int:
@@ -207,7 +217,7 @@ class Checkpoint:
     def _readable(self) -> Iterator[Callable[[str], torch.Tensor]]:
         """Gives a function that returns a stored tensor by name, or raises a DamagedFile."""
         files = self._files
-        if files == [self._pickled]:
+        if files and files[0].name in _PICKLED:
             pickled = self._unpickled(files[0])
             yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
@@ -256,29 +266,6 @@ class Checkpoint:
         if not isinstance(tensor, torch.Tensor):
             raise DamagedFile(f"{path} is damaged: expected one tensor", path)
         return tensor, about
-
-    @property
-    def _has_safetensors(self) -> bool:
-        return self._single is not None or (self.folder / INDEX).is_file()
-
-    @property
-    def _single(self) -> Path | None:
-        """The file of weights, if it is one and local."""
-        return next((path for name in _SINGLE if (path := self.folder / name).is_file()), None)
-
-    @property
-    def _pickled(self) -> Path | None:
-        """The file of pickled weights, if there are no others."""
-        there = [] if self._has_safetensors else [self.folder / name for name in _PICKLED]
-        return next((path for path in there if path.is_file()), None)
-
-    @property
-    def _has_weights(self) -> bool:
-        """Whether all files of weights are local."""
-        if self._pickled is not None or self._single is not None:
-            return True
-        names = listed_files(self.folder)
-        return bool(names) and all((self.folder / name).is_file() for name in names)
 
     def _unpickled(self, path: Path) -> dict[str, torch.Tensor]:
         found = _unpickled(path)
