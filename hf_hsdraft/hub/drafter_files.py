@@ -255,7 +255,8 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
         return Path(snapshot_download(name, allow_patterns=wanted, **hub)) / subfolder
     except (HFValidationError, HTTPError, OSError) as error:
         told = f"there is no drafter folder {os.path.abspath(name)}, and {name} could not be fetched from the Hub"
-        raise OSError(f"{told} ({error}): correct the name, which is user/name there, or repeat the call") from error
+        remedy = "correct the name (user/name), log in if it is not public (`hf auth login`), or repeat the call"
+        raise OSError(f"{told} ({error}): {remedy}; offline, only complete copies in the cache are found") from error
 
 
 def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **hub: Any) -> Path:

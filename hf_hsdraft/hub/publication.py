@@ -332,7 +332,7 @@ def told(repo_id: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # the client wraps errors of single files
         raise OSError(f"{error} ({error.__cause__}); nothing was committed, repeat the call") from error
-    except HTTPError as error:
-        if isinstance(error, OSError):  # it says what the Hub refuses
-            raise
-        raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error  # a broken connection
+    except HTTPError as error:  # a refusal, or a broken connection
+        told = f"{repo_id}: {type(error).__name__}: {error}"
+        remedy = "log in (`hf auth login`, or HF_TOKEN) with a token that may write there, or repeat the call"
+        raise OSError(f"{told}; {remedy}") from error

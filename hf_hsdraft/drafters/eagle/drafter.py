@@ -109,7 +109,6 @@ class EagleSession(LevelSession):
         parallel = config.mask_token_id is not None
         sizes = config.sizes, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
-        self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of each row's last pair read
 
     def columns(self, news: Accepted) -> Columns:
         device, dtype = self.drafter.device, self.drafter.dtype
@@ -128,14 +127,14 @@ class EagleSession(LevelSession):
         attend = reading_attention(self._context, slots, counts, positions, network.config.windows)
         ends = ends_of(counts, positions.device)
         states = network.through(network.fuse(taps), embeds, positions, attend, ends)
-        self._last.update(zip(counts, states, strict=True))
+        self._left.update(zip(counts, states, strict=True))  # y of its last pair, `[D]`
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
         rows = [ask.row for ask in asks]
         self.read_pending(rows)
         race, temperature = self.race(rows, depth), options.temperature
-        states = torch.stack([self._last[row] for row in rows])
+        states = torch.stack([self._left[row] for row in rows])
         drafted = DraftedRows(network, weights, self._context, rows, states, self.anchors(rows) - 1)
         if mask is None:
             return LevelExpansion(drafted, depth, temperature, race)

@@ -60,33 +60,24 @@ class HeadsSession(ParallelSession):
         config = drafter.config
         sizes = config.target_hidden_size, config.draft_vocab_size, config.num_draft_steps
         self.kind = type(drafter).__name__, *sizes, drafter.dtype, drafter.device
-        self._last: dict[int, torch.Tensor] = {}  # `[H]`, the hidden state of each row's last position read
 
     def columns(self, news: Accepted) -> Columns:
         taps, positions = super().columns(news)
         return taps[-1:], positions[-1:]  # the others are never read
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        self._last.update(zip(counts, columns[0][ends_of(counts, columns[0].device)], strict=True))
+        self._left.update(zip(counts, columns[0][ends_of(counts, columns[0].device)], strict=True))  # `[H]` each
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         network, rows, depth = self.drafter, [ask.row for ask in asks], min(depth, self.drafter.num_draft_steps)
         self.read_pending(rows)
-        started = network.start(torch.stack([self._last[row] for row in rows])[:, None])
+        started = network.start(torch.stack([self._left[row] for row in rows])[:, None])
         if network.reads_tokens:
             roots = on_device([[ask.root] for ask in asks], started.device)
             levels = HeadLevels(network, self.weights, started, roots)
             return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
         logits = [network.logits_at(level, started, self.weights) for level in range(1, depth + 1)]
         return self.expanded(asks, started, options, torch.cat(logits, dim=1), None)
-
-    def saved(self) -> Any:
-        return super().saved(), self._last.get(0)
-
-    def restore(self, saved: Any) -> None:
-        context, last = saved
-        super().restore(context)
-        self._last = {} if last is None else {0: last}
 
 
 MOST_HEADS = 32

@@ -107,8 +107,6 @@ class MtpSession(LevelSession):
         ids = torch.arange(layers.vocab_size, device=layers.device)
         super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, layers.num_stored)
         self.kind = (layers.count, self._used, layers.dtype, layers.device)
-        self._outputs: dict[int, torch.Tensor] = {}  # `[L, D]`, of each row's last column
-        self._begins: dict[int, torch.Tensor] = {}  # `[1]`, int64, the first position read of each row
 
     def columns(self, news: Accepted) -> Columns:
         device, dtype, embeds = self._layers.device, self._layers.dtype, news.next_embeds(self._layers.embed)
@@ -130,11 +128,12 @@ class MtpSession(LevelSession):
         positions: list[torch.Tensor],
         slots: list[torch.Tensor],
     ) -> None:
-        """Reads columns of each row, padded to the longest row."""
+        """Reads columns of each row, padded to the longest row.
+
+        Keeps the outputs `[L, D]` of a row's last column, and its first position `[1]`, int64.
+        """
         device, lengths = self._layers.device, [len(each) for each in positions]
-        for row, each in zip(rows, positions, strict=True):
-            self._begins.setdefault(row, each[:1])
-        width = max(lengths)
+        width, known = max(lengths), [self._left.get(row) for row in rows]
         real = torch.arange(width, device=device) < on_device(lengths, device)[:, None]
         at = torch.stack([torch.cat([each, each[-1:].expand(width - len(each))]) for each in positions])
         texts = on_device(list(rows), device).repeat_interleave(on_device(lengths, device))
@@ -145,47 +144,32 @@ class MtpSession(LevelSession):
             return context.view(layer, rows)
 
         below, tokens = pad_sequence(taps, batch_first=True), pad_sequence(embeds, batch_first=True)
-        begins, ends = self._begins_of(rows), on_device(lengths, device) - 1
-        last = [self._outputs.get(row, below.new_zeros(self._used, below.shape[-1])) for row in rows]
+        firsts = [each[:1] if left is None else left[1] for left, each in zip(known, positions, strict=True)]
+        begins, ends = torch.stack(firsts), on_device(lengths, device) - 1
+        none = below.new_zeros(self._used, below.shape[-1])
+        last = [none if left is None else left[0] for left in known]
         kept = []
         for layer in range(self._used):
             seen = context.seen(rows, at, _near(self._layers.windows[layer], at, begins + layer))
             made = self._layers.run(layer, tokens, below, at + 1, seen, write)
             kept.append(made[torch.arange(len(rows), device=device), ends])
             below = torch.cat([torch.stack([each[layer : layer + 1] for each in last]), made[:, :-1]], dim=1)
-        self._outputs.update(zip(rows, torch.stack(kept, dim=1), strict=True))
-
-    def _begins_of(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.stack([self._begins[row] for row in rows])
+        self._left.update(zip(rows, zip(torch.stack(kept, dim=1), firsts, strict=True), strict=True))
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         rows = [ask.row for ask in asks]
         self.read_pending(rows)
-        outputs, roots = torch.stack([self._outputs[row] for row in rows]), self.anchors(rows)
-        begins = self._begins_of(rows)
-        drafted = DraftedColumns(self._layers, self._context, rows, outputs, roots, begins, depth)
+        outputs, begins = (torch.stack(each) for each in zip(*(self._left[row] for row in rows), strict=True))
+        drafted = DraftedColumns(self._layers, self._context, rows, outputs, self.anchors(rows), begins, depth)
         return LevelExpansion(drafted, depth, options.temperature, self.race(rows, depth))
 
-    def keep(self, rows: Sequence[int]) -> None:
-        super().keep(rows)
-        for held in (self._outputs, self._begins):
-            for row in held.keys() - set(rows):
-                del held[row]
-
     def memory(self, length: int) -> DraftMemory | None:
-        return super().memory(length) if 0 in self._outputs else None
-
-    def saved(self) -> Any:
-        return super().saved(), self._outputs[0], self._begins[0]
+        return super().memory(length) if 0 in self._left else None
 
     def resume(self, memory: Any, cached: int) -> None:
         fits = isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)
-        if fits and len(memory.context[1]) == self._used:
+        if fits and len(memory.context[1][0]) == self._used:
             super().resume(memory, cached)
-
-    def restore(self, saved: Any) -> None:
-        context, self._outputs[0], self._begins[0] = saved
-        super().restore(context)
 
 
 def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: int = 0) -> torch.Tensor:
