@@ -29,7 +29,6 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
 from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
 from ...drafters.base.travelling_config import default_tap_layers
-from ...drafters.language_model.layer_subset import layers_of, sharing_weights
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
 from ...drafters.language_model.lm_texts import LMTexts, ability_of, shared_tokens
@@ -37,6 +36,7 @@ from ...hub.checkpoint import Checkpoint
 from ...runtime.target_forwards import TargetOutput
 from ...runtime.target_limits import decoder_layers, text_config
 from ...training.files import write_complete
+from ..distillation.layer_subset import layers_of, sharing_weights
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
